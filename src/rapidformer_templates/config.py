@@ -1,0 +1,416 @@
+"""RunConfig: what the user asked for, and where each value came from.
+
+A value comes from the command line, else from the YAML file named by ``--config``, else from the
+script that builds the template, else from the template, else from the flag's own default. Flags
+are the fields of small frozen dataclasses (one a topic, one a switch); parsing, help and docs
+are derived from them. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+
+from rapidformer_templates.errors import ConfigError
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    bare: str | None = None,
+    alias: str | None = None,
+    metavar: str | None = None,
+    minimum: float | None = None,
+) -> Any:
+    """Declare one flag as a dataclass field.
+
+    Args:
+        default: the value when nobody gives one.
+        help: one line for ``--help`` and the docs.
+        bare: the value when the flag stands without one (it then may stand without one).
+        alias: a second spelling, without the dashes.
+        metavar: what stands for the value in the help.
+        minimum: the least value that is accepted.
+    """
+    metadata = {"help": help, "bare": bare, "alias": alias, "metavar": metavar, "minimum": minimum}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class LaunchFlags:
+    """Launch"""
+
+    config: str | None = flag(None, "YAML file with flags; the command line wins", metavar="FILE")
+    template: Literal["Trainer", "Pretrainer", "Finetuner"] | None = flag(
+        None, "template of a black-box run (default: chosen from the task and the switches)"
+    )
+    user_script: str | None = flag(None, "white-box script to run with these flags", metavar="FILE")
+    nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1)
+    master_port: int | None = flag(None, "port on which the local workers meet (default: a free one)", minimum=1)
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train (default: a GPU if there is one)")
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Model"""
+
+    pretrained_model_name_or_path: str | None = flag(None, "folder (or cached hub name) with weights", metavar="PATH")
+    model_type: str | None = flag(None, "architecture to train from scratch: gpt2, bert, llama, t5, …")
+    num_layers: int | None = flag(None, "number of blocks", minimum=1)
+    hidden_size: int | None = flag(None, "width of the model", minimum=1)
+    num_attention_heads: int | None = flag(None, "attention heads of a block", minimum=1)
+    max_position_embeddings: int | None = flag(None, "longest sequence that the model can take, tokens", minimum=1)
+    seq_length: int | None = flag(None, "length that samples are cut to, tokens (default: what the model takes)", minimum=1)
+    dropout: float | None = flag(None, "dropout rate everywhere in the model (default: the model's own)", minimum=0)
+    trust_remote_code: bool = flag(False, "run code that comes with a model folder")
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Data"""
+
+    micro_batch_size: int = flag(1, "samples a data-parallel rank per forward", minimum=1)
+    global_batch_size: int | None = flag(
+        None, "samples an optimizer step over all ranks (default: micro batch × data-parallel size)", minimum=1
+    )
+    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer"] | None = flag(
+        None, "tokenizer (default: the model's own)"
+    )
+    tokenizer_path: str | None = flag(None, "folder of a HuggingFaceTokenizer (default: the model's folder)", metavar="PATH")
+    vocab_file: str | None = flag(None, "vocabulary of the first three tokenizer types", metavar="FILE")
+    merge_file: str | None = flag(None, "merges of a GPT2BPETokenizer", metavar="FILE")
+    split: str = flag("969,30,1", "train, valid and test shares of a pretraining corpus", metavar="T,V,T")
+    data_impl: Literal["mmap", "lazy", "cached", "infer"] = flag("mmap", "how an indexed corpus is read")
+    data_path: tuple[str, ...] | None = flag(None, "pretraining corpus: files, a prefix, or a blend '0.3 A 0.7 B'", metavar="PATH")
+    data_dir: str | None = flag(None, "fine-tuning: folder with the files", metavar="DIR")
+    data_name: str | None = flag(None, "fine-tuning: data set in that folder: a file stem or a saved data set", metavar="NAME")
+    text_column: str | None = flag(None, "column with the text (default: the task's usual names)", metavar="NAME")
+    pair_column: str | None = flag(None, "column with a second text or the question", metavar="NAME")
+    label_column: str | None = flag(None, "column with the label, the tags, the answers or the target", metavar="NAME")
+    validation_fraction: float = flag(0.1, "share held out when the data has no validation part", minimum=0)
+    max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
+    max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)
+    skip_bad_lines: bool = flag(False, "leave out lines that cannot be read, and count them")
+    data_cache_dir: str | None = flag(None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR")
+    mask_prob: float = flag(0.15, "share of tokens that masked-LM pretraining hides", minimum=0)
+    short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)
+    group_by_length: bool | None = flag(
+        None, "batches of samples of like length (default: in fine-tuning)"
+    )
+    dataloader_num_workers: int | None = flag(None, "loader processes a rank (default: by device and data)", minimum=0)
+    dataloader_pin_memory: bool | None = flag(None, "page-locked host memory (default: on a GPU)")
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Training"""
+
+    task: (
+        Literal[
+            "sequence_classification",
+            "token_classification",
+            "question_answering",
+            "masked_lm",
+            "causal_lm",
+            "seq2seq_lm",
+            "pretraining",
+        ]
+        | None
+    ) = flag(None, "what to train for")
+    save: str | None = flag(None, "run folder: checkpoints, metrics, summary, plan, exported model", metavar="DIR")
+    overwrite: bool = flag(False, "empty a run folder that already holds a run")
+    load: str | None = flag(None, "run folder or checkpoint to start from", metavar="DIR")
+    resume: bool = flag(False, "go on from the newest whole checkpoint in --save")
+    weights_only: bool = flag(False, "with --load: take the weights and start everything else anew")
+    lr: float | None = flag(None, "peak learning rate", minimum=0)
+    lr_decay_style: Literal["linear", "cosine", "constant"] = flag("linear", "shape of the learning rate after warmup")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)
+    lr_decay_iters: int | None = flag(None, "steps over which it decays (default: all)", minimum=1)
+    lr_warmup_iters: int | None = flag(None, "steps of warmup", minimum=0)
+    lr_warmup_fraction: float | None = flag(None, "warmup as a share of the decay steps", minimum=0)
+    weight_decay: float = flag(0.01, "decoupled weight decay; biases and norms are left out", minimum=0)
+    clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
+    train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1)
+    epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1)
+    log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)
+    eval_interval: int | None = flag(None, "steps between evaluations (default: the end of each epoch, or of the run)", minimum=1)
+    eval_iters: int | None = flag(None, "batches an evaluation (default: all)", minimum=1)
+    save_interval: int | None = flag(None, "steps between checkpoints (default: the end of each epoch, or of the run)", minimum=1)
+    keep_checkpoints: int = flag(2, "newest checkpoints that are kept (the best one is kept besides)", minimum=1)
+    metric_for_best: str | None = flag(None, "metric by which the best checkpoint is kept (default: the task's)", metavar="NAME")
+    export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
+    seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0)
+
+
+SECTIONS: dict[str, type] = {
+    "launch": LaunchFlags,
+    "model": ModelFlags,
+    "data": DataFlags,
+    "training": TrainingFlags,
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that the user asked for.
+
+    Attributes:
+        launch, model, data, training: the flags by topic.
+        switches: the options of each acceleration switch, by the switch's name.
+        user: the flags that the user's own template declares, if it declares any.
+        origins: for each value that is not a default, where it came from, by field name.
+    """
+
+    launch: LaunchFlags = LaunchFlags()
+    model: ModelFlags = ModelFlags()
+    data: DataFlags = DataFlags()
+    training: TrainingFlags = TrainingFlags()
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    user: Any = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def section_of(self, name: str) -> str:
+        """The section ('data', 'user', …) or the switch that declares the field ``name``."""
+        for section in (*SECTIONS, "user"):
+            if hasattr(getattr(self, section), name):
+                return section
+        for switch, options in self.switches.items():
+            if hasattr(options, name):
+                return switch
+        raise KeyError(name)
+
+    def get(self, name: str) -> Any:
+        """The value of the field ``name`` of any section or switch."""
+        section = self.section_of(name)
+        return getattr(self.switches[section] if section in self.switches else getattr(self, section), name)
+
+    def origin(self, name: str) -> str:
+        return self.origins.get(name, "default")
+
+    def replace(self, origin: str, **values: Any) -> RunConfig:
+        """A copy in which the named fields have other values that came from ``origin``."""
+        sections: dict[str, Any] = {}
+        switches = dict(self.switches)
+        for name, value in values.items():
+            section = self.section_of(name)
+            if section in switches:
+                switches[section] = dataclasses.replace(switches[section], **{name: value})
+            else:
+                base = sections.get(section, getattr(self, section))
+                sections[section] = dataclasses.replace(base, **{name: value})
+        origins = {**self.origins, **dict.fromkeys(values, origin)}
+        return dataclasses.replace(self, **sections, switches=switches, origins=origins)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """All (field name, value) pairs, section by section."""
+        groups = [getattr(self, section) for section in SECTIONS] + list(self.switches.values())
+        for group in [*groups, self.user] if self.user is not None else groups:
+            for f in dataclasses.fields(group):
+                yield f.name, getattr(group, f.name)
+
+
+def spelling(name: str) -> str:
+    """The flag of a field: ``micro_batch_size`` → ``--micro-batch-size``."""
+    return "--" + name.replace("_", "-")
+
+
+@cache
+def field_types(options: type) -> Mapping[str, Any]:
+    """The annotated type of each field of a flags dataclass."""
+    return typing.get_type_hints(options)
+
+
+def _kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
+    """(scalar type, choices, takes several) of an annotation such as ``Literal['a'] | None``."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is Literal:
+        choices = typing.get_args(annotation)
+        return type(choices[0]), choices, False
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], None, True
+    return annotation, None, False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="rapidformer --help lists every flag")
+
+
+def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
+    group = parser.add_argument_group((options.__doc__ or options.__name__).strip().splitlines()[0])
+    for f in dataclasses.fields(options):
+        meta, (kind, choices, several) = f.metadata, _kind(field_types(options)[f.name])
+        names = [spelling(f.name)] + ([f"--{meta['alias']}"] if meta.get("alias") else [])
+        text = meta.get("help", "").replace("%", "%%")
+        if f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE):
+            text += f" (default: {f.default})"
+        keywords: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
+        if kind is bool:
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            keywords |= {"type": kind, "choices": choices}
+            if meta.get("metavar"):
+                keywords["metavar"] = meta["metavar"]
+            if several:
+                keywords["nargs"] = "+"
+            elif meta.get("bare") is not None:
+                keywords |= {"nargs": "?", "const": meta["bare"]}
+                keywords["choices"] = None  # checked below: the bare value is not one of them
+        group.add_argument(*names, **keywords)
+
+
+def build_parser(prog: str, switch_options: Iterable[type], user: type | None, description: str) -> argparse.ArgumentParser:
+    """The parser of every flag, grouped by topic."""
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for options in (*SECTIONS.values(), *switch_options, *([user] if user else [])):
+        _add_flags(parser, options)
+    return parser
+
+
+def parse(
+    argv: Sequence[str],
+    switch_options: Mapping[str, type],
+    *,
+    prog: str = "rapidformer",
+    description: str = "",
+    user: type | None = None,
+    in_code: Mapping[str, tuple[Any, str]] | None = None,
+    template_defaults: Mapping[str, tuple[Any, str]] | None = None,
+) -> RunConfig:
+    """Read flags into a :class:`RunConfig`.
+
+    Args:
+        argv: the command line without the program's name.
+        switch_options: the options dataclass of each switch, by the switch's name.
+        user: a dataclass of the user's own flags.
+        in_code: values given in the user's script, each with where it stands.
+        template_defaults: values that the template prefers, each with the template's name.
+
+    Raises:
+        ConfigError: an unknown flag or key, or a value of the wrong kind or out of range.
+    """
+    parser = build_parser(prog, switch_options.values(), user, description)
+    given, unknown = parser.parse_known_args(_dashed(argv))
+    if unknown:
+        _refuse_unknown(unknown[0], parser)
+    values: dict[str, tuple[Any, str]] = dict(template_defaults or {})
+    values.update(in_code or {})
+    command_line = {name: (value, "command line") for name, value in vars(given).items()}
+    path = command_line.get("config", values.get("config", (None, "")))[0]
+    if path:
+        values.update(_read_yaml(path, parser))
+    values.update(command_line)
+    return _assemble(values, switch_options, user)
+
+
+def _dashed(argv: Sequence[str]) -> list[str]:
+    """Spell ``--micro_batch_size=4`` as ``--micro-batch-size=4``; values stay as they are."""
+    spelled = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        spelled.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return spelled
+
+
+def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> NoReturn:
+    if not word.startswith("-"):
+        raise ConfigError(f"unexpected argument '{word}'", hint="rapidformer --help lists every flag")
+    known = [name for action in parser._actions for name in action.option_strings]
+    near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "rapidformer --help lists every flag"
+    raise ConfigError(f"unknown flag {word.split('=')[0]}", where="command line", hint=hint)
+
+
+def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[Any, str]]:
+    """The flags of a YAML file, each with its line."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"the configuration file {path} does not exist", where="--config")
+    try:
+        document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, yaml.MappingNode):
+        raise ConfigError(f"{path} must map flags to values", where=f"{path}:1", hint="write 'lr: 3.0e-5'")
+    actions = {action.dest: action for action in parser._actions}
+    values: dict[str, tuple[Any, str]] = {}
+    for key_node, value_node in document.value:
+        where = f"{file.name}:{key_node.start_mark.line + 1}"
+        name = str(key_node.value).replace("-", "_")
+        if name not in actions:
+            near = difflib.get_close_matches(name, actions, n=1, cutoff=0.5)
+            raise ConfigError(f"unknown key '{key_node.value}'", where=where, hint=f"did you mean {near[0]}?" if near else None)
+        value = yaml.safe_load(yaml.serialize(value_node))
+        if value is not None:
+            values[name] = (value, where)
+    return values
+
+
+def _assemble(values: Mapping[str, tuple[Any, str]], switch_options: Mapping[str, type], user: type | None) -> RunConfig:
+    remaining = dict(values)
+
+    def build(options: type) -> Any:
+        chosen = {}
+        for f in dataclasses.fields(options):
+            if f.name in remaining:
+                value, origin = remaining.pop(f.name)
+                chosen[f.name] = _checked(f, field_types(options)[f.name], value, origin)
+        return options(**chosen)
+
+    sections = {name: build(options) for name, options in SECTIONS.items()}
+    switches = {name: build(options) for name, options in switch_options.items()}
+    own = build(user) if user else None
+    if remaining:
+        name, (_, origin) = next(iter(remaining.items()))
+        known = [f.name for options in (*SECTIONS.values(), *switch_options.values()) for f in dataclasses.fields(options)]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=f"did you mean {near[0]}?" if near else None)
+    return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
+
+
+def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str) -> Any:
+    """``value`` in the type of its field.
+
+    Raises:
+        ConfigError: it is of another kind, not one of the choices, or below the minimum.
+    """
+    kind, choices, several = _kind(annotation)
+    name = spelling(f.name)
+    if value is None:
+        return None
+    if several:
+        return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
+    bare = f.metadata.get("bare")
+    if bare is not None and value is True:
+        return bare
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{name} is true or false, not {value!r}", where=origin)
+    if kind is not bool and isinstance(value, bool):
+        raise ConfigError(f"{name} needs a value of type {kind.__name__}, not {value!r}", where=origin)
+    try:
+        # YAML reads 1e-5 as text; int("2.5") must not pass as 2.
+        value = kind(str(value)) if kind is int else kind(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} needs a value of type {kind.__name__}, not {value!r}", where=origin) from None
+    if choices and value not in choices and value != bare:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=f"{hint}choose from {', '.join(choices)}")
+    minimum = f.metadata.get("minimum")
+    if minimum is not None and not value >= minimum:
+        raise ConfigError(f"{name} must be at least {minimum}, not {value}", where=origin)
+    return value

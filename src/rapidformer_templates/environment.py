@@ -1,0 +1,103 @@
+"""What the resolver may know of the place where a run is to happen; found without importing torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+OPTIONAL_PACKAGES = ("apex", "bitsandbytes", "deepspeed", "fairscale", "flash_attn", "onnx", "onnxruntime", "onnxscript", "torchao")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Facts about the template, the workers and their devices.
+
+    Attributes:
+        template: the library's template that the user's class derives from, or None.
+        template_origin: where that was decided, such as ``train.py:8``.
+        world_size: number of workers.
+        local_world_size: workers on one node.
+        device: ``cpu`` or ``cuda``.
+        compute_capability: of the GPU, such as ``(8, 0)``; None on a CPU.
+        packages: optional packages that can be imported, with their versions.
+    """
+
+    template: str | None = "Trainer"
+    template_origin: str = "default"
+    world_size: int = 1
+    local_world_size: int = 1
+    device: str = "cpu"
+    compute_capability: tuple[int, int] | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+def installed_packages() -> dict[str, str]:
+    """The optional packages that are installed, with their versions.
+
+    ``apex`` counts only when it is Nvidia's: the package of that name in the public index is
+    something else and has no ``apex.optimizers``.
+    """
+    found = {}
+    for name in OPTIONAL_PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            continue
+        if name == "apex" and importlib.util.find_spec("apex.optimizers") is None:
+            continue
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+@cache
+def detect_gpu() -> tuple[int, int] | None:
+    """The compute capability of the first visible GPU, or None where torch would see none."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    try:
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            return None
+    except importlib.metadata.PackageNotFoundError:
+        pass  # planning on a machine without torch: the driver alone decides
+    query = shutil.which("nvidia-smi")
+    if query is None:
+        return None
+    answer = subprocess.run(
+        [query, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=False, timeout=30
+    )
+    first = answer.stdout.strip().splitlines()[:1]
+    if answer.returncode != 0 or not first:
+        return None
+    major, _, minor = first[0].partition(".")
+    return int(major), int(minor or 0)
+
+
+def detect(
+    template: str | None, template_origin: str, *, device: str = "auto", world_size: int | None = None, local_world_size: int | None = None
+) -> Environment:
+    """The environment of this machine.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``, from ``--device``.
+        world_size: number of workers; by default that of torchrun's environment, else 1.
+        local_world_size: workers on one node; likewise.
+    """
+    capability = None if device == "cpu" else detect_gpu()
+    workers = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(workers)))
+    return Environment(
+        template=template,
+        template_origin=template_origin,
+        world_size=workers,
+        local_world_size=local,
+        device="cuda" if device == "cuda" or capability else "cpu",
+        compute_capability=capability,
+        packages=installed_packages(),
+    )

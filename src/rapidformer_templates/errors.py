@@ -1,0 +1,139 @@
+"""Errors that a user can mend, and the diagnostics by which a plan is refused.
+
+Everything raised for a user's mistake derives from :class:`RapidformerError`; the command line
+prints it without a stack trace and exits with ``exit_status``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class RapidformerError(Exception):
+    """A mistake or a condition that the user can mend.
+
+    Args:
+        message: what is wrong, in one sentence.
+        where: the file, line, column or flag that it is about.
+        hint: what to do about it.
+    """
+
+    exit_status = 2
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def render(self) -> str:
+        """The text for a terminal: one line for what, one for where, one for what to do."""
+        lines = [f"error: {self.message}"]
+        if self.where:
+            lines.append(f"  where  {self.where}")
+        if self.hint:
+            lines.append(f"  help   {self.hint}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.render()
+
+
+class ConfigError(RapidformerError):
+    """A flag, a YAML key or a value that cannot be used."""
+
+
+class DataError(RapidformerError):
+    """A file, a column, a line or a label that cannot be used."""
+
+
+class ModelError(RapidformerError):
+    """A model folder or architecture that cannot be used."""
+
+
+class CheckpointError(RapidformerError):
+    """A checkpoint that is damaged, does not fit or cannot be written."""
+
+
+class NonFiniteLoss(RapidformerError):
+    """The loss or the gradient became infinite or NaN; the weights were not touched."""
+
+    exit_status = 3
+
+
+class WorkerFailed(RapidformerError):
+    """A worker process ended before its time."""
+
+    exit_status = 1
+
+
+class Interrupted(RapidformerError):
+    """The run was asked to end (SIGTERM, SIGINT) and has saved a checkpoint.
+
+    The exit status is that of sysexits' ``EX_TEMPFAIL``: try again later.
+    """
+
+    exit_status = 75
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of the command that is known to be accepted: ``change`` to make, and why it helps."""
+
+    change: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One reason why a plan is refused.
+
+    Attributes:
+        rule: code of the rule, such as ``RF002``.
+        message: what is wrong.
+        why: the fact behind the rule.
+        source: where the rule is documented, such as ``[R]``.
+        asked: the values that clash, each with where it came from.
+        works: the nearest combinations that are accepted, nearest first.
+    """
+
+    rule: str
+    message: str
+    why: str
+    source: str
+    asked: tuple[str, ...] = ()
+    works: tuple[Suggestion, ...] = ()
+
+    def render(self) -> str:
+        lines = [f"error[{self.rule}]: {self.message}", f"  why    {self.why}  {self.source}".rstrip()]
+        if self.asked:
+            lines.append(f"  asked  {', '.join(self.asked)}")
+        width = max((len(s.change) for s in self.works), default=0)
+        for i, suggestion in enumerate(self.works):
+            label = "works" if i == 0 else "  or "
+            lines.append(f"  {label}  {suggestion.change:<{width}}  {suggestion.note}".rstrip())
+        lines.append(f"  more   rapidformer explain {self.rule}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rule": self.rule,
+            "message": self.message,
+            "why": self.why,
+            "source": self.source,
+            "asked": list(self.asked),
+            "works": [{"change": s.change, "note": s.note} for s in self.works],
+        }
+
+
+class Refused(RapidformerError):
+    """The plan breaks rules; ``diagnostics`` holds all of them at once."""
+
+    def __init__(self, diagnostics: Sequence[Diagnostic]) -> None:
+        super().__init__("; ".join(d.message for d in diagnostics))
+        self.diagnostics = tuple(diagnostics)
+
+    def render(self) -> str:
+        return "\n\n".join(d.render() for d in self.diagnostics)

@@ -1,0 +1,59 @@
+"""Plan: what a run will do, decided before any worker starts. Written to ``plan.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How the workers and the batch divide.
+
+    ``world = tensor × pipeline × data``; ``global_batch = micro_batch × data × accumulation``.
+    Batches are counted in samples, accumulation in micro batches of one optimizer step.
+    """
+
+    world: int = 1
+    local_world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    micro_batch: int = 1
+    global_batch: int = 1
+    accumulation: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved run.
+
+    Attributes:
+        template: ``Trainer``, ``Pretrainer`` or ``Finetuner``.
+        switches: names of the active switches in the order in which they are applied.
+        sizes: workers and batches.
+        engine: ``module:Class`` of the engine that owns the optimizer step.
+        device: ``cpu`` or ``cuda``.
+        precision: ``fp32``, ``bf16`` or ``fp16``: the type that matrix products are computed in.
+        optimizer: the optimizer that was asked for.
+        optimizer_implementation: what stands for it here, such as ``torch.optim.AdamW (fused)``.
+        notes: what a user should know: stand-ins, kernels, sizes that act as none.
+        values: each flag that was given, with its value and where it came from.
+        rules: codes of the rules that were consulted.
+    """
+
+    template: str
+    switches: tuple[str, ...] = ()
+    sizes: Sizes = Sizes()
+    engine: str = "rapidformer_templates.engines.local:SingleEngine"
+    device: str = "cpu"
+    precision: str = "fp32"
+    optimizer: str = "apex_adam"
+    optimizer_implementation: str = "torch.optim.AdamW (fused)"
+    notes: tuple[str, ...] = ()
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rules: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,185 @@
+"""The vocabulary in which switches and rules are declared. Imports no torch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.config import RunConfig
+from rapidformer_templates.environment import Environment
+
+if TYPE_CHECKING:
+    from rapidformer_templates.plan import Sizes
+
+TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
+
+
+class Stage(enum.IntEnum):
+    """The order in which active switches are applied, first to last."""
+
+    DATA = 0  # shapes the batches, before there is a model
+    PARTITION = 1  # pipeline: cut the model while its blocks are still plain modules
+    STRUCTURE = 2  # mixture of experts: replace feed-forwards before anything wraps them
+    TENSOR = 3  # tensor and sequence parallel: shard parameters inside each stage
+    KERNEL = 4  # attention kernels and tf32: choose what the final modules call
+    GRAPH = 5  # ONNX Runtime: captures the modules as they are now
+    CHECKPOINT = 6  # activation checkpointing: around the blocks, inside the compiled region
+    COMPILE = 7  # torch.compile: sees the checkpointed blocks
+    PRECISION = 8  # the type that the engine computes in
+    OPTIMIZER = 9  # the update rule that the engine will build
+    SHARD = 10  # the engine: wraps or shards what the other stages left
+
+
+class Resource(enum.Enum):
+    """What a switch takes for itself. Two active switches that claim one resource conflict."""
+
+    PARAMETERS = "the partitioning of the parameters"
+    GRADIENTS = "the partitioning of the gradients"
+    OPTIMIZER_STATE = "the partitioning of the optimizer state"
+    GRAPH = "the captured graph of the model"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
+
+    num_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rule looks at.
+
+    Attributes:
+        config: the flags with their origins.
+        environment: template, workers, device, packages.
+        active: the active switches by name.
+        sizes: workers and batches as far as they can be computed (a size that does not divide
+            is left rounded down; the rule about it says so).
+        model: sizes of the model.
+    """
+
+    config: RunConfig
+    environment: Environment
+    active: Mapping[str, Switch]
+    sizes: Sizes
+    model: ModelFacts
+
+    def asked(self, *names: str) -> tuple[str, ...]:
+        """How the named fields were asked for: ``--tf32 (run.yaml:12)``."""
+        from rapidformer_templates.config import spelling
+
+        words = []
+        for name in names:
+            value = self.config.get(name)
+            shown = "" if value is True else " none" if value is None else f" {value}"
+            words.append(f"{spelling(name)}{shown} ({self.config.origin(name)})")
+        return tuple(words)
+
+    def asked_template(self) -> str:
+        return f"template {self.environment.template or 'none'} ({self.environment.template_origin})"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that is broken: what is wrong, and the values that clash."""
+
+    message: str
+    asked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule with its code, reason and source.
+
+    Attributes:
+        code: such as ``RF002``.
+        title: the rule in one sentence.
+        why: the fact behind it.
+        source: ``[R]``, ``[M]``, ``[S]``, ``[D]`` (see docs/switches.md) or the engine's own name.
+        check: yields a finding for each way in which the request breaks the rule.
+    """
+
+    code: str
+    title: str
+    why: str
+    source: str
+    check: Callable[[Request], list[Finding]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One step of the search for a combination that works.
+
+    Attributes:
+        describe: what the user would change, such as ``--fsdp-memory-optimization``.
+        note: why it helps.
+        cost: add what is required < replace within a family < drop.
+        values: fields to set.
+        template: template to move to, if it changes.
+    """
+
+    describe: str
+    cost: float
+    values: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One acceleration switch. A new switch is one new file in this folder.
+
+    Attributes:
+        name: as in the plan, such as ``zero-3``.
+        summary: one line of what it does and through which package.
+        source: where it is documented.
+        stage: its place in the order of application.
+        options: dataclass of its flags; flags, help and docs are derived from it.
+        active: whether the options turn it on.
+        off: field values that turn it off, for suggestions.
+        on: field values that turn it on, for suggestions, tests and docs.
+        family: switches that can stand for one another, such as ``partitioning``.
+        claims: resources that it takes for itself.
+        rules: the rules that it brings.
+        needs_package: optional package that it needs.
+        install: what to install for it, such as ``pip install rapidformer_templates[deepspeed]``.
+        needs_cuda: whether it needs a GPU.
+        engine: ``module:Class`` of the engine that it asks for.
+        transform: ``module:function`` that applies it to the built model.
+        receipt: names of the measurements in ``summary.json`` that show that it acted.
+        available: whether this version has it.
+    """
+
+    name: str
+    summary: str
+    source: str
+    stage: Stage
+    options: type
+    active: Callable[[Any], bool]
+    on: Mapping[str, Any]
+    off: Mapping[str, Any]
+    family: str | None = None
+    claims: frozenset[Resource] = frozenset()
+    rules: tuple[Rule, ...] = ()
+    needs_package: str | None = None
+    install: str | None = None
+    needs_cuda: bool = False
+    engine: str | None = None
+    transform: str | None = None
+    receipt: tuple[str, ...] = ()
+    available: bool = True
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of its flags' fields."""
+        import dataclasses
+
+        return tuple(f.name for f in dataclasses.fields(self.options))
