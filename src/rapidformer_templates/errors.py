@@ -69,6 +69,17 @@ class WorkerFailed(RapidformerError):
     exit_status = 1
 
 
+class ReportedError(RapidformerError):
+    """An error of a worker, already put into words there; shown as it is."""
+
+    def __init__(self, text: str, exit_status: int) -> None:
+        super().__init__(text)
+        self.exit_status = exit_status
+
+    def render(self) -> str:
+        return self.message
+
+
 class Interrupted(RapidformerError):
     """The run was asked to end (SIGTERM, SIGINT) and has saved a checkpoint.
 

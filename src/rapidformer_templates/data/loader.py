@@ -1,0 +1,148 @@
+"""From sample indices to micro batches on their way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory as pin
+
+from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.data.types import Batch, Data
+
+
+@dataclass(frozen=True)
+class Request:
+    """The samples of one micro batch of one rank.
+
+    Attributes:
+        samples: indices into the data set.
+        keys: for each sample, what its random changes depend on.
+        idle: there was no sample left for this rank; the batch only keeps it in step with the others.
+    """
+
+    samples: tuple[int, ...]
+    keys: tuple[tuple[int, ...], ...]
+    idle: bool = False
+
+
+@dataclass
+class MicroBatch:
+    """A batch with its origin.
+
+    Attributes:
+        batch: what ``collate`` made.
+        samples: indices of its samples.
+        targets: number of targets in it that the loss is a mean over.
+        idle: it counts for nothing.
+    """
+
+    batch: Batch
+    samples: tuple[int, ...]
+    targets: float = 0
+    idle: bool = False
+
+    def pin_memory(self) -> MicroBatch:
+        """This micro batch in page-locked memory; the loader calls it."""
+        self.batch = pin(self.batch)
+        return self
+
+
+class _Fetcher(Dataset[MicroBatch]):
+    """A data set of whole micro batches, so that a loader process makes them."""
+
+    def __init__(self, samples: Any, data: Data) -> None:
+        self.samples = samples
+        self.augment = data.augment
+        self.collate = data.collate or default_collate
+
+    def __getitem__(self, request: Request) -> MicroBatch:
+        many = getattr(self.samples, "__getitems__", None)
+        items = many(list(request.samples)) if many else [self.samples[i] for i in request.samples]
+        if self.augment:
+            items = [self.augment(item, np.random.default_rng(key)) for item, key in zip(items, request.keys, strict=True)]
+        return MicroBatch(self.collate(items), request.samples, idle=request.idle)
+
+
+def train_requests(order: SampleOrder, start: int, stop: int, *, rank: int, data_size: int, accumulation: int) -> Iterator[Request]:
+    """The requests of one rank for steps ``start`` to ``stop``: ``accumulation`` of them a step.
+
+    A short global batch (the end of an epoch) is spread evenly, so that nothing is lost or doubled.
+    """
+    for step in range(start, stop):
+        samples, positions = order.step(step)
+        shares = data_size * accumulation
+        cuts = [len(samples) * i // shares for i in range(shares + 1)]
+        for micro in range(accumulation):
+            share = micro * data_size + rank
+            piece = slice(cuts[share], cuts[share + 1])
+            idle = cuts[share] == cuts[share + 1]
+            if idle:
+                piece = slice(0, 1)
+            yield Request(
+                tuple(samples[piece].tolist()),
+                tuple((order.seed, 2, position) for position in positions[piece].tolist()),
+                idle,
+            )
+
+
+def eval_requests(lengths: np.ndarray | None, size: int, seed: int, *, rank: int, data_size: int, micro_batch: int) -> list[Request]:
+    """The requests of one rank for the first ``size`` samples, those of like lengths together.
+
+    Every rank gets equally many; ranks without a sample left get an idle one.
+    """
+    order = np.arange(size) if lengths is None else np.argsort(lengths[:size], kind="stable")
+    batches = [order[i : i + micro_batch] for i in range(0, size, micro_batch)]
+    requests = []
+    for first in range(0, len(batches), data_size):
+        idle = first + rank >= len(batches)
+        samples = tuple(batches[first if idle else first + rank].tolist())
+        requests.append(Request(samples, tuple((seed, 3, sample) for sample in samples), idle))
+    return requests
+
+
+def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: bool) -> Iterator[MicroBatch]:
+    """Micro batches for ``requests``, made by loader processes or, with none, in this one."""
+    fetcher = _Fetcher(samples, data)
+    if workers == 0 and not pin_memory:
+        return map(fetcher.__getitem__, requests)
+    loader = DataLoader(
+        fetcher,
+        sampler=requests,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        # The loader draws a seed; from its own generator, or a resumed run would see other random numbers.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | None:
+    """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``."""
+    if training and data.lengths is not None:
+        return np.asarray(data.lengths)
+    own = getattr(samples, "lengths", None)
+    if own is not None and not callable(own):
+        return np.asarray(own)
+    try:
+        return np.fromiter((len(samples[i]["input_ids"]) for i in range(len(samples))), np.int64, len(samples))
+    except (KeyError, TypeError, IndexError):
+        return None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The tensors of a batch on ``device``; everything else as it is."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    move: Callable[..., Any] | None = getattr(batch, "to", None)
+    return move(device) if move else batch

@@ -1,0 +1,93 @@
+"""Which samples make up a step: a function of the seed and the step, and of nothing else.
+
+The number of workers, the micro batch, loader processes and resumes cannot change it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+WINDOW = 50
+"""Global batches that are sorted by length together: enough for little padding, few enough to stay random."""
+
+
+class SampleOrder:
+    """The order of the training samples.
+
+    Samples are drawn from an endless row of positions; position ``p`` is in epoch ``p // size`` and
+    each epoch is a new permutation. By epochs, each epoch is cut into batches by itself, and its last
+    batch is the shorter one; by iterations, batches run on over the borders of the epochs.
+
+    Args:
+        size: number of samples.
+        global_batch: samples a step.
+        seed: of the permutations.
+        by_epochs: whether batches stop at the end of an epoch.
+        lengths: lengths of the samples, to put those of like lengths into one batch; None for plain
+            random batches.
+    """
+
+    def __init__(
+        self, size: int, global_batch: int, seed: int, *, by_epochs: bool, lengths: np.ndarray | None = None
+    ) -> None:
+        self.size = size
+        self.global_batch = global_batch
+        self.seed = seed
+        self.by_epochs = by_epochs
+        self.lengths = lengths
+        self.steps_per_epoch = math.ceil(size / global_batch)
+        self._permutations: dict[int, np.ndarray] = {}
+        self._window: tuple[tuple[int, int], list[np.ndarray]] = ((-1, -1), [])
+
+    def epoch(self, step: int) -> float:
+        """Passes over the data that are complete before ``step``."""
+        if self.by_epochs:
+            return step / self.steps_per_epoch
+        return step * self.global_batch / self.size
+
+    def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sample indices, positions) of the global batch of ``step``; positions never repeat in a run."""
+        epoch, index, end = 0, step, None
+        if self.by_epochs:
+            epoch, index = divmod(step, self.steps_per_epoch)
+            end = self.size
+        if self.lengths is None:
+            positions = self._slice(index * self.global_batch, self.global_batch, end) + epoch * self.size
+        else:
+            positions = self._grouped(epoch, index, end)
+        return self._samples(positions), positions
+
+    def _slice(self, start: int, count: int, end: int | None) -> np.ndarray:
+        stop = start + count if end is None else min(start + count, end)
+        return np.arange(start, stop, dtype=np.int64)
+
+    def _grouped(self, epoch: int, index: int, end: int | None) -> np.ndarray:
+        """Batches of a window of positions, sorted by length and then shuffled as batches."""
+        window, place = divmod(index, WINDOW)
+        if self._window[0] != (epoch, window):
+            span = WINDOW * self.global_batch
+            positions = self._slice(window * span, span, end) + epoch * self.size
+            assert self.lengths is not None
+            positions = positions[np.argsort(self.lengths[self._samples(positions)], kind="stable")]
+            batches = [positions[i : i + self.global_batch] for i in range(0, len(positions), self.global_batch)]
+            shuffled = np.random.default_rng((self.seed, 1, epoch, window)).permutation(len(batches))
+            self._window = ((epoch, window), [batches[i] for i in shuffled])
+        return self._window[1][place]
+
+    def _samples(self, positions: np.ndarray) -> np.ndarray:
+        epochs = positions // self.size
+        samples = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            samples[here] = self._permutation(int(epoch))[positions[here] % self.size]
+        return samples
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if epoch not in self._permutations:
+            # A step touches at most two epochs unless a batch is larger than the data; keep the newest few.
+            for old in [e for e in self._permutations if e < epoch - 1]:
+                del self._permutations[old]
+            self._permutations[epoch] = np.random.default_rng((self.seed, 0, epoch)).permutation(self.size)
+        return self._permutations[epoch]

@@ -1,0 +1,106 @@
+"""What the loop asks of an engine. The unit is one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.data.types import Batch
+from rapidformer_templates.optimizer import OptimizerSpec
+
+ComputeLoss = Callable[[Any, Batch], Any]
+"""The user's hook: mean loss of the batch, or (sum of losses, number of targets)."""
+
+
+@dataclass
+class StepResult:
+    """What a step did; the same on every rank.
+
+    Attributes:
+        loss: mean over the targets of the global batch, a tensor of no dimensions.
+        grad_norm: global norm of the gradient of that loss before clipping.
+        skipped: the step was left out because its scaled gradient overflowed (fp16).
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a parameter or of its optimizer state that this rank holds.
+
+    Attributes:
+        name: canonical name; of optimizer state, ``parameter/key``.
+        tensor: the values.
+        shape: of the whole tensor.
+        offset: where the box begins in it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+class StateReader(Protocol):
+    """Reads boxes of a checkpoint's tensors."""
+
+    def names(self, kind: str) -> Mapping[str, tuple[int, ...]]:
+        """Names and whole shapes of the tensors of a kind, ``weights`` or ``optimizer``."""
+
+    def read(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """The box of ``shape`` at ``offset`` of a tensor."""
+
+
+class Engine(Protocol):
+    """Owns synchronisation, precision, loss scale, clipping, the step and zeroing."""
+
+    model: nn.Module
+
+    def build_context(self) -> AbstractContextManager[Any]:
+        """What ``build_model`` runs in."""
+
+    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
+        """Wrap or shard the model and build the optimizer."""
+
+    def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
+        """One optimizer step.
+
+        Args:
+            microbatches: those of this rank.
+            targets: number of targets in the global batch, over all ranks and micro batches.
+            lr_factor: share of the peak learning rate.
+
+        Raises:
+            NonFiniteLoss: loss or gradient is infinite or NaN; the weights are untouched.
+        """
+
+    def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
+        """(sum of the losses over the targets, what the model put out), with gradients off."""
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        """What this rank has to write of ``weights`` or ``optimizer``; every value is written once."""
+
+    def load(self, reader: StateReader, *, optimizer: bool) -> None:
+        """Take the weights and, if asked, the optimizer state from a checkpoint.
+
+        Raises:
+            CheckpointError: names, shapes or the kind of optimizer differ; nothing was changed.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What else must be kept: plain values for JSON."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The reverse of :meth:`state`."""
+
+    def full_weights(self) -> dict[str, torch.Tensor] | None:
+        """Whole weights on the host on rank 0 for the export, None elsewhere; every rank must call it."""

@@ -1,0 +1,194 @@
+"""Engines that need torch alone: one device, DDP, and FSDP (``fully_shard``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.engines import state as engine_state
+from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
+from rapidformer_templates.engines.loss import Recorder, loss_sum
+from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
+from rapidformer_templates.layout import canonical_name, find_layout
+from rapidformer_templates.optimizer import OptimizerSpec
+from rapidformer_templates.plan import Plan
+from rapidformer_templates.workers import Workers
+
+COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class SingleEngine:
+    """One process on one device; the reference that every other engine must follow."""
+
+    def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
+        self.workers = workers
+        self.clip_grad = clip_grad
+        self.compute_type = COMPUTE_TYPES.get(plan.precision)
+        self.loss_scale = DynamicLossScale() if plan.precision == "fp16" else None
+        self.micro_steps = 0
+        self.model: nn.Module
+        self.optimizer: torch.optim.Optimizer
+        self._callable: nn.Module  # what compute_loss is given
+        self._parameters: list[nn.Parameter]
+        self._lr_factor = 1.0
+
+    def build_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
+        self.compute_loss = compute_loss
+        self.model = model.to(self.workers.device).train()
+        trainable = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
+        differing = optimizer.differences(trainable)
+        self._callable = self._wrap(self.model)
+        # Sharding replaces the parameters: ask the model again.
+        trainable = [(canonical_name(n), p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in trainable]
+        self.optimizer = optimizer.build(trainable, differing)
+        self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around the forward and backward of a micro batch; gradients are exchanged in the last one."""
+        return nullcontext()
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self.compute_type is None:
+            return nullcontext()
+        return torch.autocast(self.workers.device.type, dtype=self.compute_type)
+
+    def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
+        loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
+        norm = self._grad_norm()
+        finite = math.isfinite(float(norm)) and math.isfinite(float(loss))
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=not finite)
+        elif not finite:
+            self.optimizer.zero_grad()
+            raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
+        if finite:
+            if self.clip_grad > 0:
+                clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
+            self._set_lr(lr_factor)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(loss, norm, skipped=not finite)
+
+    def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
+        """Leave the gradient of the global mean (times the loss scale) in ``.grad``; return that mean."""
+        # DDP and FSDP average over the workers, while the mean over targets needs their sum.
+        scale = (self.loss_scale.scale if self.loss_scale else 1.0) * self.workers.world / targets
+        total: torch.Tensor | None = None
+        for i, microbatch in enumerate(microbatches):
+            batch = to_device(microbatch.batch, self.workers.device)
+            with self._synchronise(last=i == len(microbatches) - 1):
+                with self._precision():
+                    part = loss_sum(self.compute_loss, self._callable, batch, microbatch)
+                (part * scale).backward()
+            total = part.detach() if total is None else total + part.detach()
+            self.micro_steps += 1
+        assert total is not None
+        return self.workers.sum_tensor(total) / targets
+
+    def _grad_norm(self) -> torch.Tensor:
+        """Global norm of the gradient of the loss; leaves the gradients without their loss scale."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self.loss_scale is not None:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
+        norm = get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _set_lr(self, factor: float) -> None:
+        if factor != self._lr_factor:
+            self._lr_factor = factor
+            for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
+                group["lr"] = peak * factor
+
+    @torch.no_grad()
+    def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
+        batch = to_device(microbatch.batch, self.workers.device)
+        recorder = Recorder(self._callable)
+        with self._precision():
+            result = self.compute_loss(recorder, batch)
+        if microbatch.idle or microbatch.targets == 0:
+            return 0.0, recorder.output
+        total = result[0] if isinstance(result, tuple) else result * microbatch.targets
+        return float(total), recorder.output
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        return engine_state.pieces(self.model, self.optimizer, kind, self.workers)
+
+    def load(self, reader: StateReader, *, optimizer: bool) -> None:
+        engine_state.load(self.model, self.optimizer, reader, optimizer_state=optimizer)
+
+    def state(self) -> dict[str, Any]:
+        scale = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
+        return {"optimizer": type(self.optimizer).__name__, **scale}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state(state["loss_scale"])
+
+    def full_weights(self) -> dict[str, torch.Tensor] | None:
+        return engine_state.full_weights(self.model, self.workers)
+
+
+class DDPEngine(SingleEngine):
+    """A copy of the model on each worker; gradients are averaged while the backward runs."""
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        on_gpu = self.workers.device.type == "cuda"
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=[self.workers.local_rank] if on_gpu else None,
+            gradient_as_bucket_view=True,
+            # The first step finds out whether the loss reaches every parameter.
+            find_unused_parameters=True,
+        )
+        return self._ddp
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self._ddp.no_sync()
+
+    def _grad_norm(self) -> torch.Tensor:
+        if self._ddp.find_unused_parameters and all(p.grad is not None for p in self._parameters):
+            self._ddp.find_unused_parameters = False  # every parameter is used: spare the search
+        return super()._grad_norm()
+
+
+class FSDPEngine(SingleEngine):
+    """Parameters, gradients and optimizer state sharded over the workers, block by block."""
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if self.workers.world > 1:
+                dist.broadcast(tensor.detach(), src=0)
+        mesh = init_device_mesh(self.workers.device.type, (self.workers.world,))
+        policy = MixedPrecisionPolicy()
+        if self.compute_type is not None:
+            # Parameters travel in the compute type; gradients are summed in fp32.
+            policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=torch.float32)
+        for block in find_layout(model).blocks.values():
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return nullcontext()

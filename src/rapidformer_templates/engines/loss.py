@@ -1,0 +1,71 @@
+"""From the user's loss to the gradient of the mean over the whole global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.data.types import Batch
+from rapidformer_templates.engines.base import ComputeLoss
+from rapidformer_templates.errors import RapidformerError
+
+
+def loss_sum(compute_loss: ComputeLoss, model: Any, batch: Batch, microbatch: MicroBatch) -> torch.Tensor:
+    """The sum of the losses over the targets of one micro batch, with its graph.
+
+    A mean is multiplied by the number of targets that it is a mean over. A micro batch that counts
+    for nothing (no target in it, or no sample left for this rank) gives a zero that still reaches
+    every parameter, because other ranks wait for this one's gradients.
+
+    Raises:
+        RapidformerError: the hook returned no scalar, or counted other targets than ``count_targets``.
+    """
+    if microbatch.idle or microbatch.targets == 0:
+        return _zero_through(compute_loss, model, batch)
+    result = compute_loss(model, batch)
+    if isinstance(result, tuple):
+        total, counted = result
+        if float(counted) != microbatch.targets:
+            raise RapidformerError(
+                f"compute_loss summed over {float(counted):g} targets, count_targets counted {microbatch.targets:g}",
+                where=f"samples {list(microbatch.samples)[:8]}",
+                hint="override count_targets(batch) so that both count alike",
+            )
+        return total
+    if not isinstance(result, torch.Tensor) or result.ndim != 0:
+        shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        raise RapidformerError(
+            f"compute_loss returned {shape}",
+            where="compute_loss(model, batch)",
+            hint="return the mean loss as a scalar tensor, or (sum, number of targets)",
+        )
+    return result * microbatch.targets
+
+
+def _zero_through(compute_loss: ComputeLoss, model: Any, batch: Batch) -> torch.Tensor:
+    """Zero times everything that the model put out; the loss itself may be 0/0 here."""
+    recorder = Recorder(model)
+    compute_loss(recorder, batch)
+    leaves = [leaf for leaf in tree_leaves(recorder.output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    # The loss in the output is the very 0/0 that must not be used.
+    terms = [torch.zeros((), device=leaf.device) * leaf.sum() for leaf in leaves if leaf.requires_grad and leaf.ndim > 0]
+    return torch.stack([term.float() for term in terms]).sum()
+
+
+class Recorder:
+    """A model that remembers what it put out, so that one forward serves loss and predictions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.output: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.output = self._model(*args, **kwargs)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

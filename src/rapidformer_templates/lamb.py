@@ -1,0 +1,64 @@
+"""LAMB: Adam with a trust ratio for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Lamb(Optimizer):
+    """LAMB of You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
+
+    The update of each parameter is Adam's, with bias correction and decoupled weight decay, scaled
+    by ‖weights‖ / ‖update‖. Parameters with neither norm above zero keep a ratio of 1.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        betas: decay of the first and second moments.
+        eps: added to the root of the second moment.
+        weight_decay: added to the update before the trust ratio is taken.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        step = float(state["step"])
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.lerp_(parameter.grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update = (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
+        weight_norm, update_norm = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+        ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+        parameter.sub_(update.mul_(ratio * group["lr"]))

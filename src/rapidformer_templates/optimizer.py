@@ -1,0 +1,138 @@
+"""Optimizers as recipes, parameter groups by name, and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rapidformer_templates.config import TrainingFlags
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.plan import Plan
+
+Schedule = Callable[[int], float]
+"""The learning rate of a step (from 0) as a share of the peak."""
+
+GroupOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
+"""The options in which one parameter differs from the rest, by its canonical name."""
+
+
+def undecayed(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+    """No weight decay for biases and norms, which are the parameters of fewer than two dimensions."""
+    return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A recipe for an optimizer: engines shard parameters first and build the optimizer then.
+
+    Attributes:
+        cls: an optimizer class that takes parameter groups.
+        kwargs: its options, ``lr`` (the peak) among them.
+        options: for each parameter, the options in which it differs; parameters with equal options
+            share a group.
+    """
+
+    cls: Callable[..., Optimizer]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: GroupOptions = undecayed
+
+    def build(self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, Any]]) -> Optimizer:
+        """The optimizer over the parameters as the engine left them.
+
+        Args:
+            parameters: canonical names and parameters that take part in training.
+            differing: what :meth:`differences` said of them before they were sharded.
+        """
+        groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+        for name, parameter in parameters:
+            groups.setdefault(tuple(sorted(differing[name].items())), []).append(parameter)
+        return self.cls([{"params": members, **dict(options)} for options, members in groups.items()], **self.kwargs)
+
+    def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, Any]]:
+        """The options of each parameter; to be asked while the parameters have their whole shapes."""
+        return {name: self.options(name, parameter) for name, parameter in parameters}
+
+
+def default_optimizer(plan: Plan, training: TrainingFlags) -> OptimizerSpec:
+    """The recipe of the optimizer that the plan names, with the flags' learning rate and decay.
+
+    Raises:
+        ConfigError: no learning rate was given.
+    """
+    if training.lr is None:
+        raise ConfigError("--lr is missing", hint="fine-tuning usually starts at 2e-5 to 5e-5, pretraining at 1e-4 to 6e-4")
+    common = {"lr": training.lr, "weight_decay": training.weight_decay}
+    return OptimizerSpec(*_RECIPES[plan.optimizer](common))
+
+
+def _fused_adamw(common: dict[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    return torch.optim.AdamW, {**common, "fused": True}
+
+
+def _apex(name: str, stand_in: Callable[[dict[str, Any]], tuple[Callable[..., Optimizer], dict[str, Any]]]) -> Any:
+    """Nvidia apex's optimizer where it is installed and there is a GPU, its stand-in elsewhere."""
+
+    def recipe(common: dict[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+        from rapidformer_templates.environment import installed_packages
+
+        if torch.cuda.is_available() and "apex" in installed_packages():
+            import apex.optimizers
+
+            return getattr(apex.optimizers, name), common
+        return stand_in(common)
+
+    return recipe
+
+
+def _lamb(common: dict[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    from rapidformer_templates.lamb import Lamb
+
+    return Lamb, common
+
+
+_RECIPES: dict[str, Callable[[dict[str, Any]], tuple[Callable[..., Optimizer], dict[str, Any]]]] = {
+    "apex_adam": _apex("FusedAdam", _fused_adamw),
+    "apex_lamb": _apex("FusedLAMB", _lamb),
+    "adamw_torch": lambda common: (torch.optim.AdamW, common),
+    "adamw_torch_fused": _fused_adamw,
+    "adamw_apex_fused": _apex("FusedAdam", _fused_adamw),
+    "adafactor": lambda common: (torch.optim.Adafactor, common),
+    "lamb": _lamb,
+}
+
+
+def schedule(training: TrainingFlags, total_steps: int) -> Schedule:
+    """Warmup from zero, then linear, cosine or constant decay to ``--min-lr``.
+
+    Step ``s`` of ``w`` warmup steps runs at ``(s + 1) / w`` of the peak, so no step is wasted at a
+    rate of zero; the decay ends at ``--lr-decay-iters`` (by default the last step).
+
+    Raises:
+        ConfigError: the warmup is longer than the decay.
+    """
+    decay_steps = training.lr_decay_iters or total_steps
+    warmup = training.lr_warmup_iters or 0
+    if training.lr_warmup_fraction is not None:
+        warmup = math.ceil(training.lr_warmup_fraction * decay_steps)
+    if warmup > decay_steps:
+        raise ConfigError(f"a warmup of {warmup} steps is longer than the decay of {decay_steps} steps", where="--lr-warmup-iters")
+    floor = training.min_lr / training.lr if training.lr else 0.0
+    shape = {
+        "linear": lambda done: 1.0 - done,
+        "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+        "constant": lambda done: 1.0,
+    }[training.lr_decay_style]
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, decay_steps - warmup))
+        return floor + (1.0 - floor) * shape(done)
+
+    return factor

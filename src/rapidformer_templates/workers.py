@@ -1,0 +1,143 @@
+"""Workers: this process among its peers. The only place that opens and closes the process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rapidformer_templates.errors import WorkerFailed
+
+
+@dataclass(frozen=True)
+class Workers:
+    """One process's view of all the workers.
+
+    Attributes:
+        rank: of this process, from 0.
+        local_rank: on this node.
+        world: number of workers.
+        device: where this process computes.
+    """
+
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run folder and talks to people."""
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """The sums of ``values`` over the workers, on the host, without touching the device."""
+        if self.world == 1:
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(totals)
+        return totals.tolist()
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the workers, on its device, without waiting for it there."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every worker, by rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the first worker of each node run the body before the others, who then find its caches."""
+        if self.local_rank != 0:
+            self.barrier()
+        yield
+        if self.local_rank == 0:
+            self.barrier()
+
+
+@contextmanager
+def join(device_type: str) -> Iterator[Workers]:
+    """Join the other workers that torchrun or our launcher started; alone, there is nobody to join.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        WorkerFailed: the meeting point cannot be reached or its port is taken.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # torchrun with one worker also sets RANK; without it there is no meeting point to join.
+    in_group = "RANK" in os.environ and not dist.is_initialized()
+    if in_group:
+        _open_group(device)
+    try:
+        yield Workers(rank, local_rank, world, device)
+    finally:
+        if in_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _open_group(device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(minutes=30),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise WorkerFailed(
+            f"the workers cannot meet at {address}: {str(error).splitlines()[0]}",
+            hint="a port in use or a firewall: choose another --master-port, or leave it out for a free one",
+        ) from error
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
