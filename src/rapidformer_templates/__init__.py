@@ -1,0 +1,35 @@
+"""Templates for Transformer training in which every acceleration is one switch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rapidformer_templates.config import flag as flag
+    from rapidformer_templates.data.types import Data as Data
+    from rapidformer_templates.errors import RapidformerError as RapidformerError
+    from rapidformer_templates.finetuner import Finetuner as Finetuner
+    from rapidformer_templates.optimizer import OptimizerSpec as OptimizerSpec
+    from rapidformer_templates.pretrainer import Pretrainer as Pretrainer
+    from rapidformer_templates.trainer import Trainer as Trainer
+
+_HOME = {
+    "Data": "rapidformer_templates.data.types",
+    "Finetuner": "rapidformer_templates.finetuner",
+    "OptimizerSpec": "rapidformer_templates.optimizer",
+    "Pretrainer": "rapidformer_templates.pretrainer",
+    "RapidformerError": "rapidformer_templates.errors",
+    "Trainer": "rapidformer_templates.trainer",
+    "flag": "rapidformer_templates.config",
+}
+
+__all__ = ["Data", "Finetuner", "OptimizerSpec", "Pretrainer", "RapidformerError", "Trainer", "flag"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: `rapidformer plan` must answer where torch is not even installed.
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

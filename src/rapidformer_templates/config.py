@@ -71,7 +71,9 @@ class ModelFlags:
     hidden_size: int | None = flag(None, "width of the model", minimum=1)
     num_attention_heads: int | None = flag(None, "attention heads of a block", minimum=1)
     max_position_embeddings: int | None = flag(None, "longest sequence that the model can take, tokens", minimum=1)
-    seq_length: int | None = flag(None, "length that samples are cut to, tokens (default: what the model takes)", minimum=1)
+    seq_length: int | None = flag(
+        None, "length that samples are cut to, tokens (default: what the model takes)", minimum=1
+    )
     dropout: float | None = flag(None, "dropout rate everywhere in the model (default: the model's own)", minimum=0)
     trust_remote_code: bool = flag(False, "run code that comes with a model folder")
 
@@ -84,17 +86,23 @@ class DataFlags:
     global_batch_size: int | None = flag(
         None, "samples an optimizer step over all ranks (default: micro batch × data-parallel size)", minimum=1
     )
-    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer"] | None = flag(
-        None, "tokenizer (default: the model's own)"
+    tokenizer_type: (
+        Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer"] | None
+    ) = flag(None, "tokenizer (default: the model's own)")
+    tokenizer_path: str | None = flag(
+        None, "folder of a HuggingFaceTokenizer (default: the model's folder)", metavar="PATH"
     )
-    tokenizer_path: str | None = flag(None, "folder of a HuggingFaceTokenizer (default: the model's folder)", metavar="PATH")
     vocab_file: str | None = flag(None, "vocabulary of the first three tokenizer types", metavar="FILE")
     merge_file: str | None = flag(None, "merges of a GPT2BPETokenizer", metavar="FILE")
     split: str = flag("969,30,1", "train, valid and test shares of a pretraining corpus", metavar="T,V,T")
     data_impl: Literal["mmap", "lazy", "cached", "infer"] = flag("mmap", "how an indexed corpus is read")
-    data_path: tuple[str, ...] | None = flag(None, "pretraining corpus: files, a prefix, or a blend '0.3 A 0.7 B'", metavar="PATH")
+    data_path: tuple[str, ...] | None = flag(
+        None, "pretraining corpus: files, a prefix, or a blend '0.3 A 0.7 B'", metavar="PATH"
+    )
     data_dir: str | None = flag(None, "fine-tuning: folder with the files", metavar="DIR")
-    data_name: str | None = flag(None, "fine-tuning: data set in that folder: a file stem or a saved data set", metavar="NAME")
+    data_name: str | None = flag(
+        None, "fine-tuning: data set in that folder: a file stem or a saved data set", metavar="NAME"
+    )
     text_column: str | None = flag(None, "column with the text (default: the task's usual names)", metavar="NAME")
     pair_column: str | None = flag(None, "column with a second text or the question", metavar="NAME")
     label_column: str | None = flag(None, "column with the label, the tags, the answers or the target", metavar="NAME")
@@ -102,12 +110,12 @@ class DataFlags:
     max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
     max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)
     skip_bad_lines: bool = flag(False, "leave out lines that cannot be read, and count them")
-    data_cache_dir: str | None = flag(None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR")
+    data_cache_dir: str | None = flag(
+        None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR"
+    )
     mask_prob: float = flag(0.15, "share of tokens that masked-LM pretraining hides", minimum=0)
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)
-    group_by_length: bool | None = flag(
-        None, "batches of samples of like length (default: in fine-tuning)"
-    )
+    group_by_length: bool | None = flag(None, "batches of samples of like length (default: in fine-tuning)")
     dataloader_num_workers: int | None = flag(None, "loader processes a rank (default: by device and data)", minimum=0)
     dataloader_pin_memory: bool | None = flag(None, "page-locked host memory (default: on a GPU)")
 
@@ -144,11 +152,18 @@ class TrainingFlags:
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1)
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1)
     log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)
-    eval_interval: int | None = flag(None, "steps between evaluations (default: the end of each epoch, or of the run)", minimum=1)
+    eval_interval: int | None = flag(
+        None, "steps between evaluations (default: the end of each epoch, or of the run)", minimum=1
+    )
     eval_iters: int | None = flag(None, "batches an evaluation (default: all)", minimum=1)
-    save_interval: int | None = flag(None, "steps between checkpoints (default: the end of each epoch, or of the run)", minimum=1)
+    save_interval: int | None = flag(
+        None, "steps between checkpoints (default: the end of each epoch, or of the run)", minimum=1
+    )
     keep_checkpoints: int = flag(2, "newest checkpoints that are kept (the best one is kept besides)", minimum=1)
-    metric_for_best: str | None = flag(None, "metric by which the best checkpoint is kept (default: the task's)", metavar="NAME")
+    keep_best: bool | None = flag(None, "keep and export the checkpoint with the best metric (default: in fine-tuning)")
+    metric_for_best: str | None = flag(
+        None, "metric by which the best checkpoint is kept (default: the task's)", metavar="NAME"
+    )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
     seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0)
 
@@ -249,7 +264,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
-    group = parser.add_argument_group((options.__doc__ or options.__name__).strip().splitlines()[0])
+    title = (options.__doc__ or options.__name__).strip().splitlines()[0]
+    # Dataclasses with one title share one group: each switch has its own, and all are "Acceleration".
+    group = next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
     for f in dataclasses.fields(options):
         meta, (kind, choices, several) = f.metadata, _kind(field_types(options)[f.name])
         names = [spelling(f.name)] + ([f"--{meta['alias']}"] if meta.get("alias") else [])
@@ -271,7 +288,9 @@ def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
         group.add_argument(*names, **keywords)
 
 
-def build_parser(prog: str, switch_options: Iterable[type], user: type | None, description: str) -> argparse.ArgumentParser:
+def build_parser(
+    prog: str, switch_options: Iterable[type], user: type | None, description: str
+) -> argparse.ArgumentParser:
     """The parser of every flag, grouped by topic."""
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for options in (*SECTIONS.values(), *switch_options, *([user] if user else [])):
@@ -353,14 +372,18 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
         name = str(key_node.value).replace("-", "_")
         if name not in actions:
             near = difflib.get_close_matches(name, actions, n=1, cutoff=0.5)
-            raise ConfigError(f"unknown key '{key_node.value}'", where=where, hint=f"did you mean {near[0]}?" if near else None)
+            raise ConfigError(
+                f"unknown key '{key_node.value}'", where=where, hint=f"did you mean {near[0]}?" if near else None
+            )
         value = yaml.safe_load(yaml.serialize(value_node))
         if value is not None:
             values[name] = (value, where)
     return values
 
 
-def _assemble(values: Mapping[str, tuple[Any, str]], switch_options: Mapping[str, type], user: type | None) -> RunConfig:
+def _assemble(
+    values: Mapping[str, tuple[Any, str]], switch_options: Mapping[str, type], user: type | None
+) -> RunConfig:
     remaining = dict(values)
 
     def build(options: type) -> Any:
@@ -376,7 +399,9 @@ def _assemble(values: Mapping[str, tuple[Any, str]], switch_options: Mapping[str
     own = build(user) if user else None
     if remaining:
         name, (_, origin) = next(iter(remaining.items()))
-        known = [f.name for options in (*SECTIONS.values(), *switch_options.values()) for f in dataclasses.fields(options)]
+        known = [
+            f.name for options in (*SECTIONS.values(), *switch_options.values()) for f in dataclasses.fields(options)
+        ]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         raise ConfigError(f"unknown flag '{name}'", where=origin, hint=f"did you mean {near[0]}?" if near else None)
     return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})

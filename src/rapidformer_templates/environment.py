@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-OPTIONAL_PACKAGES = ("apex", "bitsandbytes", "deepspeed", "fairscale", "flash_attn", "onnx", "onnxruntime", "onnxscript", "torchao")
+OPTIONAL_PACKAGES = (
+    "apex",
+    "bitsandbytes",
+    "deepspeed",
+    "fairscale",
+    "flash_attn",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "torchao",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,11 @@ class Environment:
     device: str = "cpu"
     compute_capability: tuple[int, int] | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def white_box(self) -> bool:
+        """Whether the template is the base class of a user's own class: then a line of a script decides it."""
+        return ".py:" in self.template_origin
 
 
 def installed_packages() -> dict[str, str]:
@@ -70,7 +85,11 @@ def detect_gpu() -> tuple[int, int] | None:
     if query is None:
         return None
     answer = subprocess.run(
-        [query, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=False, timeout=30
+        [query, "--query-gpu=compute_cap", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
     )
     first = answer.stdout.strip().splitlines()[:1]
     if answer.returncode != 0 or not first:
@@ -80,7 +99,12 @@ def detect_gpu() -> tuple[int, int] | None:
 
 
 def detect(
-    template: str | None, template_origin: str, *, device: str = "auto", world_size: int | None = None, local_world_size: int | None = None
+    template: str | None,
+    template_origin: str,
+    *,
+    device: str = "auto",
+    world_size: int | None = None,
+    local_world_size: int | None = None,
 ) -> Environment:
     """The environment of this machine.
 

@@ -34,6 +34,21 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def this_command() -> list[str]:
+    """The words that start this very program again.
+
+    Raises:
+        ConfigError: there is no program to start, in a notebook or an interactive session.
+    """
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        raise ConfigError(
+            "workers can only be started from a script or the command line",
+            where="--nproc-per-node",
+            hint="save the code as a script, or train with one worker here",
+        )
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
 def run_workers(command: Sequence[str], count: int, port: int | None = None) -> None:
     """Run ``command`` in ``count`` local workers and wait for all of them.
 

@@ -42,7 +42,9 @@ class OptimizerSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: GroupOptions = undecayed
 
-    def build(self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, Any]]) -> Optimizer:
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, Any]]
+    ) -> Optimizer:
         """The optimizer over the parameters as the engine left them.
 
         Args:
@@ -66,7 +68,9 @@ def default_optimizer(plan: Plan, training: TrainingFlags) -> OptimizerSpec:
         ConfigError: no learning rate was given.
     """
     if training.lr is None:
-        raise ConfigError("--lr is missing", hint="fine-tuning usually starts at 2e-5 to 5e-5, pretraining at 1e-4 to 6e-4")
+        raise ConfigError(
+            "--lr is missing", hint="fine-tuning usually starts at 2e-5 to 5e-5, pretraining at 1e-4 to 6e-4"
+        )
     common = {"lr": training.lr, "weight_decay": training.weight_decay}
     return OptimizerSpec(*_RECIPES[plan.optimizer](common))
 
@@ -121,7 +125,9 @@ def schedule(training: TrainingFlags, total_steps: int) -> Schedule:
     if training.lr_warmup_fraction is not None:
         warmup = math.ceil(training.lr_warmup_fraction * decay_steps)
     if warmup > decay_steps:
-        raise ConfigError(f"a warmup of {warmup} steps is longer than the decay of {decay_steps} steps", where="--lr-warmup-iters")
+        raise ConfigError(
+            f"a warmup of {warmup} steps is longer than the decay of {decay_steps} steps", where="--lr-warmup-iters"
+        )
     floor = training.min_lr / training.lr if training.lr else 0.0
     shape = {
         "linear": lambda done: 1.0 - done,

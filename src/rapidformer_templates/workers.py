@@ -139,5 +139,3 @@ def port_in_use(port: int) -> bool:
         except OSError:
             return True
     return False
-
-

@@ -64,11 +64,15 @@ class _Fetcher(Dataset[MicroBatch]):
         many = getattr(self.samples, "__getitems__", None)
         items = many(list(request.samples)) if many else [self.samples[i] for i in request.samples]
         if self.augment:
-            items = [self.augment(item, np.random.default_rng(key)) for item, key in zip(items, request.keys, strict=True)]
+            items = [
+                self.augment(item, np.random.default_rng(key)) for item, key in zip(items, request.keys, strict=True)
+            ]
         return MicroBatch(self.collate(items), request.samples, idle=request.idle)
 
 
-def train_requests(order: SampleOrder, start: int, stop: int, *, rank: int, data_size: int, accumulation: int) -> Iterator[Request]:
+def train_requests(
+    order: SampleOrder, start: int, stop: int, *, rank: int, data_size: int, accumulation: int
+) -> Iterator[Request]:
     """The requests of one rank for steps ``start`` to ``stop``: ``accumulation`` of them a step.
 
     A short global batch (the end of an epoch) is spread evenly, so that nothing is lost or doubled.
@@ -90,7 +94,9 @@ def train_requests(order: SampleOrder, start: int, stop: int, *, rank: int, data
             )
 
 
-def eval_requests(lengths: np.ndarray | None, size: int, seed: int, *, rank: int, data_size: int, micro_batch: int) -> list[Request]:
+def eval_requests(
+    lengths: np.ndarray | None, size: int, seed: int, *, rank: int, data_size: int, micro_batch: int
+) -> list[Request]:
     """The requests of one rank for the first ``size`` samples, those of like lengths together.
 
     Every rank gets equally many; ranks without a sample left get an idle one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines import state as engine_state
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
-from rapidformer_templates.engines.loss import Recorder, loss_sum
+from rapidformer_templates.engines.loss import Recorder, loss_sum, reached_parameters
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.layout import canonical_name, find_layout
@@ -132,6 +132,13 @@ class SingleEngine:
         total = result[0] if isinstance(result, tuple) else result * microbatch.targets
         return float(total), recorder.output
 
+    @contextmanager
+    def measuring(self) -> Iterator[nn.Module]:
+        """The model for a forward that leaves no trace: no random numbers drawn, no gradients exchanged."""
+        devices = [self.workers.device] if self.workers.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self._precision():
+            yield self.model
+
     def pieces(self, kind: str) -> Iterator[Piece]:
         return engine_state.pieces(self.model, self.optimizer, kind, self.workers)
 
@@ -153,24 +160,34 @@ class SingleEngine:
 class DDPEngine(SingleEngine):
     """A copy of the model on each worker; gradients are averaged while the backward runs."""
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
+    _ddp: DistributedDataParallel | None = None
+
+    def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
+        if self._ddp is None:
+            self._distribute(microbatches[0])
+        return super().train_batch(microbatches, targets, lr_factor)
+
+    def _distribute(self, microbatch: MicroBatch) -> None:
+        """Wrap the model, once a batch has shown whether the loss reaches every parameter.
+
+        DDP waits for the gradient of each parameter unless it searches for unused ones in every
+        step, which costs time and is needed for few models.
+        """
+        with self.measuring() as model:
+            loss = self.compute_loss(model, to_device(microbatch.batch, self.workers.device))
+        reached = reached_parameters(loss[0] if isinstance(loss, tuple) else loss)
+        (unused,) = self.workers.sum(any(id(p) not in reached for p in self._parameters))
         on_gpu = self.workers.device.type == "cuda"
-        self._ddp = DistributedDataParallel(
-            model,
+        self._callable = self._ddp = DistributedDataParallel(
+            self.model,
             device_ids=[self.workers.local_rank] if on_gpu else None,
             gradient_as_bucket_view=True,
-            # The first step finds out whether the loss reaches every parameter.
-            find_unused_parameters=True,
+            find_unused_parameters=unused > 0,
         )
-        return self._ddp
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        assert self._ddp is not None
         return nullcontext() if last else self._ddp.no_sync()
-
-    def _grad_norm(self) -> torch.Tensor:
-        if self._ddp.find_unused_parameters and all(p.grad is not None for p in self._parameters):
-            self._ddp.find_unused_parameters = False  # every parameter is used: spare the search
-        return super()._grad_norm()
 
 
 class FSDPEngine(SingleEngine):

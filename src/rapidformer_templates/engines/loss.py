@@ -37,7 +37,9 @@ def loss_sum(compute_loss: ComputeLoss, model: Any, batch: Batch, microbatch: Mi
             )
         return total
     if not isinstance(result, torch.Tensor) or result.ndim != 0:
-        shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        shape = (
+            f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        )
         raise RapidformerError(
             f"compute_loss returned {shape}",
             where="compute_loss(model, batch)",
@@ -50,10 +52,31 @@ def _zero_through(compute_loss: ComputeLoss, model: Any, batch: Batch) -> torch.
     """Zero times everything that the model put out; the loss itself may be 0/0 here."""
     recorder = Recorder(model)
     compute_loss(recorder, batch)
-    leaves = [leaf for leaf in tree_leaves(recorder.output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    leaves = [
+        leaf for leaf in tree_leaves(recorder.output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
     # The loss in the output is the very 0/0 that must not be used.
-    terms = [torch.zeros((), device=leaf.device) * leaf.sum() for leaf in leaves if leaf.requires_grad and leaf.ndim > 0]
+    terms = [
+        torch.zeros((), device=leaf.device) * leaf.sum() for leaf in leaves if leaf.requires_grad and leaf.ndim > 0
+    ]
     return torch.stack([term.float() for term in terms]).sum()
+
+
+def reached_parameters(loss: torch.Tensor) -> set[int]:
+    """Identities of the parameters that a backward from ``loss`` would reach."""
+    reached: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            reached.add(id(variable))
+        waiting.extend(following for following, _ in node.next_functions)
+    return reached
 
 
 class Recorder:

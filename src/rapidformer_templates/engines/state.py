@@ -88,7 +88,9 @@ def _check_names(tensors: dict[str, torch.Tensor], saved: dict[str, tuple[int, .
     ]
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
-        raise CheckpointError(f"the checkpoint does not fit the model: {shown}", hint="start from the model that was saved")
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {shown}", hint="start from the model that was saved"
+        )
 
 
 def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, reader: StateReader) -> None:
@@ -121,7 +123,11 @@ def _read_like(parameter: torch.Tensor, reader: StateReader, entry: str, whole: 
     shape, offset = box_of(parameter)
     local = reader.read("optimizer", entry, offset, shape) if all(shape) else torch.empty(shape, dtype=parameter.dtype)
     return DTensor.from_local(
-        local.to(parameter.device), parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        local.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 

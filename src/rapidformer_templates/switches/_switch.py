@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rapidformer_templates.config import RunConfig
+from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.environment import Environment
-
-if TYPE_CHECKING:
-    from rapidformer_templates.plan import Sizes
+from rapidformer_templates.plan import Sizes
 
 TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
 
@@ -39,6 +38,7 @@ class Resource(enum.Enum):
     GRADIENTS = "the partitioning of the gradients"
     OPTIMIZER_STATE = "the partitioning of the optimizer state"
     GRAPH = "the captured graph of the model"
+    OFFLOAD = "the place that the optimizer state is offloaded to"
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Request:
         sizes: workers and batches as far as they can be computed (a size that does not divide
             is left rounded down; the rule about it says so).
         model: sizes of the model.
+        training: whether this run is to train; a plan may leave open what training must know.
     """
 
     config: RunConfig
@@ -71,11 +72,10 @@ class Request:
     active: Mapping[str, Switch]
     sizes: Sizes
     model: ModelFacts
+    training: bool = False
 
     def asked(self, *names: str) -> tuple[str, ...]:
         """How the named fields were asked for: ``--tf32 (run.yaml:12)``."""
-        from rapidformer_templates.config import spelling
-
         words = []
         for name in names:
             value = self.config.get(name)
@@ -83,16 +83,67 @@ class Request:
             words.append(f"{spelling(name)}{shown} ({self.config.origin(name)})")
         return tuple(words)
 
+    def asked_for(self, *switches: str) -> tuple[str, ...]:
+        """How the named active switches were asked for."""
+        return self.asked(*(name for switch in switches for name in self.active[switch].on))
+
     def asked_template(self) -> str:
         return f"template {self.environment.template or 'none'} ({self.environment.template_origin})"
+
+    def of_family(self, family: str) -> tuple[Switch, ...]:
+        """The active switches of a family."""
+        return tuple(switch for switch in self.active.values() if switch.family == family)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One step of the search for a combination that works.
+
+    Attributes:
+        describe: what the user would change, such as ``--fsdp-memory-optimization``.
+        cost: see the constants in ``_changes.py``.
+        values: fields to set.
+        template: template to move to, if it changes.
+        note: why it helps.
+    """
+
+    describe: str
+    cost: float
+    values: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that is broken: what is wrong, and the values that clash."""
+    """A rule that is broken.
+
+    Attributes:
+        message: what is wrong.
+        asked: the values that clash, each with where it came from.
+        switches: names of active switches; taking one out, or another of its family in its place, may mend it.
+        changes: other changes that may mend it.
+    """
 
     message: str
     asked: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command that breaks a rule: for ``rapidformer explain`` and for the rule's own test.
+
+    Attributes:
+        flags: of ``rapidformer plan``.
+        machine: facts of the :class:`Environment` that differ from one CPU worker without packages.
+        training: whether it is a command that trains.
+    """
+
+    flags: str
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    training: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +155,9 @@ class Rule:
         title: the rule in one sentence.
         why: the fact behind it.
         source: ``[R]``, ``[M]``, ``[S]``, ``[D]`` (see docs/switches.md) or the engine's own name.
-        check: yields a finding for each way in which the request breaks the rule.
+        check: gives a finding for each way in which the request breaks the rule.
+        example: a command that breaks it.
+        refuses: False when a finding is only noted in the plan.
     """
 
     code: str
@@ -112,25 +165,12 @@ class Rule:
     why: str
     source: str
     check: Callable[[Request], list[Finding]]
+    example: Example
+    refuses: bool = True
 
 
-@dataclass(frozen=True)
-class Change:
-    """One step of the search for a combination that works.
-
-    Attributes:
-        describe: what the user would change, such as ``--fsdp-memory-optimization``.
-        note: why it helps.
-        cost: add what is required < replace within a family < drop.
-        values: fields to set.
-        template: template to move to, if it changes.
-    """
-
-    describe: str
-    cost: float
-    values: Mapping[str, Any] = field(default_factory=dict)
-    template: str | None = None
-    note: str = ""
+def _no_notes(request: Request) -> Sequence[str]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -143,12 +183,14 @@ class Switch:
         source: where it is documented.
         stage: its place in the order of application.
         options: dataclass of its flags; flags, help and docs are derived from it.
-        active: whether the options turn it on.
+        active: whether the options (or, for gradient accumulation, the sizes) turn it on.
         off: field values that turn it off, for suggestions.
         on: field values that turn it on, for suggestions, tests and docs.
         family: switches that can stand for one another, such as ``partitioning``.
         claims: resources that it takes for itself.
-        rules: the rules that it brings.
+        templates: the templates that it works in.
+        rules: the rules that it brings; they are consulted when it is active.
+        notes: what the plan should say about it.
         needs_package: optional package that it needs.
         install: what to install for it, such as ``pip install rapidformer_templates[deepspeed]``.
         needs_cuda: whether it needs a GPU.
@@ -163,12 +205,14 @@ class Switch:
     source: str
     stage: Stage
     options: type
-    active: Callable[[Any], bool]
+    active: Callable[[Any, Sizes], bool]
     on: Mapping[str, Any]
     off: Mapping[str, Any]
     family: str | None = None
     claims: frozenset[Resource] = frozenset()
+    templates: tuple[str, ...] = TEMPLATES
     rules: tuple[Rule, ...] = ()
+    notes: Callable[[Request], Sequence[str]] = _no_notes
     needs_package: str | None = None
     install: str | None = None
     needs_cuda: bool = False
@@ -180,6 +224,4 @@ class Switch:
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of its flags' fields."""
-        import dataclasses
-
         return tuple(f.name for f in dataclasses.fields(self.options))

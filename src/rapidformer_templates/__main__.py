@@ -1,0 +1,8 @@
+"""``python -m rapidformer_templates`` is the ``rapidformer`` command."""
+
+import sys
+
+from rapidformer_templates.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The ``rapidformer`` command. Imports no torch: planning and help answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates import environment
+from rapidformer_templates.config import RunConfig, build_parser, flag, parse
+from rapidformer_templates.environment import Environment
+from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
+from rapidformer_templates.plan import Plan
+from rapidformer_templates.switches import REGISTRY, resolve, switch_options
+from rapidformer_templates.templates import choose_template, with_template_defaults
+
+HELP = """Train transformers; each acceleration is one switch.
+
+commands:
+  rapidformer --task TASK …     train
+  rapidformer plan …            resolve the flags of a training command and start nothing
+  rapidformer switches          catalogue of the switches and their compatibility
+  rapidformer explain RF002     a rule, its reason, and an example that breaks it
+  rapidformer bench …           measure
+
+Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """Plan"""
+
+    json: bool = flag(False, "print the plan as JSON")
+    world_size: int | None = flag(
+        None, "workers to plan for (default: --nproc-per-node, else 1)", metavar="N", minimum=1
+    )
+    local_world_size: int | None = flag(None, "workers on one node (default: all)", metavar="N", minimum=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; a user's mistake is one message on standard error, without a stack trace.
+
+    Args:
+        argv: the words after ``rapidformer``; by default those of this process.
+
+    Returns:
+        The exit status: 0, or that of the error (2 for what the user asked, others in ``errors.py``).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except RapidformerError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_status
+
+
+def _dispatch(words: list[str]) -> int:
+    command, rest = words[0] if words else "--help", words[1:]
+    if command == "bench":
+        from rapidformer_templates.bench.cli import main as bench
+
+        return bench(rest)
+    if command == "--version":
+        print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
+        return 0
+    if {"-h", "--help"}.intersection(words or ["--help"]):
+        print(help_text())
+        return 0
+    commands = {"plan": _plan, "switches": _switches, "explain": _explain}
+    if command in commands:
+        return commands[command](rest)
+    if not command.startswith("-"):
+        near = difflib.get_close_matches(command, [*commands, "bench"], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join([*commands, 'bench'])}"
+        raise ConfigError(f"unknown command '{command}'", hint=hint)
+    from rapidformer_templates.blackbox import run
+
+    return run(words)
+
+
+def help_text() -> str:
+    """Commands, then every flag by topic."""
+    parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
+    parser.usage = "rapidformer [plan | switches | explain | bench] [flags]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    return parser.format_help()
+
+
+def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlags]:
+    """The configuration and the environment that ``rapidformer plan`` resolves.
+
+    Raises:
+        ConfigError: a flag or a value that cannot be used.
+    """
+    config = parse(words, switch_options(), user=PlanFlags)
+    asked: PlanFlags = config.user
+    own = {field.name for field in dataclasses.fields(PlanFlags)}
+    origins = {name: origin for name, origin in config.origins.items() if name not in own}
+    config = dataclasses.replace(config, user=None, origins=origins)
+    template, origin = choose_template(config)
+    place = environment.detect(
+        template,
+        origin,
+        device=config.launch.device,
+        world_size=asked.world_size or config.launch.nproc_per_node,
+        local_world_size=asked.local_world_size,
+    )
+    return with_template_defaults(config, template), place, asked
+
+
+def _plan(words: list[str]) -> int:
+    config, place, asked = plan_request(words)
+    try:
+        plan = resolve(config, place)
+    except Refused as refused:
+        if not asked.json:
+            raise
+        print(json.dumps({"ok": False, "errors": [found.to_json() for found in refused.diagnostics]}, indent=2))
+        return refused.exit_status
+    if asked.json:
+        print(json.dumps({"ok": True, "plan": plan.to_json()}, indent=2))
+    else:
+        show_plan(plan)
+    return 0
+
+
+def show_plan(plan: Plan) -> None:
+    """Print a plan as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    sizes = plan.sizes
+    layout = f"{sizes.world} = tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}"
+    batch = f"{sizes.global_batch} = micro {sizes.micro_batch} × data {sizes.data} × accumulation {sizes.accumulation}"
+    facts = {
+        "template": f"{plan.template}  ({plan.values['template']['origin']})",
+        "switches": " → ".join(plan.switches),
+        "workers": layout,
+        "global batch": f"{batch}  (samples)",
+        "engine": plan.engine.partition(":")[2],
+        "device": plan.device,
+        "precision": plan.precision,
+        "optimizer": f"{plan.optimizer}: {plan.optimizer_implementation}",
+        "rules": f"{len(plan.rules)} consulted, none broken",
+    }
+    table = Table(title="Plan", title_justify="left", show_header=False)
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    values = Table("flag", "value", "from", title="Values that are no defaults", title_justify="left")
+    for name, given in plan.values.items():
+        if name != "template":
+            values.add_row(name, str(given["value"]), given["origin"])
+    console = Console()
+    console.print(table)
+    if values.row_count:
+        console.print(values)
+    for note in plan.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def _switches(words: list[str]) -> int:
+    from rapidformer_templates.switches import _document
+
+    parser = argparse.ArgumentParser(prog="rapidformer switches", add_help=False)
+    parser.add_argument("--markdown", action="store_true")
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ConfigError(f"unexpected argument '{unknown[0]}'", hint="rapidformer switches [--markdown]")
+    if given.markdown:
+        print(_document.markdown(REGISTRY), end="")
+    else:
+        _document.show(REGISTRY)
+    return 0
+
+
+def _explain(words: list[str]) -> int:
+    from rapidformer_templates.switches import _document
+
+    codes = [rule.code for rule in REGISTRY.all_rules]
+    if len(words) != 1 or words[0].upper() not in codes:
+        asked = f"there is no rule {words[0]}" if words else "which rule?"
+        raise ConfigError(asked, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
+    print(_document.explain(words[0].upper(), REGISTRY))
+    return 0

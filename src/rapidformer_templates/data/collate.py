@@ -1,0 +1,127 @@
+"""Tokenized samples in flat memory, and how they become a batch.
+
+Both are on the path of every step: an item is a slice of one long array (no object per token), and
+a batch is one scatter into a padded array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORE = -100
+"""The label that the loss leaves out (torch's default)."""
+
+
+class Ragged:
+    """Rows of unequal length in one flat array."""
+
+    def __init__(self, rows: Iterable[Sequence[int] | np.ndarray]) -> None:
+        rows = list(rows)
+        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        self.values = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(lengths.sum()))
+        self.lengths = lengths
+        # Python integers: slicing by them is twice as fast as by numpy's.
+        self.ends: list[int] = [0, *np.cumsum(lengths).tolist()]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.values[self.ends[row] : self.ends[row + 1]]
+
+
+class TokenizedSamples(Sequence[dict[str, Any]]):
+    """Samples as dicts of rows (``input_ids``, …) and single values (``labels`` of a classifier, …).
+
+    Args:
+        fields: for each name a :class:`Ragged`, or a list with one value a sample; all of one length.
+    """
+
+    def __init__(self, fields: Mapping[str, Ragged | list[Any]]) -> None:
+        self._fields = dict(fields)
+        self._count = len(next(iter(self._fields.values())))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._count:
+            index = range(self._count)[index]  # negative indices count from the end; beyond it is an IndexError
+        return {name: values[index] for name, values in self._fields.items()}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of input tokens of each sample."""
+        return self.lengths_of("input_ids")
+
+    def lengths_of(self, name: str) -> np.ndarray:
+        """Length of the rows of one field."""
+        field = self._fields[name]
+        assert isinstance(field, Ragged)
+        return field.lengths
+
+
+class PadCollate:
+    """Batches padded on the right to their longest row.
+
+    Args:
+        padding: for each field that is a row, the value that fills it up. Other fields become a
+            tensor of one value a sample.
+        mask: add ``attention_mask``, 1 on tokens and 0 on padding, shape (samples, tokens).
+    """
+
+    def __init__(self, padding: Mapping[str, int], *, mask: bool = True) -> None:
+        self.padding = dict(padding)
+        self.mask = mask
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = {}
+        for name in samples[0]:
+            column = [sample[name] for sample in samples]
+            if name not in self.padding:
+                batch[name] = torch.tensor(column)
+                continue
+            padded, filled = pad_rows(column, self.padding[name])
+            batch[name] = torch.from_numpy(padded)
+            if self.mask and name == "input_ids":
+                batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))
+        return batch
+
+
+def pad_rows(rows: Sequence[np.ndarray], padding: int) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 array of shape (rows, longest), bool array that is True where it holds a value)."""
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    longest = max(1, int(lengths.max()))  # models cannot take zero tokens, and an empty text has none
+    filled = np.arange(longest) < lengths[:, None]
+    padded = np.full(filled.shape, padding, dtype=np.int64)
+    padded[filled] = np.concatenate(rows)
+    return padded, filled
+
+
+class CausalCollate:
+    """Batches for causal language models, whose labels are their inputs.
+
+    Transformers shifts labels inside the loss, so that the first one is never used. It is -100 here,
+    like those on padding: the labels that are left are exactly the tokens that are predicted.
+    """
+
+    def __init__(self, pad_token_id: int, *, mask: bool = True) -> None:
+        self.pad_token_id = pad_token_id
+        self.mask = mask
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        padded, filled = pad_rows([sample["input_ids"] for sample in samples], self.pad_token_id)
+        labels = np.where(filled, padded, IGNORE)
+        labels[:, 0] = IGNORE
+        batch = {"input_ids": torch.from_numpy(padded), "labels": torch.from_numpy(labels)}
+        if self.mask:
+            batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))
+        return batch
+
+
+Collate = Callable[[list[Any]], dict[str, torch.Tensor]]

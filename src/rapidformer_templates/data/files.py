@@ -1,0 +1,213 @@
+"""Readers of single files: rows or documents, one at a time, each with the line that it stands on.
+
+A line that cannot be read is an error that names file and line, or, with ``--skip-bad-lines``, is
+left out and remembered. Everything is read as UTF-8; a byte-order mark is allowed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rapidformer_templates.errors import DataError
+
+Row = dict[str, Any]
+
+
+@dataclass
+class BadLines:
+    """What to do with lines that cannot be read.
+
+    Attributes:
+        skip: leave them out instead of ending with an error.
+        skipped: ``file:line: reason`` of each that was left out.
+    """
+
+    skip: bool = False
+    skipped: list[str] = field(default_factory=list)
+
+    def report(self, path: Path, line: int, reason: str, hint: str = "") -> None:
+        """Remember the line, or raise a :class:`DataError` about it."""
+        if not self.skip:
+            advice = "mend the line, or leave such lines out with --skip-bad-lines"
+            raise DataError(reason, where=f"{path}:{line}", hint=f"{hint}; {advice}" if hint else advice)
+        self.skipped.append(f"{path}:{line}: {reason}")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """(line number from 1, text, whether it was UTF-8) of each line; a broken byte becomes U+FFFD.
+
+    Lines are split before they are decoded, so that the number of a broken one is exact.
+    """
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            encoding = "utf-8-sig" if number == 1 else "utf-8"
+            try:
+                yield number, raw.decode(encoding), True
+            except UnicodeDecodeError:
+                yield number, raw.decode(encoding, errors="replace"), False
+
+
+NOT_UTF8 = "the text is not UTF-8"
+UTF8_HINT = "convert the file, for instance with iconv -f latin1 -t utf-8"
+
+
+def text_lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str]]:
+    """(line number, text) of each line of a text file that is UTF-8."""
+    for number, text, is_utf8 in _lines(path):
+        if is_utf8:
+            yield number, text
+        else:
+            bad.report(path, number, NOT_UTF8, UTF8_HINT)
+
+
+def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple[int, Row]]:
+    # The csv module's default limit of 128 KiB a field is made for spreadsheets, not for documents.
+    csv.field_size_limit(2**31 - 1)
+    broken: set[int] = set()
+
+    def decoded() -> Iterator[str]:
+        for number, text, is_utf8 in _lines(path):
+            if not is_utf8:
+                broken.add(number)
+            yield text
+
+    # strict: an unclosed quote would otherwise swallow the rest of the file without a word.
+    reader = csv.reader(decoded(), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    while True:
+        start = reader.line_num + 1  # a quoted field may hold line breaks: a record can span lines
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            reason = "a quoted field is never closed" if "end of data" in str(error) else f"broken quoting: {error}"
+            bad.report(path, start, reason, "double the quotes inside a quoted field")
+            continue
+        span = range(start, reader.line_num + 1)
+        not_utf8 = next((n for n in span if n in broken), None)
+        if not_utf8 is not None:
+            bad.report(path, not_utf8, NOT_UTF8, UTF8_HINT)
+        elif header is None:
+            header = _header(path, cells)
+        elif cells and len(cells) != len(header):
+            bad.report(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
+        elif cells:
+            yield start, dict(zip(header, cells, strict=True))
+
+
+def _header(path: Path, cells: list[str]) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"the header names the column '{twice}' twice", where=f"{path}:1", hint="rename one of them")
+    return names
+
+
+def _csv_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    return _delimited_rows(path, bad, ",")
+
+
+def _tsv_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    return _delimited_rows(path, bad, "\t")
+
+
+def _jsonl_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    for number, text in text_lines(path, bad):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            bad.report(path, number, f"broken JSON: {error.msg} (column {error.colno})")
+            continue
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            bad.report(path, number, f"a line must hold a JSON object, not {type(row).__name__}")
+
+
+def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    """Rows of a JSON file; their number is their place in the list, from 1."""
+    del bad  # one document: what is behind the broken place cannot be read
+    text = "".join(text for _, text in text_lines(path, BadLines()))
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = "mend it; a file with one object a line is called .jsonl"
+        raise DataError(
+            f"broken JSON: {error.msg} (column {error.colno})", where=f"{path}:{error.lineno}", hint=hint
+        ) from None
+    if isinstance(rows, dict):
+        rows = rows.get("data")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        hint = 'write [{"text": …}, …] or {"data": [{"text": …}, …]}'
+        raise DataError("the file does not hold a list of objects", where=str(path), hint=hint)
+    yield from enumerate(rows, start=1)
+
+
+def _parquet_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    del bad  # a binary file has no lines to leave out
+    try:
+        with pq.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"the file is not Parquet: {error}", where=str(path), hint="write it anew") from None
+
+
+ROW_READERS: dict[str, Callable[[Path, BadLines], Iterator[tuple[int, Row]]]] = {
+    ".csv": _csv_rows,
+    ".tsv": _tsv_rows,
+    ".json": _json_rows,
+    ".jsonl": _jsonl_rows,
+    ".parquet": _parquet_rows,
+}
+"""For each kind of file, what yields its rows, each with its line (``.json``, ``.parquet``: its place from 1)."""
+
+NUMBERED_BY_LINE = (".csv", ".tsv", ".jsonl")
+
+
+def documents(path: Path, column: str, bad: BadLines) -> Iterator[str]:
+    """The documents of one file of raw text.
+
+    In a ``.txt`` file blank lines stand between documents (the format of BERT's pretraining
+    input); ``.jsonl``, ``.parquet`` and the other formats hold one document a row in ``column``.
+    Empty documents are left out.
+    """
+    if path.suffix.lower() == ".txt":
+        yield from _text_documents(path, bad)
+        return
+    for number, row in ROW_READERS[path.suffix.lower()](path, bad):
+        text = row.get(column)
+        if isinstance(text, str):
+            if text.strip():
+                yield text
+        elif column not in row:
+            hint = f"name it with --text-column; columns: {', '.join(row)}"
+            bad.report(path, number, f"there is no column '{column}'", hint)
+        else:
+            bad.report(path, number, f"the column '{column}' holds {type(text).__name__}, not text")
+
+
+def _text_documents(path: Path, bad: BadLines) -> Iterator[str]:
+    paragraph: list[str] = []
+    for _, line in text_lines(path, bad):
+        if line.strip():
+            paragraph.append(line)
+        elif paragraph:
+            yield "".join(paragraph)
+            paragraph = []
+    if paragraph:
+        yield "".join(paragraph)

@@ -1,0 +1,163 @@
+"""What every task offers to the templates."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from rapidformer_templates.config import RunConfig
+from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.data.reading import Part
+from rapidformer_templates.data.tokenizers import load_tokenizer
+from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.models import build_config, build_model, seq_length_of
+
+TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
+"""Columns in which a text is looked for when ``--text-column`` is not given."""
+
+
+class Task(ABC):
+    """One kind of training: its data, its model and its metrics.
+
+    Attributes:
+        name: as in ``--task``.
+        auto_class: transformers' class of the model.
+        best_metric: the metric by which the best checkpoint is kept; ``eval_loss`` is the loop's.
+        greater_is_better: whether more of it is better.
+        generates: evaluation needs :meth:`generate`; its texts take the place of ``outputs`` in
+            :meth:`predict`.
+        skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
+            :meth:`build_data`.
+    """
+
+    name: ClassVar[str]
+    auto_class: str
+    best_metric: ClassVar[str]
+    greater_is_better: ClassVar[bool]
+    generates: ClassVar[bool] = False
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.skipped: list[str] = []
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self.config)
+
+    @cached_property
+    def model_config(self) -> PreTrainedConfig:
+        """The model's configuration before its head is known."""
+        return build_config(self.config, self.auto_class, self.tokenizer)
+
+    @cached_property
+    def seq_length(self) -> int:
+        """Length that samples are cut to, tokens."""
+        return seq_length_of(self.config, self.model_config)
+
+    @abstractmethod
+    def build_data(self) -> Data:
+        """Read, check and tokenize the data.
+
+        Raises:
+            DataError: a file, column, line or label that cannot be used.
+        """
+
+    def build_model(self) -> PreTrainedModel:
+        """The model with a head for the data; called after :meth:`build_data`, seeded by the caller."""
+        return build_model(self.config, self.auto_class, self.tokenizer, **self.config_overrides())
+
+    def config_overrides(self) -> dict[str, Any]:
+        """Attributes of the model's configuration that the data decides, such as ``num_labels``."""
+        return {}
+
+    def generate(self, model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> list[str]:
+        """One generated text a sample; only tasks with ``generates`` have it."""
+        raise NotImplementedError(f"{self.name} does not generate")
+
+    @abstractmethod
+    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        """(predictions, references), one small object a sample each, on the CPU.
+
+        Args:
+            outputs: the model's outputs for ``batch``, or the generated texts.
+            batch: as it was collated.
+        """
+
+    @abstractmethod
+    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        """Metrics over the whole evaluation set, from what :meth:`predict` returned for its samples."""
+
+
+def label_map(names: Sequence[str]) -> dict[str, Any]:
+    """The attributes of a model's configuration that name its labels."""
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
+def texts_of(part: Part, column: str) -> list[str]:
+    """The texts of a column.
+
+    Raises:
+        DataError: a value is missing or is no text.
+    """
+    texts = list(part.table[column][:])
+    for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            what = "is empty" if text is None else f"holds {type(text).__name__}, not text"
+            raise DataError(f"the column '{column}' {what}", where=part.where(row), hint="fill it, or take the row out")
+    return texts
+
+
+def tokenized(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[Any], pairs: Sequence[Any] | None = None, **arguments: Any
+) -> dict[str, Ragged]:
+    """Tokenize texts (or text pairs) in batches: ``input_ids``, and ``token_type_ids`` where not all are zero.
+
+    Token types that are all zero are left out: the models fill them in by themselves.
+    """
+    chunks = list(_encoded(tokenizer, texts, pairs, arguments))
+    fields = {"input_ids": Ragged(row for chunk in chunks for row in chunk["input_ids"])}
+    if chunks and "token_type_ids" in chunks[0]:
+        types = Ragged(row for chunk in chunks for row in chunk["token_type_ids"])
+        if types.values.any():
+            fields["token_type_ids"] = types
+    return fields
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[Any], pairs: Sequence[Any] | None, arguments: Mapping[str, Any]
+) -> Iterator[Any]:
+    for start in range(0, len(texts), 1000):
+        chunk = slice(start, start + 1000)
+        yield tokenizer(
+            texts[chunk],
+            pairs[chunk] if pairs is not None else None,
+            return_attention_mask=False,
+            verbose=False,
+            **arguments,
+        )
+
+
+def as_data(
+    sets: Mapping[str, TokenizedSamples],
+    collate: Callable[[list[Any]], Batch],
+    augment: Callable[[Any, np.random.Generator], Any] | None = None,
+) -> Data:
+    """What :meth:`Task.build_data` returns, of the parts that are there."""
+    return Data(sets["train"], sets.get("valid"), sets.get("test"), collate, augment, sets["train"].lengths)
+
+
+def padding_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """What each row of inputs is filled up with."""
+    assert isinstance(tokenizer.pad_token_id, int)
+    return {"input_ids": tokenizer.pad_token_id, "token_type_ids": 0}

@@ -1,0 +1,44 @@
+"""Masked language modelling: hidden tokens of each text are found from those around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rapidformer_templates.data.collate import IGNORE, PadCollate, TokenizedSamples
+from rapidformer_templates.data.masking import MaskTokens
+from rapidformer_templates.data.reading import read_dataset
+from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
+from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
+from rapidformer_templates.data.types import Data
+
+
+class MaskedLM(Task):
+    """Each text is one sample, cut to the sequence length and masked anew in each epoch; metric: token accuracy."""
+
+    name = "masked_lm"
+    auto_class = "AutoModelForMaskedLM"
+    best_metric = "eval_loss"
+    greater_is_better = False
+
+    def build_data(self) -> Data:
+        raw, flags = read_dataset(self.config), self.config.data
+        self.skipped = raw.skipped
+        column = raw.train.column("text_column", flags.text_column, TEXT_COLUMNS)
+        sets = {}
+        for name, part in raw.parts().items():
+            texts = texts_of(part, part.column("text_column", column, ()))
+            sets[name] = TokenizedSamples(tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length))
+        return as_data(
+            sets,
+            PadCollate({**padding_of(self.tokenizer), "labels": IGNORE}),
+            MaskTokens(self.tokenizer, flags.mask_prob),
+        )
+
+    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        return predicted_tokens(outputs.logits.argmax(dim=-1), batch["labels"])
+
+    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        return token_accuracy(predictions, references)

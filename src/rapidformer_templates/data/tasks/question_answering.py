@@ -1,0 +1,133 @@
+"""Question answering: the answer is a span of the context, as in SQuAD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.reading import Part, read_dataset
+from rapidformer_templates.data.squad import (
+    Candidates,
+    Example,
+    Feature,
+    answer_tokens,
+    best_answers,
+    exact_match,
+    f1,
+    flattened,
+    read_examples,
+)
+from rapidformer_templates.data.tasks.base import Task, as_data, padding_of
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import DataError
+
+BEST = 20
+"""Starts and ends of each window that are combined into spans."""
+
+
+class QuestionAnswering(Task):
+    """Columns ``question``, ``context`` and ``answers`` (texts and first characters), or SQuAD's own files.
+
+    A context that is too long becomes several windows (samples), which overlap by a quarter of the
+    sequence length, at most 128 tokens. Metrics are SQuAD's exact match and F1, in per cent, of the
+    best span over the windows of an example. ``--pair-column`` names the question, ``--text-column``
+    the context and ``--label-column`` the answers.
+    """
+
+    name = "question_answering"
+    auto_class = "AutoModelForQuestionAnswering"
+    best_metric = "f1"
+    greater_is_better = True
+
+    def build_data(self) -> Data:
+        raw, flags = read_dataset(self.config), self.config.data
+        self.skipped = raw.skipped
+        self.may_be_null = False
+        sets = {}
+        for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
+            question = part.column("pair_column", flags.pair_column, ("question",))
+            context = part.column("text_column", flags.text_column, ("context",))
+            answers = part.column("label_column", flags.label_column, ("answers",))
+            examples = read_examples(part, question, context, answers)
+            self.may_be_null |= any(not example.answers for example in examples)
+            samples, features = self._samples(part, examples)
+            sets[name] = samples
+            if name == "valid":
+                self.features, self.examples = features, examples
+        return as_data(sets, PadCollate(padding_of(self.tokenizer)))
+
+    def _samples(self, part: Part, examples: list[Example]) -> tuple[TokenizedSamples, list[Feature]]:
+        ids: list[list[int]] = []
+        types: list[list[int]] = []
+        features: list[Feature] = []
+        for number, encoding in self._windows(part, examples):
+            context = np.asarray([sequence == 1 for sequence in encoding.sequence_ids])
+            offsets = np.where(context[:, None], np.asarray(encoding.offsets, dtype=np.int32), -1)
+            cls = self.tokenizer.cls_token_id
+            null = encoding.ids.index(cls) if cls in encoding.ids else 0
+            ids.append(encoding.ids)
+            types.append(encoding.type_ids)
+            features.append(Feature(number, offsets, null))
+        spans = [answer_tokens(feature, examples[feature.example]) for feature in features]
+        fields: dict[str, Any] = {"input_ids": Ragged(ids)}
+        if "token_type_ids" in self.tokenizer.model_input_names:
+            fields["token_type_ids"] = Ragged(types)
+        fields |= {"start_positions": [s for s, _ in spans], "end_positions": [e for _, e in spans]}
+        return TokenizedSamples(fields), features
+
+    def _windows(self, part: Part, examples: list[Example]) -> Iterator[tuple[int, Any]]:
+        """(number of the example, encoding) of each window."""
+        stride = min(128, self.seq_length // 4)
+        for start in range(0, len(examples), 1000):
+            chunk = examples[start : start + 1000]
+            for row, example in enumerate(chunk, start):
+                self._check_question(example, stride, part.where(row))
+            encoded = self.tokenizer(
+                [example.question for example in chunk],
+                [example.context for example in chunk],
+                truncation="only_second",
+                max_length=self.seq_length,
+                stride=stride,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
+            assert encoded.encodings is not None  # a fast tokenizer has them
+            for row, encoding in zip(encoded["overflow_to_sample_mapping"], encoded.encodings, strict=True):
+                yield start + row, encoding
+
+    def _check_question(self, example: Example, stride: int, where: str) -> None:
+        room = self.seq_length - self.tokenizer.num_special_tokens_to_add(pair=True) - stride
+        if len(example.question) < room:
+            return  # a token has at least one character
+        tokens = len(self.tokenizer(example.question, add_special_tokens=False, verbose=False)["input_ids"])
+        if tokens >= room:
+            message = f"the question has {tokens} tokens and leaves no room for its context"
+            raise DataError(message, where=where, hint="use a greater --seq-length")
+
+    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        """The best starts and ends of each window; the true answers are known by the window's place in the data."""
+        padding = batch["attention_mask"] == 0
+        starts = outputs.start_logits.float().masked_fill(padding, -torch.inf)
+        ends = outputs.end_logits.float().masked_fill(padding, -torch.inf)
+        best = min(BEST, starts.shape[1])
+        columns = [
+            t.cpu().numpy() for pair in (starts.topk(best), ends.topk(best)) for t in (pair.indices, pair.values)
+        ]
+        null = (starts[:, 0] + ends[:, 0]).tolist()
+        found = [Candidates(*rows, score) for *rows, score in zip(*columns, null, strict=True)]
+        return found, [None] * len(found)
+
+    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        """Over the examples of the first windows of the validation part, as many as there are predictions."""
+        answers = best_answers(predictions, self.features, self.examples, may_be_null=self.may_be_null)
+        truths = {number: [text for text, _ in self.examples[number].answers] for number in answers}
+        count = max(1, len(answers))
+        return {
+            "exact_match": 100 * sum(exact_match(answers[n], truths[n]) for n in answers) / count,
+            "f1": 100 * sum(f1(answers[n], truths[n]) for n in answers) / count,
+        }

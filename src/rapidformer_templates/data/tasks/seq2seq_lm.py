@@ -1,0 +1,91 @@
+"""Sequence to sequence: a target text is generated from a source text (translation, summaries …)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rapidformer_templates.data.collate import IGNORE, PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.reading import Part, read_dataset
+from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
+from rapidformer_templates.data.types import Data
+
+SOURCE_COLUMNS = ("source", "input", "article", "question", *TEXT_COLUMNS)
+TARGET_COLUMNS = ("target", "summary", "output", "answer", "highlights", "label")
+
+
+class Seq2SeqLM(Task):
+    """Source and target are columns of text; metrics are of greedily generated texts: ROUGE-L and exact match."""
+
+    name = "seq2seq_lm"
+    auto_class = "AutoModelForSeq2SeqLM"
+    best_metric = "rouge_l"
+    greater_is_better = True
+    generates = True
+
+    def build_data(self) -> Data:
+        raw, flags = read_dataset(self.config), self.config.data
+        self.skipped = raw.skipped
+        source = raw.train.column("text_column", flags.text_column, SOURCE_COLUMNS)
+        target = raw.train.column("label_column", flags.label_column, TARGET_COLUMNS)
+        sets = {name: self._samples(part, source, target) for name, part in raw.parts().items()}
+        self.longest_target = max(int(samples.lengths_of("labels").max()) for samples in sets.values())
+        return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORE}))
+
+    def _samples(self, part: Part, source: str, target: str) -> TokenizedSamples:
+        cut = {"truncation": True, "max_length": self.seq_length}
+        sources = tokenized(self.tokenizer, texts_of(part, part.column("text_column", source, ())), **cut)
+        targets = texts_of(part, part.column("label_column", target, ()))
+        labels = self.tokenizer(text_target=targets, return_attention_mask=False, verbose=False, **cut)["input_ids"]
+        # The models take no token types.
+        return TokenizedSamples({"input_ids": sources["input_ids"], "labels": Ragged(labels)})
+
+    def generate(self, model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> list[str]:
+        """Greedy, as long as the longest target of the data."""
+        tokens = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=self.longest_target,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+        )
+        return self._decoded(tokens.cpu().numpy())
+
+    def _decoded(self, tokens: np.ndarray) -> list[str]:
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        """``outputs`` are the generated texts."""
+        labels = batch["labels"].cpu().numpy()
+        return list(outputs), self._decoded(np.where(labels == IGNORE, self.tokenizer.pad_token_id, labels))
+
+    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        pairs = list(zip(predictions, references, strict=True))
+        return {
+            "rouge_l": float(np.mean([rouge_l(guess, truth) for guess, truth in pairs])),
+            "exact_match": float(np.mean([guess == truth for guess, truth in pairs])),
+        }
+
+
+def rouge_l(prediction: str, reference: str) -> float:
+    """ROUGE-L: F1 of the longest common subsequence of lower-case words (Lin 2004, section 3, β = 1)."""
+    guess, truth = (re.findall(r"\w+", text.lower()) for text in (prediction, reference))
+    common = longest_common_subsequence(guess, truth)
+    return 2 * common / (len(guess) + len(truth)) if common else 0.0
+
+
+def longest_common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest sequence that stands in both in this order, not necessarily without gaps."""
+    lengths = [0] * (len(b) + 1)  # for the words of ``a`` so far and each beginning of ``b``
+    for word in a:
+        diagonal = 0
+        for j, other in enumerate(b, start=1):
+            diagonal, lengths[j] = lengths[j], diagonal + 1 if word == other else max(lengths[j], lengths[j - 1])
+    return lengths[-1]

@@ -1,0 +1,136 @@
+"""Token classification: each word of a text has a tag (names, parts of speech …)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
+
+from rapidformer_templates.data.collate import IGNORE, PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.labels import declared_names, label_text, sorted_names, unknown_label
+from rapidformer_templates.data.reading import Part, read_dataset
+from rapidformer_templates.data.tasks.base import Task, as_data, label_map, padding_of
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import DataError
+
+WORD_COLUMNS = ("tokens", "words", "text")
+TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")
+
+
+class TokenClassification(Task):
+    """Words and tags are lists of one length, or texts with spaces between them.
+
+    The first piece of a word carries its tag, the other pieces -100. Metrics are those of seqeval
+    over whole entities (precision, recall, F1) and the accuracy over words. Words that are cut off
+    at the sequence length count nowhere.
+    """
+
+    name = "token_classification"
+    auto_class = "AutoModelForTokenClassification"
+    best_metric = "f1"
+    greater_is_better = True
+
+    def build_data(self) -> Data:
+        raw, flags = read_dataset(self.config), self.config.data
+        self.skipped = raw.skipped
+        words = raw.train.column("text_column", flags.text_column, WORD_COLUMNS)
+        tags = raw.train.column("label_column", flags.label_column, TAG_COLUMNS)
+        read = {name: (part, *_words_and_tags(part, words, tags)) for name, part in raw.parts().items()}
+        # What was held out of one file may hold a rare tag that is not among the rows that are left.
+        known = ("train", "valid") if raw.held_out else ("train",)
+        found = (tag for name in known for row in read[name][2] for tag in row)
+        self.labels = declared_names(raw.train, tags) or sorted_names(found, self.model_config)
+        sets = {name: self._samples(*part) for name, part in read.items()}
+        return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORE}))
+
+    def _samples(self, part: Part, words: list[list[str]], tags: list[list[str]]) -> TokenizedSamples:
+        numbers = {name: i for i, name in enumerate(self.labels)}
+        for row, names in enumerate(tags):
+            for name in names:
+                if name not in numbers:
+                    unknown_label(name, self.labels, part.where(row))
+        # Byte-level tokenizers know a word in a sentence by the space before it.
+        space = " " if getattr(self.tokenizer, "add_prefix_space", None) is False else ""
+        spaced = [[space + word for word in row] for row in words]
+        encodings = [
+            encoding
+            for start in range(0, len(spaced), 1000)
+            for encoding in self._encoded(spaced[start : start + 1000])
+        ]
+        labels = [
+            _first_pieces(encoding.word_ids, [numbers[name] for name in names])
+            for encoding, names in zip(encodings, tags, strict=True)
+        ]
+        return TokenizedSamples({"input_ids": Ragged(e.ids for e in encodings), "labels": Ragged(labels)})
+
+    def _encoded(self, words: list[list[str]]) -> Sequence[Any]:
+        encoded = self.tokenizer(
+            words, is_split_into_words=True, truncation=True, max_length=self.seq_length, verbose=False
+        )
+        assert encoded.encodings is not None  # a fast tokenizer has them
+        return encoded.encodings
+
+    def config_overrides(self) -> dict[str, Any]:
+        return label_map(self.labels)
+
+    def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        guesses, truths = outputs.logits.argmax(dim=-1).cpu().numpy(), batch["labels"].cpu().numpy()
+        wanted = truths != IGNORE
+        return self._names(guesses, wanted), self._names(truths, wanted)
+
+    def _names(self, numbers: np.ndarray, wanted: np.ndarray) -> list[list[str]]:
+        return [[self.labels[i] for i in row[keep]] for row, keep in zip(numbers, wanted, strict=True)]
+
+    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        return {
+            "precision": float(precision_score(references, predictions, zero_division=0)),
+            "recall": float(recall_score(references, predictions, zero_division=0)),
+            "f1": float(f1_score(references, predictions, zero_division=0)),
+            "accuracy": float(accuracy_score(references, predictions)),
+        }
+
+
+def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[int]:
+    """For each token the tag of its word if it is the word's first piece, else -100."""
+    labels, previous = [], None
+    for word in word_ids:
+        labels.append(IGNORE if word is None or word == previous else tags[word])
+        previous = word
+    return labels
+
+
+def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]], list[list[str]]]:
+    """The words and the names of the tags of each row.
+
+    Raises:
+        DataError: a row is empty, or has other numbers of words and tags.
+    """
+    words, tags = part.column("text_column", words, ()), part.column("label_column", tags, ())
+    names = declared_names(part, tags)
+    all_words: list[list[str]] = []
+    all_tags: list[list[str]] = []
+    for row, (text, marks) in enumerate(zip(part.table[words][:], part.table[tags][:], strict=True)):
+        if text is None or marks is None:
+            column = words if text is None else tags
+            hint = "fill it, or take the row out"
+            raise DataError(f"the column '{column}' is empty", where=part.where(row), hint=hint)
+        split = text.split() if isinstance(text, str) else [str(word) for word in text]
+        marked = marks.split() if isinstance(marks, str) else list(marks)
+        if len(split) != len(marked):
+            hint = "each word needs one tag; texts are split at spaces"
+            raise DataError(f"{len(split)} words have {len(marked)} tags", where=part.where(row), hint=hint)
+        all_words.append(split)
+        all_tags.append([names[mark] if names else _tag(mark, tags, part, row) for mark in marked])
+    return all_words, all_tags
+
+
+def _tag(value: Any, column: str, part: Part, row: int) -> str:
+    name = label_text(value)
+    if name is None:
+        raise DataError(
+            f"a tag in column '{column}' is empty", where=part.where(row), hint="words without a name have the tag O"
+        )
+    return name

@@ -1,0 +1,59 @@
+"""The exported model: a folder that transformers' ``from_pretrained`` loads."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from rapidformer_templates.engines.base import Engine
+from rapidformer_templates.files import sync
+from rapidformer_templates.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+
+def export_model(engine: Engine, model: nn.Module, template: Trainer, folder: Path, workers: Workers) -> None:
+    """Write weights, config and tokenizer; every rank must call it, rank 0 writes.
+
+    A model that is not of transformers is exported as ``model.safetensors`` alone.
+    """
+    weights = engine.full_weights()
+    if weights is None:
+        return
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    if isinstance(model, PreTrainedModel):
+        _save_transformers(model, weights, temporary)
+    else:
+        save_file(weights, temporary / "model.safetensors")
+    tokenizer: Any = template.task.tokenizer if template.config.training.task else None
+    if tokenizer is not None:
+        tokenizer.save_pretrained(temporary)
+    for path in temporary.iterdir():
+        sync(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+    sync(folder.parent)
+
+
+def _save_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    # Sharding engines swap the class of the model; an empty one of the original class saves as transformers expects.
+    original = next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "use_cache"):
+        config.use_cache = True  # it is off in training alone
+    with torch.device("meta"):
+        skeleton = original(config)
+    logging.disable_progress_bar()  # its bar would stand among our own lines
+    skeleton.save_pretrained(folder, state_dict=weights)

@@ -1,0 +1,228 @@
+"""The only training loop. It names no switch and imports no backend; the engine owns the step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates import checkpoint
+from rapidformer_templates.data.loader import MicroBatch, load, train_requests
+from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.engines.base import Engine, StepResult
+from rapidformer_templates.errors import Interrupted, NonFiniteLoss
+from rapidformer_templates.evaluation import Evaluator
+from rapidformer_templates.meter import Meter
+from rapidformer_templates.optimizer import Schedule
+from rapidformer_templates.progress import Progress
+from rapidformer_templates.run_folder import MetricsFile, RunFolder
+from rapidformer_templates.signals import StopRequest
+from rapidformer_templates.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.receipts import Receipts
+    from rapidformer_templates.trainer import Trainer
+
+
+@dataclass
+class Position:
+    """Where a run stands; it is saved with each checkpoint.
+
+    Attributes:
+        step: optimizer steps that are done.
+        samples, tokens: consumed since the start of the run.
+        best: step and value of the best evaluation so far, if a best one is kept.
+        data: what the order of the data depends on; a resumed run must have the same.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    best: dict[str, Any] | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Intervals:
+    """Steps between logs, evaluations and checkpoints; 0 is only at the end."""
+
+    log: int
+    evaluate: int
+    save: int
+    epoch: int
+
+    @staticmethod
+    def due(interval: int, step: int, total: int) -> bool:
+        return step == total or (interval > 0 and step % interval == 0)
+
+
+@dataclass
+class Loop:
+    """A training run with all its parts; :meth:`run` is the loop.
+
+    Attributes:
+        total: optimizer steps of the whole run.
+        keep: checkpoints that are kept.
+        metric: name of the metric by which the best one is kept, and whether greater is better.
+    """
+
+    template: Trainer
+    engine: Engine
+    order: SampleOrder
+    train: Any
+    evaluator: Evaluator | None
+    schedule: Schedule
+    position: Position
+    total: int
+    intervals: Intervals
+    workers: Workers
+    folder: RunFolder | None
+    metrics: MetricsFile | None
+    meter: Meter
+    receipts: Receipts
+    keep: int
+    metric: tuple[str, bool] | None
+
+    def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
+        """Train to the end; the last evaluation's metrics.
+
+        Raises:
+            NonFiniteLoss: names the step and the samples in it; the weights are as before the step.
+            Interrupted: the run was asked to end, and has saved a checkpoint.
+        """
+        metrics: dict[str, float] = {}
+        batches = self._batches()
+        self.template.on_train_start()
+        for step in range(self.position.step, self.total):
+            # 1. The micro batches of this rank. Which samples: a function of the seed and the step.
+            microbatches = [self._counted(next(batches)) for _ in range(self.template.plan.sizes.accumulation)]
+
+            # 2. What all ranks must agree on before the forward: the number of targets, and whether to go on.
+            here = [m for m in microbatches if not m.idle]
+            targets, samples, tokens, asked = self.workers.sum(
+                sum(m.targets for m in here),
+                sum(len(m.samples) for m in here),
+                sum(_tokens(m) for m in here),
+                stop.asked,
+            )
+
+            # 3. Forward, backward, clipping and update.
+            with self._watched(step, microbatches):
+                result = self._step(step, microbatches, targets)
+
+            # 4. Count.
+            self.position.step = done = step + 1
+            self.position.samples += int(samples)
+            self.position.tokens += int(tokens)
+            self.meter.step(int(samples), int(tokens))
+            self.template.on_step_end(done, result)
+            progress.advance(result.loss)
+
+            # 5. Log, evaluate, save; in this order, so that a checkpoint has its metrics before it.
+            if self.intervals.due(self.intervals.log, done, self.total):
+                self._log(result, step)
+            if self.evaluator and self.intervals.due(self.intervals.evaluate, done, self.total):
+                metrics = self._evaluate()
+            if self.intervals.epoch and done % self.intervals.epoch == 0:
+                self.template.on_epoch_end(done // self.intervals.epoch)
+            if asked or self.intervals.due(self.intervals.save, done, self.total):
+                self._save()
+            if asked and done < self.total:
+                raise Interrupted(f"stopped after step {done} as asked", hint=self._how_to_go_on())
+        return metrics
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        plan, data = self.template.plan, self.template.config.data
+        requests = train_requests(
+            self.order,
+            self.position.step,
+            self.total,
+            rank=self.workers.rank,
+            data_size=plan.sizes.data,
+            accumulation=plan.sizes.accumulation,
+        )
+        on_gpu = self.workers.device.type == "cuda"
+        workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if on_gpu else 0)
+        pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else on_gpu
+        return load(self.train, self.template.data, requests, workers=workers, pin_memory=pin)
+
+    def _counted(self, microbatch: MicroBatch) -> MicroBatch:
+        microbatch.targets = 0 if microbatch.idle else self.template.count_targets(microbatch.batch)
+        return microbatch
+
+    def _watched(self, step: int, microbatches: list[MicroBatch]) -> contextlib.AbstractContextManager[Any]:
+        """Receipts are taken in the first step of this process and cost the others nothing."""
+        return self.receipts.watch(microbatches) if self.meter.steps == 0 else contextlib.nullcontext()
+
+    def _step(self, step: int, microbatches: list[MicroBatch], targets: float) -> StepResult:
+        try:
+            return self.engine.train_batch(microbatches, targets, self.schedule(step))
+        except NonFiniteLoss as error:
+            samples = self.order.step(step)[0].tolist()
+            raise NonFiniteLoss(
+                f"step {step + 1}: {error.message}; the weights are as after step {step}",
+                where=f"training samples {samples[:32]}{' …' if len(samples) > 32 else ''}",
+                hint="look at these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
+                + self._how_to_go_on(),
+            ) from None
+
+    def _how_to_go_on(self) -> str:
+        return "go on with --resume" if self.folder else "nothing was saved: there is no --save"
+
+    def _log(self, result: StepResult, step: int) -> None:
+        line = {
+            "step": step + 1,
+            "epoch": round(self.order.epoch(step + 1), 6),
+            "loss": float(result.loss),
+            "grad_norm": float(result.grad_norm),
+            "lr": self.template.peak_lr * self.schedule(step),
+            "samples": self.position.samples,
+            "tokens": self.position.tokens,
+            **self.meter.window(),
+            "skipped": result.skipped,
+        }
+        if self.metrics:
+            self.metrics.write(line)
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self.evaluator is not None
+        with self.meter.paused():
+            metrics = self.evaluator.evaluate()
+        step = self.position.step
+        if self.metrics:
+            self.metrics.write({"step": step, "epoch": round(self.order.epoch(step), 6), **metrics})
+        if self.metric is not None:
+            name, greater = self.metric
+            value, best = metrics[name], self.position.best
+            if best is None or (value > best["value"] if greater else value < best["value"]):
+                self.position.best = {"step": step, "metric": name, "value": value}
+        self.template.on_evaluate(step, metrics)
+        return metrics
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        with self.meter.paused():
+            if self.metrics:
+                self.metrics.sync()
+            root, step = self.folder.checkpoints, self.position.step
+            path: Path = checkpoint.save(root, step, self.engine, dataclasses.asdict(self.position), self.workers)
+            if self.workers.is_main:
+                checkpoint.delete_older(root, self.keep, self.position.best["step"] if self.position.best else None)
+        self.template.on_checkpoint(step, path)
+
+
+def _tokens(microbatch: MicroBatch) -> int:
+    """Tokens of a micro batch that are not padding."""
+    batch = microbatch.batch
+    get: Callable[[str], Any] | None = getattr(batch, "get", None)
+    if get is None:
+        return 0
+    mask = get("attention_mask")
+    if mask is not None:
+        return int(mask.sum())
+    ids = get("input_ids")
+    return int(ids.numel()) if ids is not None else 0

@@ -1,0 +1,87 @@
+"""Throughput and memory, measured while the run trains; evaluations and saves do not count."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+WARMUP = 3
+"""First steps that the summary leaves out: allocations, caches and receipts fall into them."""
+
+
+class Meter:
+    """Counts steps, samples and tokens against the clock.
+
+    A window reaches from one logged step to the next. On a GPU the clock is only right where the
+    host waits for it, which logging does by reading the loss.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps = 0
+        self.started = self._mark = self._last = time.perf_counter()
+        self._window = [0, 0, 0]
+        self._rates: list[tuple[float, int, int]] = []
+
+    def step(self, samples: int, tokens: int) -> None:
+        self.steps += 1
+        now = time.perf_counter()
+        if self.steps > WARMUP:
+            self._rates.append((now - self._last, samples, tokens))
+        self._last = now
+        self._window = [self._window[0] + 1, self._window[1] + samples, self._window[2] + tokens]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of the body counts for nothing."""
+        before = time.perf_counter()
+        yield
+        spent = time.perf_counter() - before
+        self._mark += spent
+        self._last += spent
+
+    def window(self) -> dict[str, float]:
+        """Rates since the last call."""
+        now = time.perf_counter()
+        seconds = max(now - self._mark, 1e-9)
+        steps, samples, tokens = self._window
+        self._mark, self._window = now, [0, 0, 0]
+        return {
+            "samples_per_second": round(samples / seconds, 3),
+            "tokens_per_second": round(tokens / seconds, 1),
+            "step_ms": round(seconds / max(steps, 1) * 1000, 3),
+            "peak_memory_mb": peak_memory_mb(self.device),
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """Throughput over all measured steps (mean and standard deviation) and wall time in seconds."""
+        result: dict[str, Any] = {
+            "wall_seconds": round(time.perf_counter() - self.started, 3),
+            "peak_memory_mb": peak_memory_mb(self.device),
+            "measured_steps": len(self._rates),
+        }
+        if self._rates:
+            seconds = sum(rate[0] for rate in self._rates)
+            each = [samples / max(spent, 1e-9) for spent, samples, _ in self._rates]
+            result |= {
+                "samples_per_second": round(sum(rate[1] for rate in self._rates) / seconds, 3),
+                "samples_per_second_sd": round(statistics.stdev(each), 3) if len(each) > 1 else 0.0,
+                "tokens_per_second": round(sum(rate[2] for rate in self._rates) / seconds, 1),
+                "step_ms": round(seconds / len(self._rates) * 1000, 3),
+            }
+        return result
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Greatest memory so far in MB (10^6 bytes): allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak * (1 if sys.platform == "darwin" else 1024) / 1e6, 1)

@@ -1,0 +1,44 @@
+"""The states of all random number generators, as tensors and text."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import torch
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators (on every device)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(tensors, text) that :func:`restore` takes back."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    text = {
+        "python": json.dumps([version, gauss]),
+        "numpy": json.dumps([str(kind), int(position), int(has_gauss), float(cached)]),
+    }
+    return tensors, text
+
+
+def restore(tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
+    version, gauss = json.loads(text["python"])
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    kind, position, has_gauss, cached = json.loads(text["numpy"])
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])

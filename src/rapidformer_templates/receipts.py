@@ -1,0 +1,113 @@
+"""Receipts: what the active switches did, measured on the running model and never copied from flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.transforms import Checkpointed
+from rapidformer_templates.layout import find_layout
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the storages that this rank holds for the tensors, each storage once."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
+    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+
+
+class Receipts:
+    """Watches the first step of a run and measures the engine after it."""
+
+    def __init__(self, engine: SingleEngine, wanted: Sequence[str]) -> None:
+        """``wanted``: names of the measurements that the active switches ask for."""
+        self.engine = engine
+        self.wanted = frozenset(wanted)
+        self._activations: set[str] = set()
+        self._early: dict[str, Any] = {}
+
+    @contextmanager
+    def watch(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Around the first step: what its forward puts out, and what it keeps for the backward."""
+        if "saved_tensor_bytes" in self.wanted:
+            self._early |= self._saved_tensors(microbatches[0])
+        blocks = find_layout(self.engine.model).blocks.values() or [self.engine.model]
+        hooks = [block.register_forward_hook(self._see_output) for block in blocks]
+        before = self.engine.micro_steps
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._early["micro_steps"] = self.engine.micro_steps - before
+
+    def _see_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
+
+    def _saved_tensors(self, microbatch: MicroBatch) -> dict[str, int]:
+        """Bytes kept for the backward of one micro batch, with checkpointing and without."""
+        blocks = [block.forward for block in find_layout(self.engine.model).blocks.values()]
+        checkpointed = [forward for forward in blocks if isinstance(forward, Checkpointed)]
+        with_it = self._kept_by_forward(microbatch)
+        for forward in checkpointed:
+            forward.enabled = False
+        try:
+            without = self._kept_by_forward(microbatch)
+        finally:
+            for forward in checkpointed:
+                forward.enabled = True
+        return {"saved_tensor_bytes": with_it, "saved_tensor_bytes_without": without}
+
+    def _kept_by_forward(self, microbatch: MicroBatch) -> int:
+        engine = self.engine
+        batch = to_device(microbatch.batch, engine.workers.device)
+        weights = {StorageWeakRef(_local(p).untyped_storage()).cdata for p in engine.model.parameters()}
+        kept: dict[int, tuple[StorageWeakRef, int]] = {}
+
+        def pack(tensor: torch.Tensor) -> None:
+            """Count and let go: nothing is ever computed from this graph, so its memory is not needed."""
+            storage = _local(tensor).untyped_storage()
+            reference = StorageWeakRef(storage)  # holds the identity, which is not given to another, but no data
+            if reference.cdata not in weights:
+                kept[reference.cdata] = (reference, storage.nbytes())
+
+        with engine.measuring() as model, torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+            engine.compute_loss(model, batch)
+        return sum(size for _, size in kept.values())
+
+    def measured(self) -> dict[str, Any]:
+        """All that was wanted, after the first step."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        parameters = list(engine.model.parameters())
+        state = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
+        measures: dict[str, Callable[[], Any]] = {
+            "parameter_dtypes": lambda: _types(parameters),
+            "activation_dtypes": lambda: sorted(self._activations),
+            "parameter_bytes": lambda: _bytes(parameters),
+            "parameter_bytes_whole": lambda: sum(p.numel() * p.element_size() for p in parameters),
+            "optimizer_state_bytes": lambda: _bytes(state),
+            "optimizer_class": lambda: f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            "matmul_precision": torch.get_float32_matmul_precision,
+        }
+        always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes", "micro_steps"}
+        values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
+        return values | self._early
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,136 @@
+"""What people see of a run: the plan before it, a table and a picture after it; and ``summary.json``."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rapidformer_templates.files import write_json
+from rapidformer_templates.plan import Plan
+from rapidformer_templates.run_folder import RunFolder, read_metrics
+from rapidformer_templates.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.loop import Loop
+    from rapidformer_templates.trainer import Trainer
+
+REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime")
+
+
+def say(workers: Workers, line: str, *, loud: bool = False) -> None:
+    """A line for people, from rank 0 only; loud lines go to standard error with a warning before them."""
+    if workers.is_main:
+        print(f"warning: {line}" if loud else line, file=sys.stderr, flush=True)
+
+
+def show_plan(plan: Plan) -> None:
+    """The plan in a few lines."""
+    sizes = plan.sizes
+    lines = [
+        f"plan       {plan.template} on {sizes.world} × {plan.device}, {plan.precision}, {plan.engine.partition(':')[2]}",
+        f"batch      {sizes.global_batch} samples a step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
+        f" × {sizes.accumulation} accumulated",
+        f"optimizer  {plan.optimizer}: {plan.optimizer_implementation}",
+    ]
+    if plan.switches:
+        lines.append(f"switches   {' → '.join(plan.switches)}")
+    lines += [f"note       {note}" for note in plan.notes]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def versions() -> dict[str, str]:
+    """Python, and the packages that a run's results may depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("rapidformer_templates", *REPORTED_PACKAGES):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def summarise(
+    template: Trainer, loop: Loop, metrics: dict[str, float], receipts: dict[str, Any], workers: Workers
+) -> dict[str, Any]:
+    """The summary of a run; rank 0 writes it to ``summary.json``."""
+    position, plan = loop.position, template.plan
+    rates = loop.meter.totals()
+    memory = workers.gather(rates["peak_memory_mb"])
+    parameters = list(loop.engine.model.parameters())
+    summary = {
+        "template": plan.template,
+        "switches": list(plan.switches),
+        "steps": position.step,
+        "epochs": round(loop.order.epoch(position.step), 6),
+        "samples": position.samples,
+        "tokens": position.tokens,
+        "metrics": metrics,
+        "best": position.best,
+        "throughput": {name: value for name, value in rates.items() if "per_second" in name or name == "step_ms"},
+        "peak_memory_mb": max(memory),
+        "peak_memory_mb_by_rank": memory,
+        "wall_seconds": rates["wall_seconds"],
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "receipts": receipts,
+        "versions": versions(),
+    }
+    if workers.is_main and loop.folder:
+        write_json(loop.folder.summary, summary)
+    return summary
+
+
+def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
+    """A table of the results on standard output, and the curves as a picture in the run folder."""
+    table = Table(title="results", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_row("steps", f"{summary['steps']:,} ({summary['epochs']:g} epochs)")
+    for name, value in summary["metrics"].items():
+        table.add_row(name, f"{value:.4f}")
+    rates = summary["throughput"]
+    if rates:
+        spread = f" ± {rates['samples_per_second_sd']:,.1f}"
+        table.add_row("samples/s", f"{rates['samples_per_second']:,.1f}{spread}")
+        table.add_row("tokens/s", f"{rates['tokens_per_second']:,.0f}")
+    table.add_row("peak memory a worker", f"{summary['peak_memory_mb']:,.0f} MB")
+    table.add_row("wall time", f"{summary['wall_seconds']:,.1f} s")
+    table.add_row("parameters", f"{summary['parameters']:,}")
+    if folder:
+        draw_curves(folder)
+        for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):
+            if path.exists():
+                table.add_row(name, str(path))
+    Console().print(table)
+
+
+def draw_curves(folder: RunFolder) -> None:
+    """Draw loss and throughput over the steps to ``curves.png``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(folder.metrics)
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training", linewidth=1)
+    if evaluations:
+        upper.plot([e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations], "o-", label="validation")
+    upper.set_ylabel("loss")
+    upper.legend()
+    lower.plot([s["step"] for s in steps], [s["samples_per_second"] for s in steps], color="tab:green", linewidth=1)
+    lower.set_ylabel("samples per second")
+    lower.set_ylim(bottom=0)
+    lower.set_xlabel("optimizer step")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    temporary = folder.curves.with_name("curves.tmp.png")
+    figure.savefig(temporary, dpi=110)
+    temporary.rename(folder.curves)

@@ -1,0 +1,80 @@
+"""CPU offload: optimizer state, and under ZeRO-3 parameters, in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.config import flag
+from rapidformer_templates.switches._changes import replace
+from rapidformer_templates.switches._checks import PARTITIONING
+from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches.optimizers import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class CpuOffloadFlags:
+    """Acceleration"""
+
+    cpu_offload: bool = flag(False, "optimizer state (with ZeRO-3 also parameters) in host memory")
+
+
+def _only_with_zero(request: Request) -> list[Finding]:
+    return [
+        Finding(
+            f"cpu-offload does not work together with {switch.name}",
+            request.asked_for("cpu-offload", switch.name),
+            switches=(switch.name, "cpu-offload"),
+        )
+        for switch in request.of_family(PARTITIONING)
+        if not switch.name.startswith("zero-")
+    ]
+
+
+def _optimizer_on_cpu(request: Request) -> list[Finding]:
+    optimizer = request.config.get("optimizer")
+    offloads = [switch.name for switch in request.of_family("offload")]
+    if OPTIMIZERS[optimizer].cpu_form:
+        return []
+    return [
+        Finding(
+            f"{optimizer} cannot be offloaded: it has no CPU form",
+            (*request.asked("optimizer"), *request.asked_for(*offloads)),
+            switches=tuple(offloads),
+            changes=(replace({"optimizer": "apex_adam"}),),
+        )
+    ]
+
+
+OPTIMIZER_HAS_CPU_FORM = Rule(
+    "RF012",
+    "An offloaded optimizer needs both a CPU and a GPU form.",
+    "an offloaded state is updated on the CPU, for which LAMB and the GPU-only optimizers have no kernel",
+    "[D]",
+    _optimizer_on_cpu,
+    Example("--cpu-offload --optimizer lamb"),
+)
+
+SWITCH = Switch(
+    name="cpu-offload",
+    summary="Optimizer state in host memory; with ZeRO-3 also parameters.",
+    source="[R, D]",
+    stage=Stage.SHARD,
+    options=CpuOffloadFlags,
+    active=lambda options, sizes: options.cpu_offload,
+    on={"cpu_offload": True},
+    off={"cpu_offload": False},
+    family="offload",
+    claims=frozenset({Resource.OFFLOAD}),
+    available=False,
+    rules=(
+        Rule(
+            "RF005",
+            "CPU offload together with partitioning of the model's states: only ZeRO.",
+            "OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are",
+            "[R]",
+            _only_with_zero,
+            Example("--cpu-offload --fsdp-memory-optimization --world-size 2"),
+        ),
+        OPTIMIZER_HAS_CPU_FORM,
+    ),
+)

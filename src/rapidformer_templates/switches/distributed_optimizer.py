@@ -1,0 +1,44 @@
+"""The distributed optimizer: optimizer state over the data-parallel workers of a 3D layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.config import flag
+from rapidformer_templates.switches._checks import PARTITIONING, needs_template
+from rapidformer_templates.switches._switch import Example, Resource, Rule, Stage, Switch
+
+
+@dataclass(frozen=True)
+class DistributedOptimizerFlags:
+    """Acceleration"""
+
+    use_distributed_optimizer: bool = flag(
+        False, "shard the optimizer state over the data-parallel workers, also under 3D"
+    )
+
+
+SWITCH = Switch(
+    name="distributed-optimizer",
+    summary="Shard optimizer state over the data-parallel workers, together with 3D parallelism.",
+    source="[M]",
+    stage=Stage.SHARD,
+    options=DistributedOptimizerFlags,
+    active=lambda options, sizes: options.use_distributed_optimizer,
+    on={"use_distributed_optimizer": True},
+    off={"use_distributed_optimizer": False},
+    family=PARTITIONING,
+    claims=frozenset({Resource.OPTIMIZER_STATE}),
+    templates=("Trainer",),
+    available=False,
+    rules=(
+        Rule(
+            "RF029",
+            "The distributed optimizer needs the Trainer template.",
+            "it belongs to 3D parallelism; the other templates partition with OSS, SDP or FSDP",
+            "[R, M]",
+            needs_template("distributed-optimizer"),
+            Example("--template Pretrainer --use-distributed-optimizer --world-size 2"),
+        ),
+    ),
+)

@@ -1,0 +1,87 @@
+"""Mixed precision: matrix products in 16 bits, weights and optimizer state in 32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rapidformer_templates.config import RunConfig, flag
+from rapidformer_templates.environment import Environment
+from rapidformer_templates.switches._changes import replace
+from rapidformer_templates.switches._checks import needs_template
+from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+
+AMPERE = (8, 0)  # the first compute capability with bf16 and tf32 units
+
+
+@dataclass(frozen=True)
+class MixedPrecisionFlags:
+    """Acceleration"""
+
+    mixed_precision: Literal["fp16", "bf16"] | None = flag(
+        None, "16-bit matrix products; alone: fp16 on a GPU, bf16 on a CPU", bare="auto"
+    )
+
+
+def precision(config: RunConfig, environment: Environment) -> str:
+    """The type of matrix products: ``fp32``, ``bf16`` or ``fp16``."""
+    asked: str | None = config.get("mixed_precision")
+    if asked == "auto":
+        return "fp16" if environment.device == "cuda" else "bf16"
+    return asked or "fp32"
+
+
+def _notes(request: Request) -> Sequence[str]:
+    if request.config.get("mixed_precision") != "auto":
+        return ()
+    chosen = precision(request.config, request.environment)
+    return (
+        f"--mixed-precision without a type: {chosen}, because the device is a {request.environment.device.upper()}",
+    )
+
+
+def _bf16_before_ampere(request: Request) -> list[Finding]:
+    capability = request.environment.compute_capability
+    if capability is None or capability >= AMPERE or precision(request.config, request.environment) != "bf16":
+        return []
+    return [
+        Finding(
+            f"bf16 needs a GPU of compute capability 8.0 or newer; this one has {capability[0]}.{capability[1]}",
+            request.asked("mixed_precision"),
+            switches=("mixed-precision",),
+            changes=(replace({"mixed_precision": "fp16"}, "scales the loss, as the smaller range of fp16 needs"),),
+        )
+    ]
+
+
+SWITCH = Switch(
+    name="mixed-precision",
+    summary="Matrix products in fp16 (with loss scaling) or bf16; weights and optimizer state stay fp32.",
+    source="[R, S]",
+    stage=Stage.PRECISION,
+    options=MixedPrecisionFlags,
+    active=lambda options, sizes: options.mixed_precision is not None,
+    on={"mixed_precision": "bf16"},
+    off={"mixed_precision": None},
+    notes=_notes,
+    receipt=("parameter_dtypes", "activation_dtypes"),
+    rules=(
+        Rule(
+            "RF001",
+            "Mixed precision needs one of the three templates.",
+            "the template's engine casts and scales the loss; a loop of your own does neither",
+            "[R]",
+            needs_template("mixed-precision"),
+            Example("--mixed-precision bf16", machine={"template": None}),
+        ),
+        Rule(
+            "RF019",
+            "bf16 on a GPU needs compute capability 8.0.",
+            "older GPUs have no bf16 matrix units and emulate them more slowly than fp32",
+            "[torch, S]",
+            _bf16_before_ampere,
+            Example("--mixed-precision bf16", machine={"device": "cuda", "compute_capability": (7, 0)}),
+        ),
+    ),
+)

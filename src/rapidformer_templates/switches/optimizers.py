@@ -1,0 +1,173 @@
+"""The optimizers: what each is, what it needs, and what stands for it where that is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rapidformer_templates.config import flag
+from rapidformer_templates.switches._changes import replace
+from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+
+
+@dataclass(frozen=True)
+class OptimizerFlags:
+    """Acceleration"""
+
+    optimizer: Literal[
+        "apex_adam",
+        "apex_lamb",
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_apex_fused",
+        "adafactor",
+        "adamw_bnb_8bit",
+        "adamw_anyprecision",
+        "lamb",
+    ] = flag("apex_adam", "update rule and its implementation")
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What the rules and the plan know of an optimizer.
+
+    Attributes:
+        implementation: the class, as the plan shows it.
+        state_bytes: bytes of state a parameter.
+        package: optional package that it needs.
+        install: what to install for it.
+        needs_cuda: whether it runs on a GPU only.
+        stand_in: the class that makes the same update where package or GPU are absent.
+        cpu_form: whether an offloaded state can be updated on the CPU.
+        not_under: partitioning switches whose shards it cannot update.
+        available: whether this version has it.
+    """
+
+    implementation: str
+    state_bytes: float
+    package: str | None = None
+    install: str | None = None
+    needs_cuda: bool = False
+    stand_in: str | None = None
+    cpu_form: bool = True
+    not_under: frozenset[str] = frozenset()
+    available: bool = True
+
+
+APEX = "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)"
+FUSED_ADAMW = "torch.optim.AdamW (fused)"
+LAMB = "rapidformer_templates.lamb.Lamb"
+CUTS_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "distributed-optimizer"})  # OSS keeps each one whole
+
+OPTIMIZERS: dict[str, OptimizerFacts] = {
+    "apex_adam": OptimizerFacts("apex.optimizers.FusedAdam", 8, stand_in=FUSED_ADAMW),
+    "apex_lamb": OptimizerFacts(
+        "apex.optimizers.FusedLAMB", 8, stand_in=LAMB, cpu_form=False, not_under=CUTS_PARAMETERS
+    ),
+    "adamw_torch": OptimizerFacts("torch.optim.AdamW", 8),
+    "adamw_torch_fused": OptimizerFacts(FUSED_ADAMW, 8),
+    "adamw_apex_fused": OptimizerFacts(
+        "apex.optimizers.FusedAdam", 8, "apex", APEX, needs_cuda=True, cpu_form=False, not_under=frozenset({"fsdp"})
+    ),
+    "adafactor": OptimizerFacts("torch.optim.Adafactor", 4, not_under=CUTS_PARAMETERS),
+    "adamw_bnb_8bit": OptimizerFacts(
+        "bitsandbytes.optim.AdamW8bit",
+        2,
+        "bitsandbytes",
+        "pip install bitsandbytes",
+        needs_cuda=True,
+        cpu_form=False,
+        not_under=frozenset({"fsdp"}),
+    ),
+    "adamw_anyprecision": OptimizerFacts("torchdistx.optimizers.AnyPrecisionAdamW", 4, available=False),
+    "lamb": OptimizerFacts(LAMB, 8, cpu_form=False, not_under=CUTS_PARAMETERS),
+}
+
+
+def implementation(request: Request) -> str:
+    """The class that makes the updates in this run: for apex's, the stand-in where they cannot act."""
+    facts = OPTIMIZERS[request.config.get("optimizer")]
+    return facts.stand_in if facts.stand_in and _why_stand_in(request) else facts.implementation
+
+
+def _why_stand_in(request: Request) -> str | None:
+    if "apex" not in request.environment.packages:
+        return "Nvidia apex is not installed"
+    if request.environment.device != "cuda":
+        return "Nvidia apex runs on a GPU only"
+    if any(Resource.PARAMETERS in switch.claims for switch in request.active.values()):
+        return "Nvidia apex takes no sharded parameters"
+    return None
+
+
+def _notes(request: Request) -> Sequence[str]:
+    name = request.config.get("optimizer")
+    stand_in, why = OPTIMIZERS[name].stand_in, _why_stand_in(request)
+    return (f"{name}: {why}; {stand_in} takes its place",) if stand_in and why else ()
+
+
+def _refusal(request: Request, message: str, *switches: str) -> Finding:
+    """A finding against the chosen optimizer; the default one runs everywhere."""
+    asked = (*request.asked("optimizer"), *request.asked_for(*switches))
+    return Finding(message, asked, switches=switches, changes=(replace({"optimizer": "apex_adam"}),))
+
+
+def _needs_gpu(request: Request) -> list[Finding]:
+    name = request.config.get("optimizer")
+    if not OPTIMIZERS[name].needs_cuda or request.environment.device == "cuda":
+        return []
+    return [_refusal(request, f"{name} needs a GPU, and this run is on a CPU")]
+
+
+def _works_on_shards(request: Request) -> list[Finding]:
+    name = request.config.get("optimizer")
+    clash = [switch for switch in request.active if switch in OPTIMIZERS[name].not_under]
+    return [_refusal(request, f"{name} cannot update the shards of {switch}", switch) for switch in clash]
+
+
+def missing_package(request: Request) -> list[Finding]:
+    """The chosen optimizer's package, if it is not installed."""
+    name = request.config.get("optimizer")
+    facts = OPTIMIZERS[name]
+    if facts.package is None or facts.package in request.environment.packages:
+        return []
+    return [_refusal(request, f"{name} needs {facts.package}, which is not installed: {facts.install}")]
+
+
+def not_in_this_version(request: Request) -> list[Finding]:
+    """The chosen optimizer, if a later version brings it."""
+    name = request.config.get("optimizer")
+    return [] if OPTIMIZERS[name].available else [_refusal(request, f"{name} is not in this version")]
+
+
+SWITCH = Switch(
+    name="optimizer",
+    summary="Update rule and its implementation; fused where there is a fused one.",
+    source="[R, S]",
+    stage=Stage.OPTIMIZER,
+    options=OptimizerFlags,
+    active=lambda options, sizes: True,  # every run has one, and the plan shows which class it is
+    on={"optimizer": "lamb"},
+    off={"optimizer": "apex_adam"},
+    notes=_notes,
+    receipt=("optimizer_class", "optimizer_state_bytes"),
+    rules=(
+        Rule(
+            "RF022",
+            "8-bit optimizers and apex's own classes need a GPU.",
+            "their kernels are written in CUDA and have no CPU form",
+            "[S, bitsandbytes, apex]",
+            _needs_gpu,
+            Example("--optimizer adamw_bnb_8bit", machine={"packages": {"bitsandbytes": "0.45"}}),
+        ),
+        Rule(
+            "RF025",
+            "LAMB, Adafactor and the kernels of apex and bitsandbytes cannot update shards of parameters.",
+            "the update needs norms or row means of the whole parameter, or a kernel that takes plain tensors only",
+            "[torch, apex, bitsandbytes]",
+            _works_on_shards,
+            Example("--optimizer adafactor --fsdp-memory-optimization --world-size 2"),
+        ),
+    ),
+)

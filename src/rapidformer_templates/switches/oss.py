@@ -1,0 +1,59 @@
+"""OSS and OSS + SDP: partition optimizer state, and gradients, with fairscale in every template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.config import flag
+from rapidformer_templates.switches._checks import PARTITIONING
+from rapidformer_templates.switches._switch import Resource, Stage, Switch
+
+INSTALL = "pip install 'rapidformer_templates[fairscale]'"
+
+
+@dataclass(frozen=True)
+class OssFlags:
+    """Acceleration"""
+
+    oss_memory_optimization: bool = flag(False, "OSS: shard the optimizer state (fairscale)")
+
+
+@dataclass(frozen=True)
+class OssSdpFlags:
+    """Acceleration"""
+
+    oss_sdp_memory_optimization: bool = flag(False, "OSS + SDP: shard optimizer state and gradients (fairscale)")
+
+
+SWITCHES = (
+    Switch(
+        name="oss",
+        summary="Shard optimizer state (fairscale).",
+        source="[R]",
+        stage=Stage.SHARD,
+        options=OssFlags,
+        active=lambda options, sizes: options.oss_memory_optimization,
+        on={"oss_memory_optimization": True},
+        off={"oss_memory_optimization": False},
+        family=PARTITIONING,
+        claims=frozenset({Resource.OPTIMIZER_STATE}),
+        needs_package="fairscale",
+        install=INSTALL,
+        available=False,
+    ),
+    Switch(
+        name="oss-sdp",
+        summary="Shard optimizer state and gradients (fairscale).",
+        source="[R]",
+        stage=Stage.SHARD,
+        options=OssSdpFlags,
+        active=lambda options, sizes: options.oss_sdp_memory_optimization,
+        on={"oss_sdp_memory_optimization": True},
+        off={"oss_sdp_memory_optimization": False},
+        family=PARTITIONING,
+        claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS}),
+        needs_package="fairscale",
+        install=INSTALL,
+        available=False,
+    ),
+)

@@ -1,0 +1,49 @@
+"""TF32: fp32 matrix products with a 10-bit mantissa, on the tensor cores of Ampere and newer GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.config import flag
+from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches.mixed_precision import AMPERE
+
+
+@dataclass(frozen=True)
+class Tf32Flags:
+    """Acceleration"""
+
+    tf32: bool = flag(False, "fp32 matrix products through the tensor cores' tf32 (Ampere or newer)")
+
+
+def _needs_ampere(request: Request) -> list[Finding]:
+    capability = request.environment.compute_capability
+    if request.environment.device == "cuda" and (capability is None or capability >= AMPERE):
+        return []  # a plan may be made where the GPU cannot be seen; training looks again
+    has = "this run is on a CPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+    message = f"tf32 needs a GPU of compute capability 8.0 or newer; {has}"
+    return [Finding(message, request.asked_for("tf32"), switches=("tf32",))]
+
+
+SWITCH = Switch(
+    name="tf32",
+    summary="fp32 matrix products through the tensor cores' tf32.",
+    source="[S]",
+    stage=Stage.KERNEL,
+    options=Tf32Flags,
+    active=lambda options, sizes: options.tf32,
+    on={"tf32": True},
+    off={"tf32": False},
+    transform="rapidformer_templates.engines.transforms:allow_tf32",
+    receipt=("matmul_precision",),
+    rules=(
+        Rule(
+            "RF018",
+            "tf32 needs an Ampere or newer GPU.",
+            "tf32 is a mode of the tensor cores since compute capability 8.0; elsewhere it would do nothing",
+            "[S, torch]",
+            _needs_ampere,
+            Example("--tf32"),
+        ),
+    ),
+)

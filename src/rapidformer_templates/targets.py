@@ -1,0 +1,36 @@
+"""How many targets a batch has: what the mean loss is a mean over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+IGNORED = -100
+"""The label that torch's cross-entropy leaves out."""
+
+
+def count_targets(batch: Any, *, shifted: bool) -> float:
+    """Labels that are not -100; without labels, the samples.
+
+    Args:
+        batch: a mapping with ``labels`` of shape (samples,) or (samples, tokens), or anything else.
+        shifted: the model compares token ``t`` with label ``t + 1``, so each sample's first label is none.
+    """
+    labels = batch.get("labels") if hasattr(batch, "get") else None
+    if labels is None:
+        leaf = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0), None)
+        return 0 if leaf is None else len(leaf)
+    if labels.is_floating_point():
+        return len(labels)  # a regression: its loss is a mean over the samples
+    if shifted and labels.ndim > 1:
+        labels = labels[:, 1:]
+    return int((labels != IGNORED).sum())
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a transformers model shifts its labels by one, as the causal language models do."""
+    name = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models")), "")
+    return name.endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel"))

@@ -1,0 +1,198 @@
+"""Trainer: the hooks with their defaults, and ``fit``. Subclass it, override what you need, turn switches on.
+
+>>> class Sentiment(Trainer):            # doctest: +SKIP
+...     def compute_loss(self, model, batch):
+...         return model(**batch).loss
+>>> Sentiment.main()                     # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+
+from rapidformer_templates import configure, run
+from rapidformer_templates.config import RunConfig
+from rapidformer_templates.data.tasks import Task, load_task
+from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.engines.base import StepResult
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.optimizer import OptimizerSpec, Schedule, default_optimizer, schedule
+from rapidformer_templates.plan import Plan
+from rapidformer_templates.targets import count_targets, shifts_labels
+
+
+class Trainer:
+    """The template with every switch. It trains by iterations or by epochs.
+
+    An empty subclass works from flags alone. In hooks these are at hand: ``self.config`` (all
+    flags), ``self.flags`` (your own), ``self.plan``, ``self.task``, after ``build_data`` ``self.data``, and after ``build_model``
+    ``self.model``, as the engine wrapped it.
+
+    Args:
+        argv: the command line without the program's name; by default this process's.
+        flags: values that this script prefers, by field name (``train_iters=100``). YAML and the
+            command line win over them.
+
+    Raises:
+        ConfigError: an unknown flag, or a value that cannot be used.
+    """
+
+    Flags: ClassVar[type | None] = None
+    """A frozen dataclass of your own flags, declared with :func:`rapidformer_templates.flag`."""
+
+    data: Data
+    model: nn.Module
+    peak_lr: float
+
+    def __init__(self, argv: Sequence[str] | None = None, **flags: Any) -> None:
+        caller = sys._getframe(1)
+        where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+        self.config: RunConfig = configure.read_config(
+            type(self), sys.argv[1:] if argv is None else argv, {name: (value, where) for name, value in flags.items()}
+        )
+        self.flags: Any = self.config.user
+
+    # The hooks of the model, the data and the loss.
+
+    def build_model(self) -> nn.Module:
+        """The model, plain and on no particular device. Called after ``build_data``."""
+        return self.task.build_model()
+
+    def build_data(self) -> Data:
+        """Data sets and a collate function; the loop makes the loaders."""
+        return self.task.build_data()
+
+    def compute_loss(self, model: Any, batch: Batch) -> Any:
+        """The mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
+        kept_back = self.task.not_inputs if self.config.training.task else ()
+        inputs = {name: value for name, value in batch.items() if name not in kept_back} if kept_back else batch
+        return model(**inputs).loss
+
+    def count_targets(self, batch: Batch) -> float:
+        """Number of targets that the loss of ``batch`` is a mean over.
+
+        By default the labels that are not -100 (of a causal model that shifts its labels, without
+        the first of each sample); without labels, the samples.
+        """
+        return count_targets(batch, shifted=self._labels_are_shifted)
+
+    def build_optimizer(self) -> OptimizerSpec:
+        """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr`` and ``--weight-decay``."""
+        return default_optimizer(self.plan, self.config.training)
+
+    def build_scheduler(self, total_steps: int) -> Schedule:
+        """A function from the step (from 0) to a share of the peak learning rate."""
+        return schedule(self.config.training, total_steps)
+
+    # The hooks of the evaluation.
+
+    def predict(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]:
+        """(predictions, references) of an evaluated batch, one entry a sample, on the host."""
+        if self.config.training.task is None:
+            return [None] * _samples(batch), [None] * _samples(batch)
+        if self.task.generates:
+            outputs = self.task.generate(self.model, batch)
+        return self.task.predict(outputs, batch)
+
+    def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
+        """Metrics of a whole validation set, from what :meth:`predict` gave for each sample, in its order."""
+        return (
+            {} if self.config.training.task is None else self.task.compute_metrics(list(predictions), list(references))
+        )
+
+    # Callbacks; they do nothing by default and run on every rank.
+
+    def on_train_start(self) -> None:
+        """Before the first step of this process."""
+
+    def on_step_end(self, step: int, result: StepResult) -> None:
+        """After each optimizer step; ``step`` counts from 1."""
+
+    def on_epoch_end(self, epoch: int) -> None:
+        """After the last step of an epoch of an epoch-based run."""
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation."""
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """After a checkpoint was written."""
+
+    def on_train_end(self, summary: Mapping[str, Any]) -> None:
+        """After the last step, evaluation and export."""
+
+    # What the library itself asks.
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the run will do.
+
+        Raises:
+            Refused: the flags break rules; all of them are named.
+        """
+        return configure.resolve_plan(type(self), self.config)
+
+    @cached_property
+    def task(self) -> Task:
+        """The task of ``--task``.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.config.training.task is None:
+            raise ConfigError("--task is missing", hint="name a task, or override build_model() and build_data()")
+        return load_task(self.config)
+
+    @property
+    def reports_perplexity(self) -> bool:
+        """Whether the loss is the log-likelihood of a token, so that its exponential means something."""
+        return self.config.training.task in ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
+
+    _labels_are_shifted = False
+
+    def model_was_built(self, model: nn.Module) -> None:
+        """Note how the model treats labels; the library calls it with what ``build_model`` returned."""
+        self._labels_are_shifted = shifts_labels(model)
+        if hasattr(getattr(model, "config", None), "use_cache"):
+            # Keys and values kept for generation are wasted here, and wrong when a block is computed twice.
+            model.config.use_cache = False
+
+    def fit(self) -> dict[str, Any]:
+        """Train, starting local workers first if ``--nproc-per-node`` asks for them.
+
+        Returns:
+            What ``summary.json`` holds.
+
+        Raises:
+            RapidformerError: a mistake that you can mend; nothing was started if it could be seen before.
+        """
+        return run.fit(self)
+
+    @classmethod
+    def main(cls, **flags: Any) -> None:
+        """Read the command line, train, and end the process: the last line of a white-box script.
+
+        Mistakes are shown without a stack trace. The exit status is 0, or that of the error.
+        """
+        try:
+            template = cls(**flags)
+            template.fit()
+        except RapidformerError as error:
+            _fail(error)
+
+
+def _fail(error: RapidformerError) -> NoReturn:
+    print(error.render(), file=sys.stderr)
+    raise SystemExit(error.exit_status)
+
+
+def _samples(batch: Batch) -> int:
+    from torch.utils._pytree import tree_leaves
+
+    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0)

@@ -1,0 +1,138 @@
+"""Small real models on data of very unequal lengths with many labels left out; dropout is off.
+
+Each job is a pair of hooks; :func:`train` runs one with any flags and returns its whole curve.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from rapidformer_templates import Data, Trainer
+
+VOCABULARY = 67
+
+
+def _sequences(count: int = 61) -> list[dict[str, Any]]:
+    """Token sequences of 3 to 40 tokens; some have no target token at all."""
+    draw = np.random.default_rng(7)
+    samples = []
+    for i in range(count):
+        length = int(draw.integers(3, 41)) if i % 5 else 3
+        ids = draw.integers(3, VOCABULARY, length)
+        labels = np.where(draw.random(length) < 0.4, ids, -100)
+        if i % 7 == 0:
+            labels[:] = -100
+        samples.append({"input_ids": ids, "labels": labels, "label": int(draw.integers(0, 3))})
+    return samples
+
+
+def _pad(samples: list[dict[str, Any]], *, classes: bool) -> dict[str, torch.Tensor]:
+    longest = max(len(s["input_ids"]) for s in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        ids[row, :length] = torch.from_numpy(sample["input_ids"])
+        mask[row, :length] = 1
+        labels[row, :length] = torch.from_numpy(sample["labels"])
+    if classes:
+        labels = torch.tensor([sample["label"] for sample in samples])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class _Job(Trainer):
+    classes = False
+    shift = 0
+    double = False
+
+    def build_data(self) -> Data:
+        return Data(train=_sequences(), collate=lambda samples: _pad(samples, classes=self.classes))
+
+    def build_model(self) -> torch.nn.Module:
+        model = self.make()
+        return model.double() if self.double else model
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not self.double:
+            return super().compute_loss(model, batch)
+        # transformers rounds the logits to fp32 before its losses.
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        labels = batch["labels"]
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.curve = [*getattr(self, "curve", []), (float(result.loss), float(result.grad_norm))]
+
+
+def _bert() -> BertConfig:
+    return BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+
+
+class CausalJob(_Job):
+    shift = 1
+
+    def make(self) -> torch.nn.Module:
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY,
+                n_positions=64,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        )
+
+
+class MaskedJob(_Job):
+    def make(self) -> torch.nn.Module:
+        return BertForMaskedLM(_bert())
+
+
+class ClassJob(_Job):
+    classes = True
+
+    def make(self) -> torch.nn.Module:
+        return BertForSequenceClassification(_bert())
+
+
+JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classifier": ClassJob}
+
+
+def train(job: str, double: bool, flags: str, save: str) -> dict[str, Any]:
+    """The curve (loss and gradient norm of each step), final weights and summary of a run."""
+    kind = type(job, (JOBS[job],), {"double": double})
+    template = kind(flags.split() + ["--save", save, "--lr", "1e-3", "--log-interval", "1"])
+    summary = template.fit()
+    checkpoint = next(Path(save).glob("checkpoints/step-*"))
+    weights: dict[str, torch.Tensor] = {}
+    index = json.loads((checkpoint / "index.json").read_text())["weights"]
+    for name, entry in index.items():
+        whole = torch.zeros(entry["shape"], dtype=torch.float64)
+        for file, offset in entry["boxes"]:
+            part = load_file(checkpoint / file)[name]
+            whole[tuple(slice(o, o + s) for o, s in zip(offset, part.shape, strict=True))] = part.double()
+        weights[name] = whole
+    return {"curve": template.curve, "weights": weights, "summary": summary}

@@ -1,0 +1,114 @@
+"""Every layout of the local engines follows the one-process run: loss, gradient norm, weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.jobs import JOBS, train
+from tests.worker_group import run_in_workers
+
+STEPS = "--train-iters 10 --global-batch-size 8 --clip-grad 0.5 --weight-decay 0.1"
+ALONE = {"accumulated": f"{STEPS} --micro-batch-size 2"}
+PAIRS = {
+    "ddp": f"{STEPS} --micro-batch-size 4",
+    "ddp-accumulated": f"{STEPS} --micro-batch-size 2",
+    "fsdp": f"{STEPS} --micro-batch-size 4 --fsdp-memory-optimization",
+    "fsdp-accumulated-checkpointed": (
+        f"{STEPS} --micro-batch-size 1 --fsdp-memory-optimization --checkpoint-activations"
+    ),
+    "ddp-checkpointed": f"{STEPS} --micro-batch-size 2 --checkpoint-activations",
+}
+KINDS = [(job, double) for job in JOBS for double in (False, True)]
+
+
+def _train_all(workers: Any, folder: str, layouts: dict[str, str]) -> dict[tuple[str, bool, str], Any]:
+    return {
+        (job, double, name): train(job, double, flags, f"{folder}/{job}-{double}-{name}")
+        for job, double in KINDS
+        for name, flags in layouts.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
+    folder = tmp_path_factory.mktemp("references")
+    flags = f"{STEPS} --micro-batch-size 8"
+    return {(job, double): train(job, double, flags, str(folder / f"{job}-{double}")) for job, double in KINDS}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool, str], Any]:
+    """All layouts, those of two workers in one group of workers."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return _train_all(None, folder, ALONE) | run_in_workers(2, _train_all, folder, PAIRS)[0]
+
+
+def _assert_close(actual: Any, expected: Any, double: bool) -> None:
+    torch.testing.assert_close(
+        torch.as_tensor(actual, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+        rtol=1e-10 if double else 1e-5,
+        atol=1e-12 if double else 1e-6,
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [*ALONE, *PAIRS])
+@pytest.mark.parametrize(("job", "double"), KINDS)
+def test_layout_follows_one_process(layout: str, job: str, double: bool, references: Any, runs: Any) -> None:
+    expected, actual = references[job, double], runs[job, double, layout]
+    _assert_close(actual["curve"], expected["curve"], double)
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        _assert_close(actual["weights"][name], weight, double)
+
+
+@pytest.mark.distributed
+def test_the_reference_learns(references: Any) -> None:
+    """A curve that did not move would agree with anything."""
+    for reference in references.values():
+        losses = [loss for loss, _ in reference["curve"]]
+        assert len(set(losses)) == len(losses)
+        assert all(norm > 0.5 for _, norm in reference["curve"][:2])  # so that clipping acts
+
+
+def test_reference_equals_a_loop_by_hand(references: Any, tmp_path: Path) -> None:
+    """The one-process run itself against plain torch: token losses summed and divided by hand."""
+    from rapidformer_templates.data.order import SampleOrder
+    from tests.parity.jobs import CausalJob, _pad, _sequences
+
+    torch.manual_seed(1234)
+    job = CausalJob(["--lr", "1e-3", "--train-iters", "1"])
+    model = job.make().double()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3
+    )
+    samples = _sequences()
+    order = SampleOrder(len(samples), 8, 1234, by_epochs=False)
+    curve = []
+    for step in range(10):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for index in order.step(step)[0]:
+            batch = _pad([samples[index]], classes=False)
+            logits = model(input_ids=batch["input_ids"]).logits[0, :-1]
+            labels = batch["labels"][0, 1:]
+            kept = labels != -100
+            total = total - torch.log_softmax(logits, -1)[kept, labels[kept]].sum()
+            count += int(kept.sum())
+        loss = total / count
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+        for p in model.parameters():
+            p.grad *= min(1.0, 0.5 / float(norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / 10)
+        optimizer.step()
+        curve.append((float(loss), float(norm)))
+    _assert_close(references["causal", True]["curve"], curve, True)

@@ -1,0 +1,47 @@
+"""Start a group of gloo workers once and run a function in each of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from rapidformer_templates.workers import Workers, free_port, join
+
+
+def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(workers, *arguments)`` in ``count`` new processes; their results by rank.
+
+    An exception in one of them is raised here with its stack trace.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (count, free_port(), folder, function, arguments), nprocs=count)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(count)]
+
+
+def _worker(
+    rank: int, count: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    with join("cpu") as workers:
+        result = function(workers, *arguments)
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+
+
+def alone() -> Workers:
+    """The only worker of a run without a group."""
+    return Workers(0, 0, 1, torch.device("cpu"))
