@@ -20,15 +20,14 @@ def run(argv: Sequence[str]) -> int:
     if script is not None:
         return _run_script(script, rest)
 
+    from rapidformer_templates import configure
     from rapidformer_templates.finetuner import Finetuner
     from rapidformer_templates.pretrainer import Pretrainer
-    from rapidformer_templates.templates import black_box
     from rapidformer_templates.trainer import Trainer
 
-    name, reason = black_box(argv)
+    name, _ = configure.choose(argv)
     chosen = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}[name]
-    template = chosen(argv)
-    template.fit()
+    chosen(argv).fit()
     return 0
 
 

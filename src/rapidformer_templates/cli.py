@@ -160,7 +160,7 @@ def show_plan(plan: Plan) -> None:
     if values.row_count:
         console.print(values)
     for note in plan.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+        print(f"note: {note}")
 
 
 def _switches(words: list[str]) -> int:

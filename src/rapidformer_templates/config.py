@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from rapidformer_templates.errors import ConfigError
 
@@ -167,6 +168,11 @@ class TrainingFlags:
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
     seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0)
 
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether the task is one of fine-tuning; it decides some defaults, in every template alike."""
+        return self.task not in (None, "pretraining")
+
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchFlags,
@@ -306,7 +312,6 @@ def parse(
     description: str = "",
     user: type | None = None,
     in_code: Mapping[str, tuple[Any, str]] | None = None,
-    template_defaults: Mapping[str, tuple[Any, str]] | None = None,
 ) -> RunConfig:
     """Read flags into a :class:`RunConfig`.
 
@@ -315,7 +320,6 @@ def parse(
         switch_options: the options dataclass of each switch, by the switch's name.
         user: a dataclass of the user's own flags.
         in_code: values given in the user's script, each with where it stands.
-        template_defaults: values that the template prefers, each with the template's name.
 
     Raises:
         ConfigError: an unknown flag or key, or a value of the wrong kind or out of range.
@@ -324,8 +328,7 @@ def parse(
     given, unknown = parser.parse_known_args(_dashed(argv))
     if unknown:
         _refuse_unknown(unknown[0], parser)
-    values: dict[str, tuple[Any, str]] = dict(template_defaults or {})
-    values.update(in_code or {})
+    values: dict[str, tuple[Any, str]] = dict(in_code or {})
     command_line = {name: (value, "command line") for name, value in vars(given).items()}
     path = command_line.get("config", values.get("config", (None, "")))[0]
     if path:
@@ -365,19 +368,23 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
         return {}
     if not isinstance(document, yaml.MappingNode):
         raise ConfigError(f"{path} must map flags to values", where=f"{path}:1", hint="write 'lr: 3.0e-5'")
-    actions = {action.dest: action for action in parser._actions}
+    # A key is a field or its alias; "--no-tf32" is spelled "tf32: false".
+    fields = {action.dest: action.dest for action in parser._actions}
+    for action in parser._actions:
+        names = (option.lstrip("-").replace("-", "_") for option in action.option_strings)
+        fields |= {name: action.dest for name in names if not name.startswith("no_")}
     values: dict[str, tuple[Any, str]] = {}
     for key_node, value_node in document.value:
         where = f"{file.name}:{key_node.start_mark.line + 1}"
         name = str(key_node.value).replace("-", "_")
-        if name not in actions:
-            near = difflib.get_close_matches(name, actions, n=1, cutoff=0.5)
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
             raise ConfigError(
                 f"unknown key '{key_node.value}'", where=where, hint=f"did you mean {near[0]}?" if near else None
             )
-        value = yaml.safe_load(yaml.serialize(value_node))
+        value = SafeConstructor().construct_document(value_node)
         if value is not None:
-            values[name] = (value, where)
+            values[fields[name]] = (value, where)
     return values
 
 
@@ -420,8 +427,8 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if several:
         return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
     bare = f.metadata.get("bare")
-    if bare is not None and value is True:
-        return bare
+    if bare is not None and isinstance(value, bool):
+        return bare if value else f.default
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"{name} is true or false, not {value!r}", where=origin)
     if kind is not bool and isinstance(value, bool):

@@ -11,9 +11,8 @@ from rapidformer_templates.config import RunConfig, parse
 from rapidformer_templates.environment import detect
 from rapidformer_templates.launch import is_worker
 from rapidformer_templates.plan import Plan
-from rapidformer_templates.switches._registry import REGISTRY
-from rapidformer_templates.switches._resolve import resolve
-from rapidformer_templates.templates import TEMPLATE_DEFAULTS
+from rapidformer_templates.switches import REGISTRY, resolve
+from rapidformer_templates.templates import choose_template, with_template_defaults
 
 if TYPE_CHECKING:
     from rapidformer_templates.trainer import Trainer
@@ -30,16 +29,15 @@ def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[s
     Raises:
         ConfigError: an unknown flag, or a value that cannot be used.
     """
-    name = library_template(template)
-    return parse(
+    config = parse(
         argv,
-        REGISTRY.switch_options(),
+        REGISTRY.options(),
         prog=Path(inspect.getsourcefile(template) or "rapidformer").name,
-        description=(template.__doc__ or "").strip().splitlines()[0] if template.__doc__ else "",
+        description=(template.__doc__ or "").strip().partition("\n")[0],
         user=template.Flags,
         in_code=in_code,
-        template_defaults={field: (value, name) for field, value in TEMPLATE_DEFAULTS.get(name, {}).items()},
     )
+    return with_template_defaults(config, library_template(template))
 
 
 def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:
@@ -48,16 +46,23 @@ def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:
     Raises:
         Refused: the flags break rules; all of them are named.
     """
-    name = library_template(template)
     count = None if is_worker() else config.launch.nproc_per_node
-    environment = detect(name, _origin(template), device=config.launch.device, world_size=count)
+    environment = detect(
+        library_template(template), _origin(template, config), device=config.launch.device, world_size=count
+    )
     return resolve(config, environment, training=True)
 
 
-def _origin(template: type[Trainer]) -> str:
-    """Where a class is defined: ``train.py:8``."""
+def choose(argv: Sequence[str]) -> tuple[str, str]:
+    """(template, reason) of a black-box run with these flags."""
+    return choose_template(parse(argv, REGISTRY.options()))
+
+
+def _origin(template: type[Trainer], config: RunConfig) -> str:
+    """Where the template was decided: ``train.py:8`` of a class, or why a black-box run has it."""
     if template.__module__.startswith("rapidformer_templates."):
-        return "black box"
+        chosen, reason = choose_template(config)
+        return reason if chosen == template.__name__ else "in code"
     try:
         file = inspect.getsourcefile(template)
         return f"{Path(file).name}:{inspect.getsourcelines(template)[1]}" if file else template.__name__

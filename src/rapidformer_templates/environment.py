@@ -48,8 +48,8 @@ class Environment:
 
     @property
     def white_box(self) -> bool:
-        """Whether the template is the base class of a user's own class: then a line of a script decides it."""
-        return ".py:" in self.template_origin
+        """Whether the user's own code decides the template, and not the command line."""
+        return ".py:" in self.template_origin or self.template_origin == "in code"
 
 
 def installed_packages() -> dict[str, str]:

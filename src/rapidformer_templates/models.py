@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.config import RunConfig, spelling
-from rapidformer_templates.data.tokenizers import load_tokenizer, padded_vocab_size
+from rapidformer_templates.data.tokenizers import load_tokenizer, padded_vocab_size, vocabulary_size
 from rapidformer_templates.errors import ModelError
 
 SIZE_FLAGS = {
@@ -45,6 +45,8 @@ OFFSET_POSITIONS = {
     "xmod", "mpnet", "luke",
 }  # fmt: skip
 """Architectures that count positions from ``pad_token_id + 1``, so that the first rows of the table are never used."""
+
+SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -118,12 +120,14 @@ def build_config(
         if config.model.dropout is not None:
             overrides = {**_dropout_rates(model_config, config.model.dropout), **overrides}
     elif config.model.model_type:
-        model_config = _scratch_config(config, tokenizer or load_tokenizer(config))
+        model_config = _scratch_config(config, auto_class, tokenizer or load_tokenizer(config))
     else:
         raise _no_model()
     _check_head(model_config, auto_class)
     if auto_class == "AutoModelForCausalLM" and objective_of(model_config.model_type) == "masked":
         overrides["is_decoder"] = True  # without it an encoder would look at the tokens that it is to predict
+    if auto_class == SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None and tokenizer is not None:
+        overrides["pad_token_id"] = tokenizer.pad_token_id  # a decoder classifies at the last token before the padding
     model_config.use_cache = False
     for name, value in overrides.items():
         setattr(model_config, name, value)
@@ -170,8 +174,9 @@ def build_model(
         # at every start that it takes this one.
         model.loss_type = "ForCausalLM"
     embeddings: Any = model.get_input_embeddings()
-    if len(tokenizer) > embeddings.num_embeddings:
-        message = f"the tokenizer has {len(tokenizer)} tokens, the model only {embeddings.num_embeddings}"
+    size = vocabulary_size(tokenizer)
+    if size > embeddings.num_embeddings:
+        message = f"the tokenizer has {size} tokens, the model only {embeddings.num_embeddings}"
         raise ModelError(message, where=path, hint="use the model's own tokenizer")
     return model
 
@@ -212,13 +217,15 @@ def _check_pretrained_sizes(config: RunConfig, found: PreTrainedConfig) -> None:
     sizes = {"model_type": "model_type", **SIZE_FLAGS}
     for flag, attribute in sizes.items():
         asked, there = getattr(config.model, flag), getattr(found, attribute, None)
+        if flag == "max_position_embeddings":
+            there = positions_of(found)
         if asked is not None and asked != there:
             message = f"the pretrained model's {attribute} is {there}, not {asked}"
             hint = f"leave out {spelling(flag)}, or leave out {_PRETRAINED} to start from scratch"
             raise ModelError(message, where=spelling(flag), hint=hint)
 
 
-def _scratch_config(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+def _scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     flags = config.model
     name = str(flags.model_type)
     if name not in CONFIG_MAPPING:
@@ -231,6 +238,7 @@ def _scratch_config(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> Pr
         raise ModelError(f"transformers knows no architecture '{name}'", where="--model-type", hint=hint)
     kind = CONFIG_MAPPING[name]
     default = kind()
+    _check_head(default, auto_class)
     own = dict(kind.attribute_map)
     values: dict[str, Any] = {}
     for flag, attribute in SIZE_FLAGS.items():
@@ -243,19 +251,26 @@ def _scratch_config(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> Pr
         values[own.get(attribute, attribute)] = asked
         values |= {twin: asked for twin in DECODER_TWINS.get(flag, ()) if hasattr(default, twin)}
     values |= _derived_sizes(default, config)
-    values["vocab_size"] = padded_vocab_size(len(tokenizer))
-    values |= _special_tokens(default, tokenizer)
+    values["vocab_size"] = padded_vocab_size(vocabulary_size(tokenizer))
+    values |= _special_tokens(default, tokenizer, auto_class)
     if hasattr(default, "max_position_embeddings"):
         values[own.get("max_position_embeddings", "max_position_embeddings")] = _positions(default, config, tokenizer)
     if flags.dropout is not None:
         values |= _dropout_rates(default, flags.dropout)
-    return kind(**values)
+    try:
+        return kind(**values)
+    except Exception as error:  # transformers' checks of a configuration raise many kinds
+        hint = "check the sizes against the architecture's own"
+        raise ModelError(
+            f"a {name} of these sizes cannot be built: {error}", where="--model-type", hint=hint
+        ) from error
 
 
 def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
     """Feed-forward width, head size and key-value heads that follow from the flags."""
-    hidden_default, hidden = default.hidden_size, config.model.hidden_size or default.hidden_size
-    heads = config.model.num_attention_heads or default.num_attention_heads
+    hidden_default: int = default.hidden_size
+    hidden: int = config.model.hidden_size or hidden_default
+    heads = config.model.num_attention_heads or int(getattr(default, "num_attention_heads", None) or 1)
     if hidden % heads:
         hint = f"choose heads that divide {hidden}"
         raise ModelError(
@@ -283,12 +298,15 @@ def _positions(default: PreTrainedConfig, config: RunConfig, tokenizer: PreTrain
     return max(default.max_position_embeddings, (config.model.seq_length or 0) + offset)
 
 
-def _special_tokens(default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _special_tokens(default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, auto_class: str) -> dict[str, Any]:
     tokens = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id,
         "eos_token_id": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id,
     }
+    needs_padding = default.pad_token_id is not None or auto_class == SEQUENCE_CLASSIFICATION
+    if tokens["pad_token_id"] == tokens["eos_token_id"] and not needs_padding:
+        tokens["pad_token_id"] = None  # it would freeze the embedding of the end token
     if default.is_encoder_decoder:
         # A decoder starts from the padding token in T5 and from the end token in BART.
         started = getattr(default, "decoder_start_token_id", None)
@@ -351,13 +369,17 @@ def _load_weights(factory: Any, path: str, model_config: PreTrainedConfig, trust
             where=_PRETRAINED,
             hint="the head was trained for other labels or sizes; take it out, or start from the base model",
         )
-    missing = set(info["missing_keys"])
+    missing = sorted(info["missing_keys"])
+    body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     if len(missing) == len(model.state_dict()):
         raise ModelError(
             f"no weight in {path} belongs to a {type(model).__name__}",
             where=_PRETRAINED,
             hint="check the folder's config.json",
         )
+    if body:  # a new head is what fine-tuning is about; a hole in the body is damage
+        message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
+        raise ModelError(message, where=_PRETRAINED, hint="fetch the folder anew")
     return model
 
 

@@ -32,7 +32,8 @@ def show_plan(plan: Plan) -> None:
     """The plan in a few lines."""
     sizes = plan.sizes
     lines = [
-        f"plan       {plan.template} on {sizes.world} × {plan.device}, {plan.precision}, {plan.engine.partition(':')[2]}",
+        f"template   {plan.template} ({plan.values['template']['origin']})",
+        f"plan       {sizes.world} × {plan.device}, {plan.precision}, {plan.engine.partition(':')[2]}",
         f"batch      {sizes.global_batch} samples a step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
         f" × {sizes.accumulation} accumulated",
         f"optimizer  {plan.optimizer}: {plan.optimizer_implementation}",

@@ -22,7 +22,7 @@ from rapidformer_templates.report import show_plan, show_results, summarise
 from rapidformer_templates.resume import take_up
 from rapidformer_templates.run_folder import MetricsFile, RunFolder
 from rapidformer_templates.signals import stop_request
-from rapidformer_templates.switches._registry import REGISTRY
+from rapidformer_templates.switches import REGISTRY
 from rapidformer_templates.workers import Workers, join
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def train(template: Trainer, workers: Workers, stop: Any) -> dict[str, Any]:
 
     # 3. Switches that change the model, in the order of their stages; the engine comes last.
     layout = find_layout(model)
-    for switch in (REGISTRY.switch(name) for name in plan.switches):
+    for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
             model = _load(switch.transform)(model, layout, config.switches.get(switch.name))
     recipe = template.build_optimizer()
@@ -124,7 +124,7 @@ def train(template: Trainer, workers: Workers, stop: Any) -> dict[str, Any]:
         folder=folder,
         metrics=metrics_file,
         meter=Meter(workers.device),
-        receipts=Receipts(engine, [name for s in plan.switches for name in REGISTRY.switch(s).receipt]),
+        receipts=Receipts(engine, [name for s in plan.switches for name in REGISTRY[s].receipt]),
         keep=training.keep_checkpoints,
         metric=_best_metric(template, evaluator),
     )
@@ -155,20 +155,22 @@ def _engine(path: str) -> type[Any]:
 
 
 def _order(template: Trainer, samples: Any) -> SampleOrder:
-    training, data = template.config.training, template.config.data
+    training, group = template.config.training, template.config.data.group_by_length
+    group = training.fine_tunes if group is None else group
     return SampleOrder(
         len(samples),
         template.plan.sizes.global_batch,
         training.seed,
         by_epochs=training.epochs is not None,
-        lengths=sample_lengths(samples, template.data, training=True) if data.group_by_length else None,
+        lengths=sample_lengths(samples, template.data, training=True) if group else None,
     )
 
 
 def _best_metric(template: Trainer, evaluator: Evaluator | None) -> tuple[str, bool] | None:
     """(name, whether greater is better) of the metric by which the best checkpoint is kept."""
     training = template.config.training
-    if evaluator is None or not training.keep_best:
+    keep = training.fine_tunes if training.keep_best is None else training.keep_best
+    if evaluator is None or not keep:
         return None
     if training.metric_for_best:
         return (

@@ -19,6 +19,7 @@ from torch import nn
 
 from rapidformer_templates import configure, run
 from rapidformer_templates.config import RunConfig
+from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.base import StepResult
@@ -71,9 +72,7 @@ class Trainer:
 
     def compute_loss(self, model: Any, batch: Batch) -> Any:
         """The mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
-        kept_back = self.task.not_inputs if self.config.training.task else ()
-        inputs = {name: value for name, value in batch.items() if name not in kept_back} if kept_back else batch
-        return model(**inputs).loss
+        return model(**batch).loss
 
     def count_targets(self, batch: Batch) -> float:
         """Number of targets that the loss of ``batch`` is a mean over.
@@ -98,7 +97,7 @@ class Trainer:
         if self.config.training.task is None:
             return [None] * _samples(batch), [None] * _samples(batch)
         if self.task.generates:
-            outputs = self.task.generate(self.model, batch)
+            outputs = self.task.generate(self.model, to_device(batch, next(self.model.parameters()).device))
         return self.task.predict(outputs, batch)
 
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:

@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import IGNORE
+from rapidformer_templates.data.tokenizers import vocabulary_size
 from rapidformer_templates.errors import DataError
 
 
@@ -38,9 +39,9 @@ class MaskTokens:
             )
         self.probability = probability
         self.mask_id = tokenizer.mask_token_id
-        self.special = np.zeros(len(tokenizer), dtype=bool)
+        self.special = np.zeros(vocabulary_size(tokenizer), dtype=bool)
         self.special[tokenizer.all_special_ids] = True
-        self.ordinary = np.flatnonzero(~self.special)
+        self.ordinary = np.setdiff1d(np.fromiter(tokenizer.get_vocab().values(), np.int64), tokenizer.all_special_ids)
 
     def __call__(self, sample: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
         original = np.asarray(sample["input_ids"])
@@ -49,5 +50,5 @@ class MaskTokens:
         hidden = original.copy()
         hidden[chosen & (draws[1] < 0.8)] = self.mask_id
         replaced = chosen & (draws[1] >= 0.8) & (draws[1] < 0.9)
-        hidden[replaced] = generator.choice(self.ordinary, size=int(replaced.sum()))
+        hidden[replaced] = self.ordinary[generator.integers(len(self.ordinary), size=int(replaced.sum()))]
         return {**sample, "input_ids": hidden, "labels": np.where(chosen, original, IGNORE)}

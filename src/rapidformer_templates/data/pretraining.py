@@ -26,11 +26,12 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.files import ROW_READERS, BadLines, documents
+from rapidformer_templates.data.files import BadLines, documents
 from rapidformer_templates.data.reading import nearest
+from rapidformer_templates.data.tokenizers import vocabulary_size
 from rapidformer_templates.errors import DataError
 
-SUFFIXES = (".txt", *ROW_READERS)
+SUFFIXES = (".txt", ".jsonl", ".parquet")
 CACHE_VERSION = 1
 """Part of a cache's name: raise it when the files in a cache change their meaning."""
 
@@ -48,17 +49,13 @@ def corpus_files(paths: Sequence[str]) -> list[Path]:
     for path in paths:
         _refuse_later_forms(path, paths)
         base = Path(path)
-        found = (
-            [base]
-            if base.is_file()
-            else sorted(base.rglob("*"))
-            if base.is_dir()
-            else sorted(map(Path, glob.glob(path, recursive=True)))
-        )
-        several = not base.is_file()
-        readable = [p for p in found if p.is_file() and p.suffix.lower() in SUFFIXES]
+        if base.is_dir():
+            found = sorted(base.rglob("*"))
+        else:
+            found = [base] if base.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
+        readable = [file for file in found if file.is_file() and file.suffix.lower() in SUFFIXES]
         if not readable:
-            _refuse_unreadable(path, base, bool(found) or (several and base.is_dir()))
+            raise _no_corpus(path, base, exists=base.is_dir() or bool(found))
         files += readable
     return list(dict.fromkeys(files))
 
@@ -82,12 +79,12 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _refuse_unreadable(path: str, base: Path, exists: bool) -> None:
+def _no_corpus(path: str, base: Path, *, exists: bool) -> DataError:
     kinds = f"a corpus is a file, a folder or a glob of {', '.join(SUFFIXES)}"
     if exists:
-        raise DataError(f"there is no text file in {path}", where="--data-path", hint=kinds)
+        return DataError(f"there is no text file in {path}", where="--data-path", hint=kinds)
     siblings = [str(p) for p in base.parent.iterdir()] if base.parent.is_dir() else []
-    raise DataError(f"{path} does not exist", where="--data-path", hint=nearest(path, siblings) + kinds)
+    return DataError(f"{path} does not exist", where="--data-path", hint=nearest(path, siblings) + kinds)
 
 
 def cache_root(config: RunConfig) -> Path:
@@ -151,9 +148,12 @@ def load_corpus(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token
                 if not folder.is_dir():
                     _write_corpus(files, column, bad, tokenizer, end_token_id, folder)
         except OSError as error:
+            full = error.errno == errno.ENOSPC
             hint = "free some space, or choose another folder with --data-cache-dir"
-            what = "the disk is full" if error.errno == errno.ENOSPC else f"cannot write: {error.strerror}"
-            raise DataError(f"{what} while tokenizing the corpus", where=str(root), hint=hint) from error
+            message = "the disk is full" if full else f"the corpus cannot be tokenized: {error}"
+            raise DataError(
+                message, where=str(root), hint=hint if full else "check the folder and its rights"
+            ) from error
     return Corpus(folder)
 
 
@@ -186,23 +186,26 @@ def _write_corpus(
 ) -> None:
     """Tokenize into a temporary folder, and rename it when it is whole."""
     temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a process that died
+    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a process that was killed
     temporary.mkdir()
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    ends = [0]
-    with (temporary / "tokens.bin").open("wb") as out:
-        for rows in _tokenized_batches(files, column, bad, tokenizer):
-            for row in rows:
-                np.asarray([*row, end_token_id], dtype=dtype).tofile(out)
-                ends.append(ends[-1] + len(row) + 1)
-    if len(ends) == 1:
-        shutil.rmtree(temporary)
-        note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
-        raise DataError(f"the corpus is empty{note}", where=str(files[0]), hint="it needs at least one document")
-    np.save(temporary / "ends.npy", np.asarray(ends, dtype=np.int64))
-    facts = {"dtype": dtype.name, "documents": len(ends) - 1, "tokens": ends[-1], "skipped": bad.skipped}
-    (temporary / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
-    temporary.rename(folder)
+    try:
+        dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
+        ends = [0]
+        with (temporary / "tokens.bin").open("wb") as out:
+            for rows in _tokenized_batches(files, column, bad, tokenizer):
+                for row in rows:
+                    out.write(np.asarray([*row, end_token_id], dtype=dtype).tobytes())
+                    ends.append(ends[-1] + len(row) + 1)
+        if len(ends) == 1:
+            note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
+            raise DataError(f"the corpus is empty{note}", where=str(files[0]), hint="it needs at least one document")
+        np.save(temporary / "ends.npy", np.asarray(ends, dtype=np.int64))
+        facts = {"dtype": dtype.name, "documents": len(ends) - 1, "tokens": ends[-1], "skipped": bad.skipped}
+        (temporary / "corpus.json").write_text(json.dumps(facts), encoding="utf-8")
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _tokenized_batches(

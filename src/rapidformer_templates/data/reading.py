@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from rapidformer_templates.errors import DataError
 
 PART_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid", "test": "test"}
 STEM = re.compile(r"^(?:(?P<name>.+)[-_.])?(?P<part>train|validation|valid|val|dev|test)(?:-\d+-of-\d+)?$")
+SHARD = re.compile(r"-\d+-of-\d+$")
 SAVED = ("dataset_dict.json", "state.json")
 """Files by which ``datasets`` marks a folder that it saved."""
 
@@ -179,11 +181,12 @@ def _locate(folder: Path, name: str | None) -> dict[str, list[Path]]:
             parts.setdefault(PART_NAMES[match["part"]], []).append(path)
     if "train" not in parts:
         whole = [p for p in files if name in (p.name, p.stem)] if name else ([] if parts else files)
-        if len(whole) > 1 and not parts:
-            hint = "choose one with --data-name: " + ", ".join(p.name for p in whole)
-            raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
         if whole:
             parts["train"] = whole
+    for fitting in parts.values():
+        if len(fitting) > 1 and not all(SHARD.search(path.stem) for path in fitting):
+            hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in fitting)
+            raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
     if not parts:
         there = sorted(p.name for p in folder.iterdir())
         what = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
@@ -231,10 +234,15 @@ def _read_files(files: Sequence[Path], bad: BadLines) -> Part:
 
 def _check_kinds(key: str, values: list[object], part: Part) -> None:
     """A column holds one kind of value; name the first row where it does not."""
-    try:
-        pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        kind = type(next(v for v in values if v is not None))
-        row = next((i for i, v in enumerate(values) if v is not None and type(v) is not kind), 0)
-        message = f"the column '{key}' holds {type(values[row]).__name__} here and {kind.__name__} before"
-        raise DataError(message, where=part.where(row), hint="a column holds one kind of value") from None
+
+    def mixed(count: int) -> bool:
+        try:
+            pa.array(values[:count])
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            return True
+        return False
+
+    if mixed(len(values)):
+        row = bisect_left(range(len(values) + 1), True, key=mixed) - 1
+        message = f"the column '{key}' holds {str(values[row])[:40]!r}, which is of another kind than the rows before"
+        raise DataError(message, where=part.where(row), hint="a column holds one kind of value")

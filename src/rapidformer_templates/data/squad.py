@@ -36,12 +36,11 @@ class Feature:
     Attributes:
         example: number of the example.
         offsets: first and last character of each token of the context, -1 for other tokens; shape (tokens, 2).
-        null: the token that stands for "no answer".
+            Token 0, which is never of the context, stands for "no answer".
     """
 
     example: int
     offsets: np.ndarray
-    null: int
 
 
 @dataclass(frozen=True)
@@ -107,15 +106,15 @@ def _pairs(answers: Any) -> Iterator[tuple[str, int]]:
 
 
 def answer_tokens(feature: Feature, example: Example) -> tuple[int, int]:
-    """First and last token of the first answer; the null token twice if the window does not hold it whole."""
+    """First and last token of the first answer; token 0 twice if the window does not hold it whole."""
     tokens = np.flatnonzero(feature.offsets[:, 0] >= 0)
     if not example.answers or not len(tokens) or not example.answers[0][0]:
-        return feature.null, feature.null
+        return 0, 0
     text, first = example.answers[0]
     last = first + len(text)
     starts, ends = feature.offsets[tokens].T
     if first < starts[0] or last > ends[-1]:
-        return feature.null, feature.null
+        return 0, 0
     return int(tokens[np.flatnonzero(ends > first)[0]]), int(tokens[np.flatnonzero(starts < last)[-1]])
 
 
@@ -127,7 +126,7 @@ def best_answers(
     Args:
         candidates: of the first features.
         features, examples: all of the data set.
-        may_be_null: an example may have no answer; it has none if the null token scores best.
+        may_be_null: an example may have no answer; it has none if token 0 scores best.
     """
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}

@@ -15,6 +15,11 @@ def padded_vocab_size(size: int, multiple: int = 128) -> int:
     return -(-size // multiple) * multiple
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the greatest token id (a vocabulary can have gaps, so that it is not always its length)."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
     """The model's own tokenizer, or the one of ``--tokenizer-type``; it always has a padding token.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from rapidformer_templates.config import RunConfig, parse, spelling
 from rapidformer_templates.environment import OPTIONAL_PACKAGES, Environment
 from rapidformer_templates.errors import Diagnostic
-from rapidformer_templates.switches._changes import ADD
+from rapidformer_templates.switches._changes import ADD, spell
 from rapidformer_templates.switches._registry import REGISTRY, Registry
 from rapidformer_templates.switches._request import build_request
 from rapidformer_templates.switches._suggest import apply, nearest, to_suggestion
@@ -53,7 +53,8 @@ def markdown(registry: Registry) -> str:
         "## Compatibility",
         "Two switches at a time, as if this version had an engine for every switch, on eight GPUs with every package: "
         "`T` Trainer, `P` Pretrainer, `F` Finetuner; `+` when what one of them requires is added; `–` never. "
-        "Numbers are those of the catalogue; a switch under its own number is the switch alone.",
+        "Numbers are those of the catalogue; a switch under its own number is the switch alone, and "
+        f"`optimizer` stands for `{spell(registry['optimizer'].on)}`.",
         _matrix(registry),
         "## Rules",
         "A run that breaks a rule is refused before a worker starts; RF013 is only noted in the plan. "
@@ -91,6 +92,7 @@ def _section(switch: Switch) -> str:
     """One switch: each flag with its help, then what there is to know about it."""
     facts = [f"- `{spelling(f.name)}`: {f.metadata['help']}" for f in dataclasses.fields(switch.options)]
     aliases = [f.metadata["alias"] for f in dataclasses.fields(switch.options) if f.metadata["alias"]]
+    facts = facts or ["- computed from `--micro-batch-size` and `--global-batch-size`"]
     facts += [f"- also spelled `--{alias}`" for alias in aliases]
     facts.append(f"- stage {switch.stage.name}, templates {', '.join(switch.templates)}, source {switch.source}")
     if switch.claims:
@@ -204,7 +206,7 @@ def show(registry: Registry) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     catalogue = Table(
         "", "switch", "flags", "what it does", "source", "here", title="Switches, in order of application"
     )
@@ -212,13 +214,11 @@ def show(registry: Registry) -> None:
         flags = _flags(switch).replace("`", "")
         catalogue.add_row(str(number), switch.name, flags, switch.summary, switch.source[1:-1], _here(switch))
     console.print(catalogue)
-    matrix = Table("", title="Two at a time: T Trainer, P Pretrainer, F Finetuner, + with what is required, – never")
     rows = list(compatibility(registry))
-    for number in range(1, len(rows) + 1):
-        matrix.add_column(str(number), min_width=3, no_wrap=True)
+    print("\nTwo at a time: T Trainer, P Pretrainer, F Finetuner, + with what is required added, – never")
+    print(" " * 26 + "".join(f"{number:<4}" for number in range(1, len(rows) + 1)))
     for number, (switch, cells) in enumerate(zip(registry.switches, rows, strict=True), 1):
-        matrix.add_row(f"{number} {switch.name}", *cells)
-    console.print(matrix)
+        print(f"{number:>2} {switch.name:<23}" + "".join(f"{cell:<4}" for cell in cells))
 
 
 if __name__ == "__main__":

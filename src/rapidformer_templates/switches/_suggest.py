@@ -48,7 +48,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
             break  # so much further away that it would only distract
         choices = _ways_out(apply(request, path, registry), registry)
         if choices is None:
-            if not any(_values(other).items() <= _values(path).items() for other in found):
+            if not any(_is_nearer(other, path) for other in found):
                 nearest_cost = nearest_cost if found else cost
                 found.append(path)
             continue
@@ -113,7 +113,7 @@ def _in_place(switch: Switch, other: Switch) -> Change:
     note = f"in place of {switch.name}"
     if switch.family == PARTITIONING:
         states = [word for resource, word in STATES.items() if resource in other.claims]
-        note = f"shards {' and '.join(states)}" if difference else f"shards the same {SAME[len(states)]}"
+        note = f"shards {', '.join(states)}" if difference else f"shards the same {SAME[len(states)]}"
     return Change(spell(other.on), REPLACE + difference / 10, {**switch.off, **other.on}, note=note)
 
 
@@ -130,6 +130,13 @@ def _values(path: Sequence[Change]) -> dict[str, Any]:
         if change.template:
             values["template"] = change.template
     return values
+
+
+def _is_nearer(found: Sequence[Change], path: Sequence[Change]) -> bool:
+    """Whether ``path``, which costs no less, only adds to ``found`` or gives up the same switches."""
+    mine, its = _values(found), _values(path)
+    given_up, its_given_up = ({name for name, value in values.items() if not value} for values in (mine, its))
+    return mine.items() <= its.items() or bool(given_up and given_up == its_given_up)
 
 
 def _overlap(path: Sequence[Change], change: Change) -> bool:

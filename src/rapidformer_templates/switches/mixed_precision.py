@@ -20,7 +20,7 @@ class MixedPrecisionFlags:
     """Acceleration"""
 
     mixed_precision: Literal["fp16", "bf16"] | None = flag(
-        None, "16-bit matrix products; alone: fp16 on a GPU, bf16 on a CPU", bare="auto"
+        None, "16-bit matrix products; alone: fp16 on a GPU, bf16 on a CPU", bare="auto", metavar="fp16|bf16"
     )
 
 

@@ -77,7 +77,7 @@ class Task(ABC):
         """Attributes of the model's configuration that the data decides, such as ``num_labels``."""
         return {}
 
-    def generate(self, model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> list[str]:
+    def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
         """One generated text a sample; only tasks with ``generates`` have it."""
         raise NotImplementedError(f"{self.name} does not generate")
 

@@ -31,11 +31,8 @@ class MaskedLM(Task):
         for name, part in raw.parts().items():
             texts = texts_of(part, part.column("text_column", column, ()))
             sets[name] = TokenizedSamples(tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length))
-        return as_data(
-            sets,
-            PadCollate({**padding_of(self.tokenizer), "labels": IGNORE}),
-            MaskTokens(self.tokenizer, flags.mask_prob),
-        )
+        collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORE})
+        return as_data(sets, collate, MaskTokens(self.tokenizer, flags.mask_prob))
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         return predicted_tokens(outputs.logits.argmax(dim=-1), batch["labels"])

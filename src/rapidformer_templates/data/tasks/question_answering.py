@@ -67,11 +67,9 @@ class QuestionAnswering(Task):
         for number, encoding in self._windows(part, examples):
             context = np.asarray([sequence == 1 for sequence in encoding.sequence_ids])
             offsets = np.where(context[:, None], np.asarray(encoding.offsets, dtype=np.int32), -1)
-            cls = self.tokenizer.cls_token_id
-            null = encoding.ids.index(cls) if cls in encoding.ids else 0
             ids.append(encoding.ids)
             types.append(encoding.type_ids)
-            features.append(Feature(number, offsets, null))
+            features.append(Feature(number, offsets))
         spans = [answer_tokens(feature, examples[feature.example]) for feature in features]
         fields: dict[str, Any] = {"input_ids": Ragged(ids)}
         if "token_type_ids" in self.tokenizer.model_input_names:
@@ -111,15 +109,14 @@ class QuestionAnswering(Task):
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """The best starts and ends of each window; the true answers are known by the window's place in the data."""
-        padding = batch["attention_mask"] == 0
-        starts = outputs.start_logits.float().masked_fill(padding, -torch.inf)
-        ends = outputs.end_logits.float().masked_fill(padding, -torch.inf)
+        padding = batch["attention_mask"].cpu() == 0
+        starts = outputs.start_logits.float().cpu().masked_fill(padding, -torch.inf)
+        ends = outputs.end_logits.float().cpu().masked_fill(padding, -torch.inf)
         best = min(BEST, starts.shape[1])
-        columns = [
-            t.cpu().numpy() for pair in (starts.topk(best), ends.topk(best)) for t in (pair.indices, pair.values)
-        ]
+        first, last = starts.topk(best), ends.topk(best)
+        columns = [t.numpy() for t in (first.indices, first.values, last.indices, last.values)]
         null = (starts[:, 0] + ends[:, 0]).tolist()
-        found = [Candidates(*rows, score) for *rows, score in zip(*columns, null, strict=True)]
+        found = [Candidates(*row) for row in zip(*columns, null, strict=True)]
         return found, [None] * len(found)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:

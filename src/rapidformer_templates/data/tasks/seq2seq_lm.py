@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from rapidformer_templates.data.collate import IGNORE, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.reading import Part, read_dataset
@@ -38,14 +37,14 @@ class Seq2SeqLM(Task):
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORE}))
 
     def _samples(self, part: Part, source: str, target: str) -> TokenizedSamples:
-        cut = {"truncation": True, "max_length": self.seq_length}
+        cut: dict[str, Any] = {"truncation": True, "max_length": self.seq_length}
         sources = tokenized(self.tokenizer, texts_of(part, part.column("text_column", source, ())), **cut)
         targets = texts_of(part, part.column("label_column", target, ()))
         labels = self.tokenizer(text_target=targets, return_attention_mask=False, verbose=False, **cut)["input_ids"]
         # The models take no token types.
         return TokenizedSamples({"input_ids": sources["input_ids"], "labels": Ragged(labels)})
 
-    def generate(self, model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> list[str]:
+    def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
         """Greedy, as long as the longest target of the data."""
         tokens = model.generate(
             input_ids=batch["input_ids"],

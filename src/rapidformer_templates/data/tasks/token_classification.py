@@ -118,7 +118,7 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
             hint = "fill it, or take the row out"
             raise DataError(f"the column '{column}' is empty", where=part.where(row), hint=hint)
         split = text.split() if isinstance(text, str) else [str(word) for word in text]
-        marked = marks.split() if isinstance(marks, str) else list(marks)
+        marked: list[Any] = marks.split() if isinstance(marks, str) else list(marks)
         if len(split) != len(marked):
             hint = "each word needs one tag; texts are split at spaces"
             raise DataError(f"{len(split)} words have {len(marked)} tags", where=part.where(row), hint=hint)

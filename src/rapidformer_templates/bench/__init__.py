@@ -1,0 +1,1 @@
+"""Benchmarks: ``rapidformer bench overhead``, ``peers`` and ``faults``. See docs/benchmarks.md."""

@@ -1,0 +1,86 @@
+"""Small tokenizers, made on the spot, and configurations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rapidformer_templates.config import RunConfig
+
+WORDS = re.findall(
+    r"\w+",
+    "the a cat dog house tree river runs sleeps eats sees big small red green old new and or not in on under over "
+    "good bad fine awful great never always today tomorrow yesterday he she it they we you number say hello world",
+)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No hub, and no cache that belongs to the user."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
+
+
+@pytest.fixture(scope="session")
+def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A WordPiece tokenizer with ``[CLS] … [SEP]``, as a folder."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.train_from_iterator([WORDS], trainers.WordPieceTrainer(vocab_size=200, special_tokens=special))
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("bert-tokenizer")
+    fast.save_pretrained(folder)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    (folder / "vocab.txt").write_text("\n".join(word for word, _ in vocabulary), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with an end token and no padding token, as a folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 3, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>", unk_token="<|endoftext|>"
+    )
+    folder = tmp_path_factory.mktemp("gpt-tokenizer")
+    fast.save_pretrained(folder)
+    tokenizer.model.save(str(folder))  # vocab.json and merges.txt
+    return folder
+
+
+@pytest.fixture
+def configure() -> Callable[..., RunConfig]:
+    """A configuration with some values given on the command line."""
+
+    def make(**values: Any) -> RunConfig:
+        return RunConfig().replace("command line", **values)
+
+    return make
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "dropout": 0.0}

@@ -1,0 +1,93 @@
+"""The catalogue: every switch of the specification, declared once, and the documents made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.config import SECTIONS, spelling
+from rapidformer_templates.switches import REGISTRY, switch_options
+from rapidformer_templates.switches import _document as document
+from rapidformer_templates.switches._switch import Rule
+
+ROOT = Path(__file__).parents[2]
+FLAGS = [
+    "--mixed-precision",
+    "--tf32",
+    "--zero-1-memory-optimization",
+    "--zero-2-memory-optimization",
+    "--zero-3-memory-optimization",
+    "--oss-memory-optimization",
+    "--oss-sdp-memory-optimization",
+    "--fsdp-memory-optimization",
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--sequence-parallel",
+    "--use-distributed-optimizer",
+    "--cpu-offload",
+    "--nvme-path",
+    "--checkpoint-activations",
+    "--onnx-runtime-training",
+    "--torch-compile",
+    "--use-flash-attn",
+    "--num-experts",
+    "--moe-top-k",
+    "--optimizer",
+    "--data-iterator",
+    "--deepspeed-config",
+    "--auto-strategy",
+]
+
+
+def _fields() -> list[str]:
+    return [field.name for options in switch_options().values() for field in dataclasses.fields(options)]
+
+
+def test_every_flag_of_the_specification_is_declared_once() -> None:
+    assert sorted(map(spelling, _fields())) == sorted(FLAGS)
+    others = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
+    assert others.isdisjoint(_fields())
+
+
+def test_every_module_of_the_folder_is_in_the_registry() -> None:
+    folder = ROOT / "src/rapidformer_templates/switches"
+    modules = {file.stem for file in folder.glob("[!_]*.py")}
+    declaring = {switch.options.__module__.rpartition(".")[2] for switch in REGISTRY.switches}
+    assert declaring == modules
+
+
+def test_switches_come_in_the_order_of_their_stages() -> None:
+    stages = [switch.stage for switch in REGISTRY.switches]
+    assert stages == sorted(stages)
+
+
+def test_each_code_is_one_rule() -> None:
+    rules = [*REGISTRY.rules, *(rule for switch in REGISTRY.switches for rule in switch.rules)]
+    assert len({rule.code for rule in rules}) == len({id(rule) for rule in rules})
+
+
+def test_markdown_is_up_to_date() -> None:
+    written = (ROOT / "docs/switches.md").read_text(encoding="utf-8")
+    assert written == document.markdown(REGISTRY), (
+        "run python -m rapidformer_templates.switches._document docs/switches.md"
+    )
+
+
+def test_matrix_agrees_with_the_rules() -> None:
+    names = [switch.name for switch in REGISTRY.switches]
+    rows = dict(zip(names, document.compatibility(REGISTRY), strict=True))
+    assert rows["zero-3"][names.index("fsdp")] == "–"
+    assert rows["tf32"][names.index("tf32")] == "TPF"
+    assert rows["zero-1"][names.index("tensor-parallel")] == "T"
+    assert rows["nvme-offload"][names.index("nvme-offload")] == "T+"
+
+
+@pytest.mark.parametrize("rule", REGISTRY.all_rules, ids=lambda rule: rule.code)
+def test_explain_shows_an_example_and_its_answer(rule: Rule) -> None:
+    text = document.explain(rule.code, REGISTRY)
+    assert text.startswith(f"{rule.code}: {rule.title}")
+    assert rule.why in text
+    assert rule.example.flags in text
+    assert ("works" if rule.refuses else "note:") in text

@@ -1,0 +1,61 @@
+"""Up to three switches × three templates: accepted, or refused with reasons and with a way out that is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from rapidformer_templates.environment import Environment
+from rapidformer_templates.errors import Refused
+from rapidformer_templates.switches import REGISTRY, Registry, resolve
+from rapidformer_templates.switches._request import build_request
+from rapidformer_templates.switches._suggest import nearest, to_suggestion
+from rapidformer_templates.switches._switch import TEMPLATES
+from tests.switches.helpers import CPU, EVERYTHING, GPUS, on, with_switches
+
+NAMES = [switch.name for switch in REGISTRY.switches]
+COMBINATIONS = [names for size in range(4) for names in itertools.combinations(NAMES, size)]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(("registry", "place"), [(REGISTRY, CPU), (EVERYTHING, GPUS)], ids=["this version", "all"])
+def test_every_combination_is_accepted_or_mended(registry: Registry, place: Environment, template: str) -> None:
+    place = on(place, template=template, template_origin="train.py:8")
+    accepted = 0
+    for names in COMBINATIONS:
+        accepted += _is_accepted_or_mended(names, place, registry)
+    assert accepted >= 22, "the rules refuse nearly everything"
+
+
+def _is_accepted_or_mended(names: tuple[str, ...], place: Environment, registry: Registry) -> bool:
+    config = with_switches(names)
+    try:
+        plan = resolve(config, place, registry)
+    except Refused as refused:
+        request = build_request(config, place, registry.switches)
+        paths = nearest(request, registry)
+        for found in refused.diagnostics:
+            assert found.rule
+            assert found.message
+            assert found.why
+            assert found.source
+            assert found.works == tuple(to_suggestion(path) for path in paths)
+        assert paths
+        for path in paths:
+            mended, there = config, place
+            for change in path:
+                mended = mended.replace("suggestion", **change.values)
+                there = dataclasses.replace(there, template=change.template or there.template)
+            resolve(mended, there, registry)  # raises when the suggestion is refused in turn
+        return False
+    assert set(names) <= set(plan.switches), "an accepted switch is active in the plan"
+    return True
+
+
+def test_all_switches_at_once_still_have_a_way_out() -> None:
+    for registry, place in ((REGISTRY, CPU), (EVERYTHING, GPUS)):
+        with pytest.raises(Refused) as refused:
+            resolve(with_switches(NAMES).replace("test", epochs=3, train_iters=4), place, registry)
+        assert all(found.works for found in refused.value.diagnostics)

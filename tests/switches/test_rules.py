@@ -1,0 +1,171 @@
+"""Every rule: a request that breaks it, and the nearest ones that do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.errors import ModelError, Refused
+from rapidformer_templates.switches import REGISTRY, resolve
+from rapidformer_templates.switches._document import example_request
+from rapidformer_templates.switches._switch import Rule
+from tests.switches.helpers import CPU, EVERYTHING, GPUS, codes, config_of, on
+
+DOCUMENTED = {  # SPEC §3, with the sources that it names
+    "RF001": "[R]",
+    "RF002": "[R]",
+    "RF003": "[R]",
+    "RF004": "[R, M]",
+    "RF005": "[R]",
+    "RF006": "[R]",
+    "RF007": "[R]",
+    "RF008": "[R]",
+    "RF009": "[M]",
+    "RF010": "[M]",
+    "RF011": "[D]",
+    "RF012": "[D]",
+    "RF013": "[S]",
+    "RF014": "[M]",
+    "RF015": "[R]",
+}
+
+
+@pytest.mark.parametrize("code", DOCUMENTED)
+def test_documented_rules_have_their_sources(code: str) -> None:
+    assert {rule.code: rule.source for rule in REGISTRY.all_rules}[code] == DOCUMENTED[code]
+
+
+@pytest.mark.parametrize("rule", REGISTRY.all_rules, ids=lambda rule: rule.code)
+def test_example_breaks_its_rule_and_only_as_long_as_the_rule_is_there(rule: Rule) -> None:
+    request = example_request(rule, REGISTRY)
+
+    def told(without: bool) -> set[str]:
+        registry = REGISTRY.without(rule.code) if without else REGISTRY
+        try:
+            plan = resolve(request.config, request.environment, registry, training=request.training)
+        except Refused as refused:
+            return {found.rule for found in refused.diagnostics}
+        return set(plan.notes)
+
+    if rule.refuses:
+        assert rule.code in told(without=False)
+        assert rule.code not in told(without=True)
+    else:
+        assert rule.check(request)  # the note itself: test_flash_attention_notes_padding
+
+
+REFUSED = [  # (code, flags, machine): besides the examples, the other ways in which a rule can be broken
+    ("RF001", "--mixed-precision", on(CPU, template=None)),
+    ("RF002", "--zero-1-memory-optimization", on(GPUS, template="Pretrainer")),
+    ("RF002", "--zero-2-memory-optimization", on(GPUS, template="Finetuner")),
+    ("RF003", "--pipeline-model-parallel-size 2", on(GPUS, template="Finetuner")),
+    ("RF004", "--pipeline-model-parallel-size 2 --oss-memory-optimization", GPUS),
+    ("RF004", "--tensor-model-parallel-size 2 --oss-sdp-memory-optimization", GPUS),
+    ("RF004", "--tensor-model-parallel-size 2 --zero-3-memory-optimization", GPUS),
+    ("RF005", "--cpu-offload --oss-memory-optimization", GPUS),
+    ("RF005", "--cpu-offload --oss-sdp-memory-optimization", GPUS),
+    ("RF005", "--cpu-offload --use-distributed-optimizer", GPUS),
+    ("RF006", "--epochs 1 --micro-batch-size 1 --global-batch-size 16", GPUS),
+    ("RF007", "--data-iterator dynamic-shape", on(CPU, template="Trainer")),
+    ("RF008", "--zero-1-memory-optimization --zero-2-memory-optimization", GPUS),
+    ("RF008", "--use-distributed-optimizer --zero-1-memory-optimization", GPUS),
+    ("RF009", "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4", GPUS),
+    ("RF010", "--pipeline-model-parallel-size 2 --num-layers 2", GPUS),
+    ("RF010", "--tensor-model-parallel-size 8 --num-attention-heads 12", GPUS),
+    ("RF011", "--nvme-path /local_nvme", GPUS),
+    ("RF012", "--cpu-offload --optimizer apex_lamb", GPUS),
+    ("RF012", "--nvme-path /d --zero-3-memory-optimization --optimizer lamb", GPUS),
+    ("RF012", "--cpu-offload --optimizer adamw_bnb_8bit", GPUS),
+    ("RF017", "--onnx-runtime-training --zero-3-memory-optimization", GPUS),
+    ("RF018", "--tf32", on(GPUS, compute_capability=(7, 5))),
+    ("RF022", "--optimizer adamw_apex_fused", on(CPU, packages={"apex": "1"})),
+    ("RF023", "--optimizer adamw_bnb_8bit", on(GPUS, packages={})),
+    ("RF023", "--oss-memory-optimization", CPU),
+    ("RF025", "--optimizer lamb --fsdp-memory-optimization", CPU),
+    ("RF025", "--optimizer adamw_bnb_8bit --fsdp-memory-optimization", GPUS),
+    ("RF028", "--deepspeed-config ds.json", on(GPUS, template="Finetuner")),
+    ("RF034", "--resume", CPU),
+    ("RF034", "--weights-only", CPU),
+    ("RF090", "--optimizer adamw_anyprecision", GPUS),
+]
+
+ACCEPTED = [  # the nearest requests on the other side of each rule
+    ("--mixed-precision fp16", on(CPU, template="Finetuner")),
+    ("--zero-3-memory-optimization", GPUS),
+    ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", GPUS),
+    ("--tensor-model-parallel-size 2 --zero-1-memory-optimization", GPUS),
+    ("--pipeline-model-parallel-size 2 --zero-2-memory-optimization", GPUS),
+    ("--pipeline-model-parallel-size 2 --use-distributed-optimizer", GPUS),
+    ("--cpu-offload", on(CPU, template="Finetuner")),
+    ("--cpu-offload --zero-2-memory-optimization", GPUS),
+    ("--cpu-offload --zero-3-memory-optimization --optimizer adamw_torch", GPUS),
+    ("--train-iters 5 --micro-batch-size 4 --global-batch-size 16", CPU),
+    ("--epochs 1 --micro-batch-size 8 --global-batch-size 16", CPU),
+    ("--data-iterator dynamic-shape", on(CPU, template="Pretrainer")),
+    ("--tensor-model-parallel-size 8", GPUS),
+    ("--pipeline-model-parallel-size 4 --num-layers 8", GPUS),
+    ("--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 768", GPUS),
+    ("--nvme-path /local_nvme --zero-3-memory-optimization", GPUS),
+    ("--sequence-parallel --tensor-model-parallel-size 2", GPUS),
+    ("--use-flash-attn", GPUS),
+    ("--onnx-runtime-training --oss-memory-optimization", GPUS),
+    ("--tf32", on(GPUS, compute_capability=(8, 0))),
+    ("--tf32 --device cuda", on(GPUS, compute_capability=None)),
+    ("--mixed-precision fp16", on(GPUS, compute_capability=(7, 0))),
+    ("--num-experts 4", GPUS),
+    ("--num-experts 16 --moe-top-k 2", GPUS),
+    ("--deepspeed-config ds.json --pipeline-model-parallel-size 2 --zero-1-memory-optimization", GPUS),
+    ("--optimizer adamw_bnb_8bit", GPUS),
+    ("--optimizer adafactor --oss-memory-optimization", GPUS),
+    ("--optimizer lamb", CPU),
+    ("--seq-length 512 --max-position-embeddings 512", CPU),
+    ("", CPU),
+]
+
+
+@pytest.mark.parametrize(("code", "flags", "place"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_refused(code: str, flags: str, place: object) -> None:
+    assert code in codes(flags, place)  # type: ignore[arg-type]
+    assert code not in codes(flags, place, EVERYTHING.without(code))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("flags", "place"), ACCEPTED, ids=lambda x: x if isinstance(x, str) else "")
+def test_accepted(flags: str, place: object) -> None:
+    assert codes(flags, place) == []  # type: ignore[arg-type]
+
+
+def test_training_asks_for_what_a_plan_may_leave_open() -> None:
+    assert codes("", CPU, training=False) == []
+    assert codes("", CPU, training=True) == ["RF015", "RF031"]
+    assert codes("--device cuda", on(GPUS, compute_capability=None), training=True) == ["RF015", "RF024", "RF031"]
+    assert codes("--lr 1e-4 --train-iters 3", CPU, training=True) == []
+
+
+def test_flash_attention_notes_padding() -> None:
+    note = "flash-attention: batches with padding use the memory-efficient kernel"
+    config = config_of("--use-flash-attn --task sequence_classification")
+    assert note in resolve(config, GPUS, EVERYTHING).notes
+    assert note not in resolve(config, GPUS, EVERYTHING.without("RF013")).notes
+    assert note not in resolve(config_of("--use-flash-attn --task pretraining"), GPUS, EVERYTHING).notes
+
+
+def test_sizes_are_read_from_the_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"n_layer": 6, "n_head": 12, "n_embd": 768, "n_positions": 256}))
+    folder = f"--pretrained-model-name-or-path {tmp_path}"
+    assert "RF010" in codes(f"{folder} --pipeline-model-parallel-size 4", GPUS)
+    assert "RF010" in codes(f"{folder} --tensor-model-parallel-size 8", GPUS)
+    assert codes(f"{folder} --seq-length 300", CPU) == ["RF033"]
+    assert codes(f"{folder} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 4", GPUS) == []
+
+
+def test_broken_model_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+        resolve(config_of(f"--pretrained-model-name-or-path {tmp_path}"), CPU)
+
+
+def test_every_broken_rule_is_told_at_once() -> None:
+    flags = "--tf32 --zero-2-memory-optimization --fsdp-memory-optimization --global-batch-size 3"
+    assert codes(flags, on(CPU, template="Finetuner"), REGISTRY) == ["RF002", "RF008", "RF018", "RF030", "RF090"]

@@ -1,0 +1,131 @@
+"""The ``rapidformer`` command: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rapidformer_templates.cli import main
+
+
+def test_help_is_grouped_with_the_commands_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["plan", "-h"]):
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        titles = ["\ncommands:", "\nLaunch:", "\nModel:", "\nData:", "\nTraining:", "\nAcceleration:", "\nPlan:"]
+        places = [text.index(title) for title in titles]
+        assert places == sorted(places)
+        assert text.count("\nAcceleration:") == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("rapidformer_templates ")
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "plan --json --world-size 4 --device cpu --task pretraining --fsdp_memory_optimization --global-batch-size 8"
+    )
+    assert main(words.split()) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is True
+    plan = answer["plan"]
+    assert plan["template"] == "Pretrainer"
+    assert plan["sizes"]["data"] == 4
+    assert plan["sizes"]["accumulation"] == 2
+    assert plan["values"]["--fsdp-memory-optimization"] == {"value": True, "origin": "command line"}
+    assert plan["values"]["template"] == {"value": "Pretrainer", "origin": "chosen for task pretraining"}
+    assert "--json" not in plan["values"]
+
+
+def test_refused_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json", "--tf32", "--device", "cpu", "--epochs", "1", "--train-iters", "2"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False
+    assert [error["rule"] for error in answer["errors"]] == ["RF015", "RF018"]
+    for error in answer["errors"]:
+        assert set(error) == {"rule", "message", "why", "source", "asked", "works"}
+        assert error["works"]
+
+
+def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "cpu", "--nproc-per-node", "2", "--task", "causal_lm", "--mixed-precision"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "Finetuner",
+        "chosen for task causal_lm",
+        "mixed-precision → optimizer",
+        "DDPEngine",
+        "bf16",
+        "note:",
+    ):
+        assert words in text
+
+
+def test_refusal_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "cpu", "--tf32"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error[RF018]")
+    assert "Traceback" not in captured.err
+
+
+def test_auto_strategy_is_not_in_this_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--auto-strategy", "--world-size", "8"]) == 2
+    assert "error[RF090]: auto-strategy is not in this version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("pln --tf32", "error: unknown command 'pln'", "did you mean plan?"),
+        ("train", "error: unknown command 'train'", "commands: plan, switches, explain, bench"),
+        ("plan --tf31", "error: unknown flag --tf31", "did you mean --tf32?"),
+        ("explain RF999", "error: there is no rule RF999", "RF001, RF002"),
+        ("explain", "error: which rule?", "rapidformer explain CODE"),
+        ("switches --json", "error: unexpected argument '--json'", "rapidformer switches [--markdown]"),
+    ],
+)
+def test_wrong_use(capsys: pytest.CaptureFixture[str], words: str, message: str, hint: str) -> None:
+    assert main(words.split()) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(message)
+    assert hint in text
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "rf002"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("RF002: ZeRO needs the Trainer template.")
+    assert "rapidformer plan --template Finetuner --zero-3-memory-optimization --world-size 2" in text
+
+
+def test_switches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["switches"]) == 0
+    text = capsys.readouterr().out
+    assert "--zero-3-memory-optimization" in text
+    assert "not in this version" in text
+    assert main(["switches", "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("# Switches\n")
+
+
+@pytest.mark.parametrize("words", ["plan --json --fsdp-memory-optimization --world-size 2", "--help", "explain RF010"])
+def test_no_torch_is_imported(words: str) -> None:
+    program = (
+        "import sys; from rapidformer_templates.cli import main; status = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words.split()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_module_is_the_command() -> None:
+    words = [sys.executable, "-m", "rapidformer_templates", "plan", "--device", "cpu", "--tf32"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error[RF018]")

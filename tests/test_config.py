@@ -1,0 +1,159 @@
+"""Flags, YAML and defaults: values, where they came from, and what is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.config import RunConfig, flag, parse
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.switches import switch_options
+from rapidformer_templates.templates import choose_template, with_template_defaults
+
+
+@dataclass(frozen=True)
+class MyFlags:
+    """Mine"""
+
+    margin: float = flag(0.5, "distance between classes", minimum=0)
+
+
+def read(flags: str, **keywords: object) -> RunConfig:
+    return parse(flags.split(), switch_options(), **keywords)  # type: ignore[arg-type]
+
+
+def yaml_file(folder: Path, text: str) -> str:
+    (folder / "run.yaml").write_text(text)
+    return f"--config {folder / 'run.yaml'}"
+
+
+def test_command_line_over_yaml_over_script_over_default(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "# a run\nlr: 1e-5\nseed: 3\nlog_interval: 7\n")
+    config = read(f"{file} --lr 2e-5", in_code={"seed": (1, "train.py:9"), "epochs": (2, "train.py:9")})
+    assert (config.training.lr, config.origin("lr")) == (2e-5, "command line")
+    assert (config.training.seed, config.origin("seed")) == (3, "run.yaml:3")
+    assert (config.training.epochs, config.origin("epochs")) == (2, "train.py:9")
+    assert (config.data.micro_batch_size, config.origin("micro_batch_size")) == (1, "default")
+
+
+@pytest.mark.parametrize("flags", ["--micro-batch-size 4", "--micro_batch_size 4", "--micro_batch_size=4"])
+def test_dashes_and_underscores(flags: str) -> None:
+    assert read(flags).data.micro_batch_size == 4
+
+
+@pytest.mark.parametrize("key", ["tensor-model-parallel-size", "tensor_model_parallel_size"])
+def test_dashes_and_underscores_in_yaml(tmp_path: Path, key: str) -> None:
+    assert read(yaml_file(tmp_path, f"{key}: 2")).get("tensor_model_parallel_size") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        ("--mixed-precision", "mixed_precision", "auto"),
+        ("--mixed-precision bf16", "mixed_precision", "bf16"),
+        ("--mixed-precision --tf32", "mixed_precision", "auto"),
+        ("--torch-compile", "torch_compile", "inductor"),
+        ("--torch-compile aot_eager", "torch_compile", "aot_eager"),
+        ("--recompute-activations", "checkpoint_activations", True),
+        ("--no-tf32", "tf32", False),
+        ("--data-path 0.3 A 0.7 B", "data_path", ("0.3", "A", "0.7", "B")),
+    ],
+)
+def test_values(flags: str, name: str, value: object) -> None:
+    assert read(flags).get(name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("mixed_precision: true", "mixed_precision", "auto"),
+        ("mixed_precision: false", "mixed_precision", None),
+        ("recompute-activations: true", "checkpoint_activations", True),
+        ("lr: 1e-5", "lr", 1e-5),  # YAML itself reads this as text
+        ("data_path: [0.3, A, 0.7, B]", "data_path", ("0.3", "A", "0.7", "B")),
+        ("data_path: corpus.txt", "data_path", ("corpus.txt",)),
+        ("epochs:", "epochs", None),
+    ],
+)
+def test_yaml_values(tmp_path: Path, text: str, name: str, value: object) -> None:
+    assert read(yaml_file(tmp_path, text)).get(name) == value
+
+
+def test_flags_of_the_user(tmp_path: Path) -> None:
+    config = read(f"{yaml_file(tmp_path, 'margin: 0.7')} --lr 1e-4", user=MyFlags)
+    assert (config.user.margin, config.origin("margin")) == (0.7, "run.yaml:1")
+    assert read("--margin 0.1", user=MyFlags).get("margin") == 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "hint"),
+    [
+        ("--micro-batch-sise 4", "unknown flag --micro-batch-sise", "did you mean --micro-batch-size?"),
+        ("--xyzzy", "unknown flag --xyzzy", "rapidformer --help lists every flag"),
+        ("surplus", "unexpected argument 'surplus'", "rapidformer --help lists every flag"),
+        ("--micro-batch-size 0", "--micro-batch-size must be at least 1, not 0", None),
+        (
+            "--mixed-precision fp61",
+            "--mixed-precision cannot be 'fp61'",
+            "did you mean fp16? choose from fp16, bf16",
+        ),
+        ("--config missing.yaml", "the configuration file missing.yaml does not exist", None),
+    ],
+)
+def test_wrong_flags(flags: str, message: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(flags)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_wrong_type_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=r"--num-layers.*'many'"):
+        read("--num-layers many")
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "where"),
+    [
+        ("\n\nlrr: 1", "unknown key 'lrr'", "run.yaml:3"),
+        ("epochs: 2.5", "--epochs needs a value of type int, not 2.5", "run.yaml:1"),
+        ("epochs: true", "--epochs needs a value of type int, not True", "run.yaml:1"),
+        ("tf32: 3", "--tf32 is true or false, not 3", "run.yaml:1"),
+        ("seed: 1\nlr_decay_style: linaer", "--lr-decay-style cannot be 'linaer'", "run.yaml:2"),
+        ("lr: -1", "--lr must be at least 0, not -1.0", "run.yaml:1"),
+    ],
+)
+def test_wrong_yaml(tmp_path: Path, text: str, message: str, where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(yaml_file(tmp_path, text))
+    assert (caught.value.message, caught.value.where) == (message, where)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b", "a: [", "just text"])
+def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        read(yaml_file(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("flags", "template", "reason"),
+    [
+        ("--task pretraining", "Pretrainer", "chosen for task pretraining"),
+        ("--task causal_lm", "Finetuner", "chosen for task causal_lm"),
+        ("--task causal_lm --train-iters 5 --fsdp-memory-optimization", "Finetuner", "chosen for task causal_lm"),
+        ("--task pretraining --zero-2-memory-optimization", "Trainer", "chosen for zero-2"),
+        ("--task causal_lm --tensor-model-parallel-size 2", "Trainer", "chosen for tensor-parallel"),
+        ("--task causal_lm --data-iterator dynamic-shape", "Finetuner", "chosen for task causal_lm"),
+        ("--task causal_lm --template Pretrainer", "Pretrainer", "command line"),
+        ("", "Finetuner", "chosen because no task is given"),
+    ],
+)
+def test_template_of_a_black_box_run(flags: str, template: str, reason: str) -> None:
+    assert choose_template(read(flags)) == (template, reason)
+
+
+def test_template_defaults_yield_to_every_given_value() -> None:
+    assert with_template_defaults(read(""), "Pretrainer").get("task") == "pretraining"
+    assert with_template_defaults(read(""), "Pretrainer").origin("task") == "Pretrainer"
+    assert with_template_defaults(read("--task masked_lm"), "Pretrainer").get("task") == "masked_lm"

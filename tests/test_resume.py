@@ -1,0 +1,238 @@
+"""A run that died goes on as if it had not: bitwise, with dropout on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BertForSequenceClassification
+
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.run_folder import read_metrics
+from tests.parity.jobs import ClassJob, _bert
+from tests.worker_group import run_in_workers
+
+FLAGS = "--lr 1e-3 --train-iters 12 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --save-interval 3"
+TIMES = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
+
+
+class Died(Exception):
+    """Stands for the death of the process."""
+
+
+class DropoutJob(ClassJob):
+    """A classifier with dropout that evaluates, and that can die after a step."""
+
+    dies_after: int | None = None
+
+    def build_data(self) -> Any:
+        data = super().build_data()
+        data.valid = data.train[:16]
+        return data
+
+    def make(self) -> torch.nn.Module:
+        config = _bert()
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.2
+        return BertForSequenceClassification(config)
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if step == self.dies_after:
+            raise Died
+
+
+def run(folder: Path, *flags: str, dies_after: int | None = None) -> None:
+    job = DropoutJob([*FLAGS.split(), "--eval-interval", "4", "--save", str(folder), *flags])
+    job.dies_after = dies_after
+    if dies_after is None:
+        job.fit()
+    else:
+        with pytest.raises(Died):
+            job.fit()
+
+
+def traces(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Metrics without the times, and final weights."""
+    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(folder / "metrics.jsonl")]
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted((folder / "checkpoints" / "step-12").glob("weights-*.safetensors")):
+        weights |= load_file(file)
+    return lines, weights
+
+
+def assert_same(one: Path, other: Path) -> None:
+    (lines, weights), (other_lines, other_weights) = traces(one), traces(other)
+    assert lines == other_lines
+    assert len([line for line in lines if "loss" in line]) == 12
+    assert weights.keys() == other_weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, other_weights[name]), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder)
+    return folder
+
+
+@pytest.mark.parametrize("deaths", [[1], [3], [5], [4, 7, 11], [12]])
+def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for death in deaths:
+        run(folder, "--resume", dies_after=death)
+    run(folder, "--resume")
+    assert_same(whole, folder)
+
+
+def test_half_a_line_of_metrics_is_dropped(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, dies_after=5)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    run(folder, "--resume")
+    assert_same(whole, folder)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped byte": (lambda f: _flip(f / "weights-00000.safetensors"), "weights-00000.safetensors is damaged"),
+    "cut file": (lambda f: (f / "state.json").write_text("{"), "state.json has 1 bytes"),
+    "no optimizer": (lambda f: (f / "optimizer-00000.safetensors").unlink(), "optimizer-00000.safetensors is missing"),
+    "no random state": (lambda f: (f / "random-00000.safetensors").unlink(), "random-00000.safetensors is missing"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "manifest without optimizer": (
+        lambda f: _forget(f / "manifest.json", "optimizer-00000.safetensors"),
+        "does not list optimizer-00000.safetensors",
+    ),
+}
+
+
+def _forget(manifest: Path, name: str) -> None:
+    content = json.loads(manifest.read_text())
+    del content["files"][name]
+    manifest.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_named_and_passed_over(
+    damage: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, dies_after=8)
+    harm, message = DAMAGES[damage]
+    harm(folder / "checkpoints" / "step-6")
+    run(folder, "--resume")
+    said = capsys.readouterr().err
+    assert "warning: passed over step-6: " in said
+    assert message in said
+    assert "going on from" in said
+    assert "step-3" in said
+    assert_same(whole, folder)
+
+
+def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, dies_after=4)
+    _flip(folder / "checkpoints" / "step-3" / "optimizer-00000.safetensors")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole: step-3: optimizer-00000.safetensors is damaged"):
+        run(folder, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "5"], "--seed was 1234, is 5"),
+        (["--global-batch-size", "8"], "--global-batch-size was 4, is 8"),
+        (["--optimizer", "lamb"], "holds the state of AdamW, this run uses Lamb"),
+    ],
+)
+def test_checkpoint_that_does_not_fit_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    run(tmp_path / "run", dies_after=4)
+    with pytest.raises(CheckpointError, match=message):
+        run(tmp_path / "run", "--resume", *flags)
+
+
+def test_other_model_is_refused_by_the_names_of_its_weights(tmp_path: Path) -> None:
+    class Wider(DropoutJob):
+        def make(self) -> torch.nn.Module:
+            config = _bert()
+            config.num_labels = 5
+            return BertForSequenceClassification(config)
+
+    run(tmp_path / "run", dies_after=4)
+    job = Wider([*FLAGS.split(), "--save", str(tmp_path / "run"), "--resume"])
+    with pytest.raises(CheckpointError, match=r"classifier.weight is \(5, 16\) in the model and \(3, 16\) in the"):
+        job.fit()
+
+
+def test_weights_only_starts_anew_with_the_weights(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path / "next", "--load", str(whole), "--weights-only", "--seed", "9")
+    first = read_metrics(tmp_path / "next" / "metrics.jsonl")[0]
+    assert first["step"] == 1
+    assert first["loss"] != read_metrics(whole / "metrics.jsonl")[0]["loss"]
+
+
+def test_only_whole_checkpoints_are_kept(whole: Path) -> None:
+    kept = {path.name for path in (whole / "checkpoints").iterdir()}
+    assert {"latest", "step-9", "step-12"} <= kept
+    assert (whole / "checkpoints" / "latest").read_text() == "step-12\n"
+    assert "step-3" not in kept or json.loads((whole / "summary.json").read_text())["best"]["step"] == 3
+
+
+
+@pytest.mark.distributed
+def test_two_workers_resume_bitwise_and_others_to_rounding(tmp_path: Path) -> None:
+    """DDP → DDP is bitwise; DDP → one process → FSDP follows the same curve (dropout off)."""
+    results = run_in_workers(2, _resume_cases, str(tmp_path))
+    assert results[0] == results[1]
+    assert results[0]["bitwise"]
+    # One process goes on with what two FSDP workers saved.
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "fsdp-half", moved)
+    _plain(moved, 12, "--resume")
+    reference = tmp_path / "reference"
+    _plain(reference, 12)
+    losses = [line["loss"] for line in read_metrics(reference / "metrics.jsonl")]
+    for name in ("moved", "ddp-then-fsdp"):
+        other = [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl")]
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+
+
+def _plain(folder: Path, until: int, *flags: str) -> None:
+    """The job without dropout, stopped after step ``until`` of 12."""
+    job = ClassJob([*FLAGS.split(), "--save", str(folder), *flags])
+
+    def stop(step: int, result: Any) -> None:
+        if step == until < 12:
+            raise Died
+
+    job.on_step_end = stop  # type: ignore[method-assign]
+    job.fit()
+
+
+def _resume_cases(workers: Any, folder: str) -> dict[str, Any]:
+    """In each of two workers. A death is caught here, because a worker ends on an error."""
+    from unittest import mock
+
+    root = Path(folder)
+    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+        DropoutJob([*FLAGS.split(), "--eval-interval", "4", "--save", str(root / "pair")]).fit()
+        run(root / "pair-died", dies_after=8)
+        run(root / "pair-died", "--resume")
+        for name, flags in (("ddp-then-fsdp", []), ("fsdp-half", ["--fsdp-memory-optimization"])):
+            with pytest.raises(Died):
+                _plain(root / name, 7, *flags)
+        _plain(root / "ddp-then-fsdp", 12, "--resume", "--fsdp-memory-optimization")
+    (lines, weights), (other, other_weights) = traces(root / "pair"), traces(root / "pair-died")
+    same = all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    return {"bitwise": same and lines == other and len(lines) == 15}
