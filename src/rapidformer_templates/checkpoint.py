@@ -169,7 +169,7 @@ def problem_of(folder: Path, ranks: Iterable[int] = (0,), ranks_in_all: int = 1)
 
 def newest_whole(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that validates on every rank, and what was wrong with newer ones."""
-    passed_over = []
+    passed_over: list[str] = []
     for folder in workers.broadcast(candidates(root)):
         problems = workers.gather(problem_of(folder, (workers.rank,), workers.world))
         problem = next((p for p in problems if p), None)

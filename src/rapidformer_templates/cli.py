@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates import environment
-from rapidformer_templates.config import RunConfig, build_parser, flag, parse
+from rapidformer_templates.config import RunConfig, build_parser, parse
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
+from rapidformer_templates.flags import flag
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.switches import REGISTRY, resolve, switch_options
 from rapidformer_templates.templates import choose_template, with_template_defaults

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.config import RunConfig, parse
 from rapidformer_templates.environment import detect
+from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.launch import is_worker
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.switches import REGISTRY, resolve
@@ -37,7 +38,16 @@ def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[s
         user=template.Flags,
         in_code=in_code,
     )
-    return with_template_defaults(config, library_template(template))
+    name = library_template(template)
+    if config.launch.template not in (None, name):
+        raise ConfigError(
+            f"this script's template is {name}, not {config.launch.template}",
+            where=f"--template ({config.origin('template')})",
+            hint=f"class {template.__name__}({config.launch.template}) is the way to change it",
+        )
+    if config.launch.user_script:
+        raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
+    return with_template_defaults(config, name)
 
 
 def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:

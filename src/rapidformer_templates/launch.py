@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 T = TypeVar("T")
+
+SEEN_AFTER = 5
+"""Seconds within which peers of a killed worker have failed, too, and told so."""
+
+TOLD = "told_at"
+"""In a worker's error file: that :func:`report_errors` wrote it, and when."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher for each worker
 
@@ -122,20 +129,25 @@ def _send(pid: int, number: int) -> None:
 
 
 def _raise_first(failures: list[ProcessFailure], started: float) -> NoReturn:
-    """Raise the error of the worker that failed first; those that we ended are no failures of their own."""
-    reported = [f for f in failures if f.error_file_data.get("message")]
-    statuses = {f.exitcode for f in failures}
-    if Interrupted.exit_status in statuses:
+    """Raise what went wrong first; workers that failed because a peer was gone are not the cause."""
+    if any(f.exitcode == Interrupted.exit_status for f in failures):
         raise Interrupted("the run was asked to end; it has saved a checkpoint", hint="go on with --resume")
-    first = min(reported or failures, key=lambda f: f.error_file_data.get("rapidformer_time", time.time()))
-    if not reported:
-        first = min(failures, key=lambda f: f.exitcode == -signal.SIGTERM)
-        how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with status {first.exitcode}"
-        raise WorkerFailed(
-            f"worker {first.local_rank} {how} after {time.time() - started:.0f} s; the others were ended",
-            hint="out of memory is the usual cause of SIGKILL; --resume goes on from the last checkpoint",
-        )
-    raise ReportedError(first.error_file_data["message"], first.exitcode if first.exitcode > 0 else 1)
+    first = min(failures, key=_when)
+    if TOLD in first.error_file_data:
+        raise ReportedError(first.error_file_data["message"], first.exitcode if first.exitcode > 0 else 1)
+    how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with status {first.exitcode}"
+    raise WorkerFailed(
+        f"worker {first.local_rank} {how} after {time.time() - started:.0f} s; the others were ended",
+        hint="out of memory is the usual cause of SIGKILL; --resume goes on from the last checkpoint",
+    )
+
+
+def _when(failure: ProcessFailure) -> float:
+    """When a worker failed, s; a killed one is only seen some time after its peers lost it."""
+    if TOLD in failure.error_file_data:
+        return float(failure.error_file_data[TOLD])
+    ended_by_us = failure.exitcode == -signal.SIGTERM
+    return math.inf if ended_by_us else failure.timestamp - SEEN_AFTER
 
 
 def report_errors(body: Callable[[], T]) -> T:
@@ -152,7 +164,7 @@ def report_errors(body: Callable[[], T]) -> T:
             text, status = traceback.format_exc().rstrip(), 1
         path = os.environ.get(ERROR_FILE)
         if path:
-            record = {"message": text, "timestamp": int(time.time()), "rapidformer_time": time.time()}
+            record = {"message": text, "timestamp": int(time.time()), TOLD: time.time()}
             Path(path).write_text(json.dumps(record), encoding="utf-8")
         else:
             print(text, file=sys.stderr)

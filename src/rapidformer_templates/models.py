@@ -126,8 +126,9 @@ def build_config(
     _check_head(model_config, auto_class)
     if auto_class == "AutoModelForCausalLM" and objective_of(model_config.model_type) == "masked":
         overrides["is_decoder"] = True  # without it an encoder would look at the tokens that it is to predict
-    if auto_class == SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None and tokenizer is not None:
-        overrides["pad_token_id"] = tokenizer.pad_token_id  # a decoder classifies at the last token before the padding
+    if auto_class == SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None:
+        # A decoder classifies at the last token before the padding.
+        overrides["pad_token_id"] = (tokenizer or load_tokenizer(config)).pad_token_id
     model_config.use_cache = False
     for name, value in overrides.items():
         setattr(model_config, name, value)
@@ -155,8 +156,8 @@ def build_model(
         ModelError: see :func:`build_config`; or the folder has no weights, weights of other
             shapes, or fewer tokens than the tokenizer.
     """
-    tokenizer = tokenizer or load_tokenizer(config)
     model_config = build_config(config, auto_class, tokenizer, **overrides)
+    tokenizer = tokenizer or load_tokenizer(config)
     factory = getattr(transformers, auto_class)
     path = config.model.pretrained_model_name_or_path
     if path:

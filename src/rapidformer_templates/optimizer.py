@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rapidformer_templates.config import TrainingFlags
 from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.flags import TrainingFlags
 from rapidformer_templates.plan import Plan
 
 Schedule = Callable[[int], float]
@@ -71,44 +71,12 @@ def default_optimizer(plan: Plan, training: TrainingFlags) -> OptimizerSpec:
         raise ConfigError(
             "--lr is missing", hint="fine-tuning usually starts at 2e-5 to 5e-5, pretraining at 1e-4 to 6e-4"
         )
-    common = {"lr": training.lr, "weight_decay": training.weight_decay}
-    return OptimizerSpec(*_RECIPES[plan.optimizer](common))
-
-
-def _fused_adamw(common: dict[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
-    return torch.optim.AdamW, {**common, "fused": True}
-
-
-def _apex(name: str, stand_in: Callable[[dict[str, Any]], tuple[Callable[..., Optimizer], dict[str, Any]]]) -> Any:
-    """Nvidia apex's optimizer where it is installed and there is a GPU, its stand-in elsewhere."""
-
-    def recipe(common: dict[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
-        from rapidformer_templates.environment import installed_packages
-
-        if torch.cuda.is_available() and "apex" in installed_packages():
-            import apex.optimizers
-
-            return getattr(apex.optimizers, name), common
-        return stand_in(common)
-
-    return recipe
-
-
-def _lamb(common: dict[str, Any]) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
-    from rapidformer_templates.lamb import Lamb
-
-    return Lamb, common
-
-
-_RECIPES: dict[str, Callable[[dict[str, Any]], tuple[Callable[..., Optimizer], dict[str, Any]]]] = {
-    "apex_adam": _apex("FusedAdam", _fused_adamw),
-    "apex_lamb": _apex("FusedLAMB", _lamb),
-    "adamw_torch": lambda common: (torch.optim.AdamW, common),
-    "adamw_torch_fused": _fused_adamw,
-    "adamw_apex_fused": _apex("FusedAdam", _fused_adamw),
-    "adafactor": lambda common: (torch.optim.Adafactor, common),
-    "lamb": _lamb,
-}
+    path, _, variant = plan.optimizer_implementation.partition(" ")
+    module, _, name = path.rpartition(".")
+    options: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
+    if variant == "(fused)":
+        options["fused"] = True
+    return OptimizerSpec(getattr(import_module(module), name), options)
 
 
 def schedule(training: TrainingFlags, total_steps: int) -> Schedule:

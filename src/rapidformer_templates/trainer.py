@@ -33,8 +33,8 @@ class Trainer:
     """The template with every switch. It trains by iterations or by epochs.
 
     An empty subclass works from flags alone. In hooks these are at hand: ``self.config`` (all
-    flags), ``self.flags`` (your own), ``self.plan``, ``self.task``, after ``build_data`` ``self.data``, and after ``build_model``
-    ``self.model``, as the engine wrapped it.
+    flags), ``self.flags`` (your own), ``self.plan``, ``self.task``, after ``build_data``
+    ``self.data``, and after ``build_model`` ``self.model``, as the engine left it.
 
     Args:
         argv: the command line without the program's name; by default this process's.
@@ -158,9 +158,10 @@ class Trainer:
     def model_was_built(self, model: nn.Module) -> None:
         """Note how the model treats labels; the library calls it with what ``build_model`` returned."""
         self._labels_are_shifted = shifts_labels(model)
-        if hasattr(getattr(model, "config", None), "use_cache"):
+        settings: Any = getattr(model, "config", None)
+        if hasattr(settings, "use_cache"):
             # Keys and values kept for generation are wasted here, and wrong when a block is computed twice.
-            model.config.use_cache = False
+            settings.use_cache = False
 
     def fit(self) -> dict[str, Any]:
         """Train, starting local workers first if ``--nproc-per-node`` asks for them.

@@ -124,7 +124,7 @@ JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classi
 def train(job: str, double: bool, flags: str, save: str) -> dict[str, Any]:
     """The curve (loss and gradient norm of each step), final weights and summary of a run."""
     kind = type(job, (JOBS[job],), {"double": double})
-    template = kind(flags.split() + ["--save", save, "--lr", "1e-3", "--log-interval", "1"])
+    template = kind([*flags.split(), "--save", save, "--lr", "1e-3", "--log-interval", "1"])
     summary = template.fit()
     checkpoint = next(Path(save).glob("checkpoints/step-*"))
     weights: dict[str, torch.Tensor] = {}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.config import SECTIONS, spelling
+from rapidformer_templates.config import spelling
+from rapidformer_templates.flags import SECTIONS
 from rapidformer_templates.switches import REGISTRY, switch_options
 from rapidformer_templates.switches import _document as document
 from rapidformer_templates.switches._switch import Rule

@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
-    output.add_argument("--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here")
+    output.add_argument(
+        "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
+    )
     commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults")
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")

@@ -236,28 +236,32 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def split_documents(split: str, documents: int) -> list[tuple[int, int]]:
-    """The documents [first, last) of the training, validation and test part.
-
-    Shares are cumulated and rounded as Megatron-LM does, so that each document is in one part.
+def split_shares(split: str) -> list[float]:
+    """The three shares of ``--split``; those that are not given are 0.
 
     Raises:
         DataError: the text is not up to three shares, or they sum to nothing.
     """
-    hint = "write three shares, such as 969,30,1"
     try:
         shares = [float(share) for share in split.replace("/", ",").split(",")]
     except ValueError:
-        raise DataError(f"'{split}' are not shares of a corpus", where="--split", hint=hint) from None
-    shares += [0.0] * (3 - len(shares))
-    if len(shares) > 3 or min(shares) < 0 or sum(shares) <= 0:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        hint = "write three shares, such as 969,30,1"
         raise DataError(f"'{split}' are not shares of a corpus", where="--split", hint=hint)
+    return shares + [0.0] * (3 - len(shares))
+
+
+def split_documents(shares: Sequence[float], documents: int) -> list[tuple[int, int]]:
+    """The documents [first, last) of each part.
+
+    Shares are cumulated and rounded as Megatron-LM does, so that each document is in one part.
+    """
     bounds = [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * documents))
     excess = bounds[-1] - documents
-    bounds = [0] + [min(max(bound - excess, 0), documents) for bound in bounds[1:]]
-    return list(pairwise(bounds))
+    return list(pairwise([0] + [min(max(bound - excess, 0), documents) for bound in bounds[1:]]))
 
 
 class Windows(Sequence[dict[str, np.ndarray]]):

@@ -24,9 +24,10 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from rapidformer_templates.config import DataFlags, RunConfig, spelling
+from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.files import NUMBERED_BY_LINE, ROW_READERS, BadLines, Row
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.flags import DataFlags
 
 PART_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid", "test": "test"}
 STEM = re.compile(r"^(?:(?P<name>.+)[-_.])?(?P<part>train|validation|valid|val|dev|test)(?:-\d+-of-\d+)?$")

@@ -77,11 +77,9 @@ def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
             path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
     except Exception as error:  # transformers raises many kinds, and tokenizers a bare Exception
-        message = (
-            f"there is no tokenizer in {path}"
-            if Path(path).is_dir()
-            else f"'{path}' is neither a folder nor in the local cache"
-        )
+        message = f"'{path}' is neither a folder nor in the local cache"
+        if Path(path).is_dir():
+            message = f"there is no tokenizer in {path} that can be read"
         hint = "name a folder with tokenizer.json by --tokenizer-path; nothing is downloaded"
         raise ModelError(message, where=spelling(flag), hint=hint) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

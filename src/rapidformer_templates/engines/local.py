@@ -204,7 +204,8 @@ class FSDPEngine(SingleEngine):
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=torch.float32)
         for block in find_layout(model).blocks.values():
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]

@@ -103,7 +103,7 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
     unknown = set(saved) - {names[id(p)] for p in order}
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has optimizer state for parameters that are not trained here: {', '.join(sorted(unknown)[:6])}",
+            f"the checkpoint has optimizer state of what is not trained here: {', '.join(sorted(unknown)[:6])}",
             hint="train the same parameters, or take the weights alone with --weights-only",
         )
     state: dict[int, dict[str, Any]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.config import flag
+from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._checks import needs_template
 from rapidformer_templates.switches._switch import Example, Rule, Stage, Switch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.config import flag
+from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._checks import PARTITIONING
 from rapidformer_templates.switches._switch import Request, Resource, Stage, Switch
 

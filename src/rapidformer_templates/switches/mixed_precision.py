@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.config import RunConfig, flag
+from rapidformer_templates.config import RunConfig
 from rapidformer_templates.environment import Environment
+from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._changes import replace
 from rapidformer_templates.switches._checks import needs_template
 from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch

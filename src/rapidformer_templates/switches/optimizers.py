@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.config import flag
+from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._changes import replace
 from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.config import flag
+from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._changes import add
 from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
 

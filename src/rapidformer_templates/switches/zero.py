@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rapidformer_templates.config import flag
+from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._checks import PARTITIONING, needs_template
 from rapidformer_templates.switches._switch import Example, Resource, Rule, Stage, Switch
 

@@ -12,7 +12,7 @@ import torch
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.collate import IGNORE, CausalCollate, PadCollate
 from rapidformer_templates.data.masking import MaskTokens
-from rapidformer_templates.data.pretraining import Corpus, Windows, load_corpus, split_documents
+from rapidformer_templates.data.pretraining import Corpus, Windows, load_corpus, split_documents, split_shares
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.types import Data
@@ -83,13 +83,14 @@ class Pretraining(Task):
             raise DataError(
                 f"a sequence of {self.seq_length} tokens is too short", where="--seq-length", hint="use at least 3"
             )
-        ranges = split_documents(flags.split, len(corpus.ends) - 1)
+        shares = split_shares(flags.split)
+        ranges = split_documents(shares, len(corpus.ends) - 1)
         train, *held_out = (Windows(corpus, part, length, *around) for part in ranges)
         if not len(train):
             raise self._too_small("training", ranges[0], corpus)
         parts: list[Windows | None] = [train]
-        for name, part, windows in zip(("validation", "test"), ranges[1:], held_out, strict=True):
-            if not len(windows) and part[1] > part[0] and self.config.origin("split") != "default":
+        for name, share, part, windows in zip(("validation", "test"), shares[1:], ranges[1:], held_out, strict=True):
+            if not len(windows) and share > 0 and self.config.origin("split") != "default":
                 raise self._too_small(name, part, corpus)
             parts.append(windows if len(windows) else None)
         return parts

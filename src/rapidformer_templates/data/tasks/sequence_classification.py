@@ -21,6 +21,7 @@ from rapidformer_templates.data.tasks.base import (
     tokenized,
 )
 from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import DataError
 
 PAIRS = {
     "sentence1": "sentence2",
@@ -51,6 +52,9 @@ class SequenceClassification(Task):
         # What was held out of one file may hold a rare label that is not among the rows that are left.
         known = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
         self.labels = label_names(known, label, self.model_config)
+        if len(self.labels) < 2:
+            hint = "choose another --label-column; if the rows are sorted by label, shuffle them or use more of them"
+            raise DataError(f"every row has the label '{self.labels[0]}'", where=raw.train.files[0], hint=hint)
         sets = {name: self._samples(part, text, pair, label) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 

@@ -1,0 +1,166 @@
+"""The flags, by topic: fields of frozen dataclasses, from which parsing, help and docs are derived.
+
+The flags of each acceleration switch stand in the switch's own file. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    bare: str | None = None,
+    alias: str | None = None,
+    metavar: str | None = None,
+    minimum: float | None = None,
+) -> Any:
+    """Declare one flag as a dataclass field.
+
+    Args:
+        default: the value when nobody gives one.
+        help: one line for ``--help`` and the docs.
+        bare: the value when the flag stands without one (it then may stand without one).
+        alias: a second spelling, without the dashes.
+        metavar: what stands for the value in the help.
+        minimum: the least value that is accepted.
+    """
+    metadata = {"help": help, "bare": bare, "alias": alias, "metavar": metavar, "minimum": minimum}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class LaunchFlags:
+    """Launch"""
+
+    config: str | None = flag(None, "YAML file with flags; the command line wins", metavar="FILE")
+    template: Literal["Trainer", "Pretrainer", "Finetuner"] | None = flag(
+        None, "template of a black-box run (default: chosen from the task and the switches)"
+    )
+    user_script: str | None = flag(None, "white-box script to run with these flags", metavar="FILE")
+    nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1)
+    master_port: int | None = flag(None, "port on which the local workers meet (default: a free one)", minimum=1)
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train (default: a GPU if there is one)")
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Model"""
+
+    pretrained_model_name_or_path: str | None = flag(None, "folder (or cached hub name) with weights", metavar="PATH")
+    model_type: str | None = flag(None, "architecture to train from scratch: gpt2, bert, llama, t5, …")
+    num_layers: int | None = flag(None, "number of blocks", minimum=1)
+    hidden_size: int | None = flag(None, "width of the model", minimum=1)
+    num_attention_heads: int | None = flag(None, "attention heads of a block", minimum=1)
+    max_position_embeddings: int | None = flag(None, "longest sequence that the model can take, tokens", minimum=1)
+    seq_length: int | None = flag(
+        None, "length that samples are cut to, tokens (default: what the model takes)", minimum=1
+    )
+    dropout: float | None = flag(None, "dropout rate everywhere in the model (default: the model's own)", minimum=0)
+    trust_remote_code: bool = flag(False, "run code that comes with a model folder")
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Data"""
+
+    micro_batch_size: int = flag(1, "samples a data-parallel rank per forward", minimum=1)
+    global_batch_size: int | None = flag(
+        None, "samples an optimizer step over all ranks (default: micro batch × data-parallel size)", minimum=1
+    )
+    tokenizer_type: (
+        Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer"] | None
+    ) = flag(None, "tokenizer (default: the model's own)")
+    tokenizer_path: str | None = flag(
+        None, "folder of a HuggingFaceTokenizer (default: the model's folder)", metavar="PATH"
+    )
+    vocab_file: str | None = flag(None, "vocabulary of the first three tokenizer types", metavar="FILE")
+    merge_file: str | None = flag(None, "merges of a GPT2BPETokenizer", metavar="FILE")
+    split: str = flag("969,30,1", "train, valid and test shares of a pretraining corpus", metavar="T,V,T")
+    data_impl: Literal["mmap", "lazy", "cached", "infer"] = flag("mmap", "how an indexed corpus is read")
+    data_path: tuple[str, ...] | None = flag(
+        None, "pretraining corpus: files, a prefix, or a blend '0.3 A 0.7 B'", metavar="PATH"
+    )
+    data_dir: str | None = flag(None, "fine-tuning: folder with the files", metavar="DIR")
+    data_name: str | None = flag(
+        None, "fine-tuning: data set in that folder: a file stem or a saved data set", metavar="NAME"
+    )
+    text_column: str | None = flag(None, "column with the text (default: the task's usual names)", metavar="NAME")
+    pair_column: str | None = flag(None, "column with a second text or the question", metavar="NAME")
+    label_column: str | None = flag(None, "column with the label, the tags, the answers or the target", metavar="NAME")
+    validation_fraction: float = flag(0.1, "share held out when the data has no validation part", minimum=0)
+    max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
+    max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)
+    skip_bad_lines: bool = flag(False, "leave out lines that cannot be read, and count them")
+    data_cache_dir: str | None = flag(
+        None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR"
+    )
+    mask_prob: float = flag(0.15, "share of tokens that masked-LM pretraining hides", minimum=0)
+    short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)
+    group_by_length: bool | None = flag(None, "batches of samples of like length (default: in fine-tuning)")
+    dataloader_num_workers: int | None = flag(None, "loader processes a rank (default: by device and data)", minimum=0)
+    dataloader_pin_memory: bool | None = flag(None, "page-locked host memory (default: on a GPU)")
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Training"""
+
+    task: (
+        Literal[
+            "sequence_classification",
+            "token_classification",
+            "question_answering",
+            "masked_lm",
+            "causal_lm",
+            "seq2seq_lm",
+            "pretraining",
+        ]
+        | None
+    ) = flag(None, "what to train for")
+    save: str | None = flag(None, "run folder: checkpoints, metrics, summary, plan, exported model", metavar="DIR")
+    overwrite: bool = flag(False, "empty a run folder that already holds a run")
+    load: str | None = flag(None, "run folder or checkpoint to start from", metavar="DIR")
+    resume: bool = flag(False, "go on from the newest whole checkpoint in --save")
+    weights_only: bool = flag(False, "with --load: take the weights and start everything else anew")
+    lr: float | None = flag(None, "peak learning rate", minimum=0)
+    lr_decay_style: Literal["linear", "cosine", "constant"] = flag("linear", "shape of the learning rate after warmup")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)
+    lr_decay_iters: int | None = flag(None, "steps over which it decays (default: all)", minimum=1)
+    lr_warmup_iters: int | None = flag(None, "steps of warmup", minimum=0)
+    lr_warmup_fraction: float | None = flag(None, "warmup as a share of the decay steps", minimum=0)
+    weight_decay: float = flag(0.01, "decoupled weight decay; biases and norms are left out", minimum=0)
+    clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
+    train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1)
+    epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1)
+    log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)
+    eval_interval: int | None = flag(
+        None, "steps between evaluations (default: the end of each epoch, or of the run)", minimum=1
+    )
+    eval_iters: int | None = flag(None, "batches an evaluation (default: all)", minimum=1)
+    save_interval: int | None = flag(
+        None, "steps between checkpoints (default: the end of each epoch, or of the run)", minimum=1
+    )
+    keep_checkpoints: int = flag(2, "newest checkpoints that are kept (the best one is kept besides)", minimum=1)
+    keep_best: bool | None = flag(None, "keep and export the checkpoint with the best metric (default: in fine-tuning)")
+    metric_for_best: str | None = flag(
+        None, "metric by which the best checkpoint is kept (default: the task's)", metavar="NAME"
+    )
+    export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
+    seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0)
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether the task is one of fine-tuning; it decides some defaults, in every template alike."""
+        return self.task not in (None, "pretraining")
+
+
+SECTIONS: dict[str, type] = {
+    "launch": LaunchFlags,
+    "model": ModelFlags,
+    "data": DataFlags,
+    "training": TrainingFlags,
+}

