@@ -46,8 +46,9 @@ class Receipts:
         """Around the first step: what its forward puts out, and what it keeps for the backward."""
         if "saved_tensor_bytes" in self.wanted:
             self._early |= self._saved_tensors(microbatches[0])
-        blocks = find_layout(self.engine.model).blocks.values() or [self.engine.model]
-        hooks = [block.register_forward_hook(self._see_output) for block in blocks]
+        # Leaves, because the sums between them (a residual stream, for instance) keep the wider type.
+        leaves = [module for module in self.engine.model.modules() if next(module.children(), None) is None]
+        hooks = [leaf.register_forward_hook(self._see_output) for leaf in leaves]
         before = self.engine.micro_steps
         try:
             yield

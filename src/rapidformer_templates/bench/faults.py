@@ -12,7 +12,9 @@ import ctypes
 import multiprocessing
 import multiprocessing.connection
 import random
+import re
 import shutil
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -159,7 +161,7 @@ class _Moments:
     def __init__(self, seed: int, uninterrupted: Life) -> None:
         self._draw = random.Random(seed)
         self._life = uninterrupted.seconds
-        self._save = max(uninterrupted.saves)
+        self._save = 1.2 * statistics.median(uninterrupted.saves)
         self._count = 0
 
     def next(self) -> Kill:
@@ -213,22 +215,21 @@ def spend_life(trainee: str, run: Path, kill: Kill | None = None) -> Life:
 
 
 def _last_words(run: Path) -> str:
+    """The last line that the run's processes said, without its folder."""
     lines = Path(f"{run}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1].replace(f"{run}/", "") if lines else "it said nothing"
 
 
 def _difference(expected: Outcome, actual: Outcome) -> str | None:
     """The first thing in which two outcomes differ, in words."""
     for part, value in expected.items():
-        other = actual.get(part)
-        if other == value:
-            continue
-        if not isinstance(value, list) or not isinstance(other, list):
-            return f"{part} differs"
+        other = actual.get(part, [])
         if len(value) != len(other):
-            return f"{part} has {len(other)} lines instead of {len(value)}"
-        line = next(i for i, (a, b) in enumerate(zip(value, other, strict=True)) if a != b)
-        return f"{part}, line {line + 1}: {other[line]} instead of {value[line]}"
+            return f"{part} has {len(other)} entries instead of {len(value)}"
+        for number, (wanted, found) in enumerate(zip(value, other, strict=True), start=1):
+            if wanted != found:
+                words = f"{found} instead of {wanted}" if isinstance(wanted, dict) else wanted[0]
+                return f"{part}, entry {number}: {words}"
     return None
 
 
@@ -265,7 +266,7 @@ def _notes(reports: list[FaultReport]) -> list[str]:
             f"{report.name}: {report.survived} of {report.kills.total()} kills survived by itself, "
             f"{report.identical} of {report.complete} complete runs identical to the uninterrupted one"
         )
-        last_words = Counter(text.partition(": ")[2] for text in report.stuck)
+        last_words = Counter(re.sub(r"\d+", "N", text.partition(": ")[2]) for text in report.stuck)
         notes += [f"  {count} × could not go on: {text}" for text, count in last_words.most_common()]
         notes += [f"  differs: {text}" for text in report.different[:5]]
     return notes

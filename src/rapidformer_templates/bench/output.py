@@ -72,9 +72,11 @@ def put_out(
         draw: draws the picture.
     """
     console = Console()
+    if not console.is_terminal:
+        console.width = 120
     console.print(table)
     for note in notes:
-        console.print(note, markup=False, highlight=False)
+        print(note)
     document = {"benchmark": name, "machine": machine(), "versions": versions(), **result, "notes": notes}
     files = [options.json] if options.json else []
     if options.output:

@@ -77,12 +77,8 @@ def _optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Lam
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         groups[not undecayed(name, parameter)].append(parameter)
-    optimizer = torch.optim.AdamW(
-        [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}],
-        lr=LR,
-        weight_decay=WEIGHT_DECAY,
-        fused=True,
-    )
+    options: list[dict[str, Any]] = [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(options, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: 1.0 - step / steps)
 
 
@@ -153,7 +149,7 @@ class Fabric(Contender):
         fabric = LightningFabric(accelerator="cpu", devices=1)
         optimizer, scheduler = _optimizer(self.model, self.steps)
         model, optimizer = fabric.setup(self.model, optimizer)
-        loader = fabric.setup_dataloaders(_loader(self.steps))
+        loader: Any = fabric.setup_dataloaders(_loader(self.steps))
         model.train()
         for batch in loader:
             loss = model(**batch).loss
@@ -173,7 +169,7 @@ class Accelerate(Contender):
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=True)
-        parts = (self.model, *_optimizer(self.model, self.steps), _loader(self.steps))
+        parts: Any = (self.model, *_optimizer(self.model, self.steps), _loader(self.steps))
         model, optimizer, scheduler, loader = accelerator.prepare(*parts)
         model.train()
         for batch in loader:

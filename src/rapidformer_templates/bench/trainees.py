@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
@@ -21,7 +22,9 @@ import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401  (a finished run draws its curves)
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
+from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -30,7 +33,7 @@ from rapidformer_templates.data.types import Data
 from rapidformer_templates.run_folder import RunFolder, read_metrics
 from rapidformer_templates.trainer import Trainer
 
-STEPS, SAVE_EVERY, EVALUATE_EVERY, BATCH, LENGTH, LR = 40, 2, 10, 4, 48, 1e-3
+STEPS, SAVE_EVERY, EVALUATE_EVERY, BATCH, LENGTH, LR = 60, 3, 20, 8, 64, 1e-3
 
 TIMINGS = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
 """Fields of a metrics line that no two runs have in common."""
@@ -51,8 +54,8 @@ class SharedPlace(Protocol):
     value: int
 
 
-Outcome = dict[str, Any]
-"""What two equal runs have in common, part by part: lines of metrics, bytes of files."""
+Outcome = dict[str, list[Any]]
+"""What two equal runs have in common, part by part: lines of metrics, contents of files."""
 
 
 def live(trainee: str, folder: str, place: SharedPlace) -> None:
@@ -66,6 +69,7 @@ def live(trainee: str, folder: str, place: SharedPlace) -> None:
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore between processes, which a kill would leak
     torch.set_num_threads(1)
     TRAINEES[trainee].live(Path(folder), place)
 
@@ -90,8 +94,8 @@ def text_samples() -> list[dict[str, torch.Tensor]]:
 
 def small_gpt() -> GPT2LMHeadModel:
     """Dropout is 0.1 everywhere, so that a random state that was not restored shows in the losses."""
-    sizes = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes))
+    sizes: dict[str, Any] = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
 
 
 @contextmanager
@@ -139,8 +143,8 @@ class Ours:
         final = checkpoint.folder_of(root.checkpoints, STEPS)
         return {
             "metrics.jsonl": [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines],
-            **{path.name: path.read_bytes() for path in sorted(final.glob("*.safetensors"))},
-            "exported weights": (root.export / "model.safetensors").read_bytes(),
+            **{path.name: _contents(path) for path in sorted(final.glob("*.safetensors"))},
+            "exported weights": _contents(root.export / "model.safetensors"),
         }
 
 
@@ -190,9 +194,16 @@ class TransformersTrainer:
         timings = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
         return {
             "log_history": [{k: v for k, v in line.items() if k not in timings} for line in history],
-            "checkpoint weights": (final / "model.safetensors").read_bytes(),
-            "exported weights": (folder / "export" / "model.safetensors").read_bytes(),
+            "checkpoint weights": _contents(final / "model.safetensors"),
+            "exported weights": _contents(folder / "export" / "model.safetensors"),
         }
+
+
+def _contents(path: Path) -> list[tuple[str, Any]]:
+    """What a safetensors file holds, bit for bit; its metadata have no order of their own."""
+    with safe_open(path, "pt") as file:
+        tensors = [(name, file.get_tensor(name).numpy().tobytes()) for name in sorted(file.keys())]
+        return [*sorted((file.metadata() or {}).items()), *tensors]
 
 
 TRAINEES: dict[str, Trainee] = {"ours": Ours(), "transformers": TransformersTrainer()}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rapidformer_templates.architectures import objective_of
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.collate import IGNORE, CausalCollate, PadCollate
 from rapidformer_templates.data.masking import MaskTokens
@@ -17,7 +18,7 @@ from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models import model_type_of, objective_of
+from rapidformer_templates.models import model_type_of
 
 AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 
