@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -36,9 +36,8 @@ def export_model(engine: Engine, model: nn.Module, template: Trainer, folder: Pa
         _save_transformers(model, weights, temporary)
     else:
         save_file(weights, temporary / "model.safetensors")
-    tokenizer: Any = template.task.tokenizer if template.config.training.task else None
-    if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
+    if template.tokenizer is not None:
+        template.tokenizer.save_pretrained(temporary)
     for path in temporary.iterdir():
         sync(path)
     if folder.exists():

@@ -78,6 +78,7 @@ def summarise(
         "wall_seconds": rates["wall_seconds"],
         "parameters": sum(p.numel() for p in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
         "receipts": receipts,
         "versions": versions(),
     }

@@ -18,7 +18,7 @@ from rapidformer_templates.meter import Meter
 from rapidformer_templates.progress import Progress
 from rapidformer_templates.random_state import seed_all
 from rapidformer_templates.receipts import Receipts
-from rapidformer_templates.report import show_plan, show_results, summarise
+from rapidformer_templates.report import say, show_plan, show_results, summarise
 from rapidformer_templates.resume import take_up
 from rapidformer_templates.run_folder import MetricsFile, RunFolder
 from rapidformer_templates.signals import stop_request
@@ -77,6 +77,9 @@ def train(template: Trainer, workers: Workers, stop: Any) -> dict[str, Any]:
     # 2. The data, then the model: a classifier must know its labels.
     template.data = data = template.build_data()
     samples = data.train
+    skipped = template.task.skipped if template.uses_task else []
+    if skipped:
+        say(workers, f"left out {len(skipped)} lines that cannot be read: {'; '.join(skipped[:5])}", loud=True)
     if samples is None or len(samples) == 0:
         raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
     engine = _engine(plan.engine)(plan, workers, clip_grad=training.clip_grad)
@@ -177,7 +180,7 @@ def _best_metric(template: Trainer, evaluator: Evaluator | None) -> tuple[str, b
             training.metric_for_best,
             "loss" not in training.metric_for_best and training.metric_for_best != "perplexity",
         )
-    if training.task is None:
+    if not template.uses_task:
         return "eval_loss", False
     return template.task.best_metric, template.task.greater_is_better
 

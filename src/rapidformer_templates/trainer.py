@@ -52,9 +52,14 @@ class Trainer:
     model: nn.Module
     peak_lr: float
 
+    tokenizer: Any = None
+    """Exported with the model; set it where you build one of your own."""
+
+    uses_task = False
+    """Whether the data come from ``--task``, so that its predictions and metrics fit them."""
+
     def __init__(self, argv: Sequence[str] | None = None, **flags: Any) -> None:
-        caller = sys._getframe(1)
-        where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+        where = _caller()
         self.config: RunConfig = configure.read_config(
             type(self), sys.argv[1:] if argv is None else argv, {name: (value, where) for name, value in flags.items()}
         )
@@ -68,7 +73,9 @@ class Trainer:
 
     def build_data(self) -> Data:
         """Data sets and a collate function; the loop makes the loaders."""
-        return self.task.build_data()
+        data = self.task.build_data()
+        self.uses_task, self.tokenizer = True, self.task.tokenizer
+        return data
 
     def compute_loss(self, model: Any, batch: Batch) -> Any:
         """The mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
@@ -94,7 +101,7 @@ class Trainer:
 
     def predict(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]:
         """(predictions, references) of an evaluated batch, one entry a sample, on the host."""
-        if self.config.training.task is None:
+        if not self.uses_task:
             return [None] * _samples(batch), [None] * _samples(batch)
         if self.task.generates:
             outputs = self.task.generate(self.model, to_device(batch, next(self.model.parameters()).device))
@@ -102,9 +109,7 @@ class Trainer:
 
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
         """Metrics of a whole validation set, from what :meth:`predict` gave for each sample, in its order."""
-        return (
-            {} if self.config.training.task is None else self.task.compute_metrics(list(predictions), list(references))
-        )
+        return self.task.compute_metrics(list(predictions), list(references)) if self.uses_task else {}
 
     # Callbacks; they do nothing by default and run on every rank.
 
@@ -185,6 +190,14 @@ class Trainer:
             template.fit()
         except RapidformerError as error:
             _fail(error)
+
+
+def _caller() -> str:
+    """The place in the user's script that we were called from: ``train.py:8``."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _fail(error: RapidformerError) -> NoReturn:

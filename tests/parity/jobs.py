@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Trainer
+from rapidformer_templates.run_folder import read_metrics
 
 VOCABULARY = 67
 
@@ -54,7 +55,8 @@ class _Job(Trainer):
     double = False
 
     def build_data(self) -> Data:
-        return Data(train=_sequences(), collate=lambda samples: _pad(samples, classes=self.classes))
+        samples = _sequences()
+        return Data(train=samples, valid=samples[:13], collate=lambda samples: _pad(samples, classes=self.classes))
 
     def build_model(self) -> torch.nn.Module:
         model = self.make()
@@ -135,4 +137,5 @@ def train(job: str, double: bool, flags: str, save: str) -> dict[str, Any]:
             part = load_file(checkpoint / file)[name]
             whole[tuple(slice(o, o + s) for o, s in zip(offset, part.shape, strict=True))] = part.double()
         weights[name] = whole
-    return {"curve": template.curve, "weights": weights, "summary": summary}
+    evaluations = [line["eval_loss"] for line in read_metrics(Path(save) / "metrics.jsonl") if "eval_loss" in line]
+    return {"curve": template.curve, "weights": weights, "summary": summary, "evaluations": evaluations}

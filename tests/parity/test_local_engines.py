@@ -12,7 +12,7 @@ from tests.parity.jobs import JOBS, train
 from tests.worker_group import run_in_workers
 
 CLIP = 0.1
-STEPS = f"--train-iters 10 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
 ALONE = {"accumulated": f"{STEPS} --micro-batch-size 2"}
 PAIRS = {
     "ddp": f"{STEPS} --micro-batch-size 4",
@@ -74,6 +74,8 @@ def _assert_close(actual: Any, expected: Any, double: bool) -> None:
 def test_layout_follows_one_process(layout: str, job: str, double: bool, references: Any, runs: Any) -> None:
     expected, actual = references[job, double], runs[job, double, layout]
     _assert_close(actual["curve"], expected["curve"], double)
+    assert len(expected["evaluations"]) == 3
+    _assert_close(actual["evaluations"], expected["evaluations"], double)
     assert actual["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         _assert_close(actual["weights"][name], weight, double)

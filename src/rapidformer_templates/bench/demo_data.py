@@ -45,7 +45,8 @@ def make_demo_data(folder: Path, train: int = 2000, held_out: int = 1000, seed: 
     folder.mkdir(parents=True, exist_ok=True)
     for part, rows in (("train", drawn[:train]), ("valid", drawn[train:])):
         with (folder / f"{DATA_NAME}-{part}.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
+            # Everything in quotes: some tweets hold a bare carriage return, which csv leaves unquoted.
+            writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
             writer.writerow(("text", "label"))
             writer.writerows(tweets[row] for row in rows)
 

@@ -146,13 +146,17 @@ def transformers_trainer(folder: Path, seed: int, sampling: str) -> Figures:
             data_collator=watch.counting(transformers.DataCollatorWithPadding(tokenizer), len(train)),
             train_dataset=train,
             eval_dataset=valid,
-            compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
+            compute_metrics=_accuracy,
             callbacks=[Look()],
         )
         trainer.train()
         began = time.perf_counter()
         metrics = trainer.evaluate()
     return watch.figures(len(train), len(valid), time.perf_counter() - began, metrics["eval_accuracy"])
+
+
+def _accuracy(evaluated: Any) -> Figures:
+    return {"accuracy": float((evaluated.predictions.argmax(-1) == evaluated.label_ids).mean())}
 
 
 def _tokenized(file: Path, tokenizer: Any) -> Any:

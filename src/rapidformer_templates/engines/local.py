@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -210,3 +210,21 @@ class FSDPEngine(SingleEngine):
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
         return nullcontext()
+
+    def _settle(self) -> None:
+        """Give up whole parameters that a forward without a backward (an evaluation) has left behind."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        self._settle()
+        return super().pieces(kind)
+
+    def load(self, reader: StateReader, *, optimizer: bool) -> None:
+        self._settle()
+        super().load(reader, optimizer=optimizer)
+
+    def full_weights(self) -> dict[str, torch.Tensor] | None:
+        self._settle()
+        return super().full_weights()
