@@ -3,14 +3,13 @@
     python examples/pretrain_gpt.py
     python examples/pretrain_gpt.py --model-type llama --train-iters 300 --save runs/llama
 
-Needs no data and no model: it reads the sources of the Python that runs it, trains a byte-level
-BPE tokenizer on them, and starts from random weights. Every flag of the black box works here, too.
+It reads the sources of the Python that runs it, trains a byte-level BPE tokenizer on them, and
+starts from random weights. Every flag of the black box is taken, and those of ``CorpusFlags``.
 """
 
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,22 +33,24 @@ class PythonGPT(Pretrainer):
     """Pretrain a language model on Python's own library."""
 
     Flags = CorpusFlags
+    uses_task = True  # these data are what the task makes, too: its predictions and metrics fit them
 
     def build_data(self) -> Data:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[: self.flags.max_files]
         texts = [file.read_text(encoding="utf-8", errors="replace") + END for file in files]
         bpe = ByteLevelBPETokenizer()
         bpe.train_from_iterator(texts, self.flags.vocab_size, special_tokens=[END], show_progress=False)
-        self.task.tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END, pad_token=END)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END, pad_token=END)
+        self.tokenizer = self.task.tokenizer = tokenizer  # for export/, and for the size of the model's vocabulary
         tokens = np.concatenate([encoding.ids for encoding in bpe.encode_batch(texts)])
         length = self.task.seq_length
-        windows = torch.from_numpy(tokens[: len(tokens) // length * length].reshape(-1, length))
+        windows = tokens[: len(tokens) // length * length].reshape(-1, length)
         held_out = max(1, len(windows) // 20)
-        return Data(train=windows[:-held_out], valid=windows[-held_out:], collate=self.collate)
+        return Data(train=list(windows[:-held_out]), valid=list(windows[-held_out:]), collate=self.collate)
 
     @staticmethod
-    def collate(samples: list[torch.Tensor]) -> dict[str, Any]:
-        tokens = torch.stack(samples)
+    def collate(samples: list[np.ndarray]) -> dict[str, torch.Tensor]:
+        tokens = torch.from_numpy(np.stack(samples))
         return {"input_ids": tokens, "labels": tokens}
 
 

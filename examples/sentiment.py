@@ -3,13 +3,11 @@
     MODEL=$(python -m rapidformer_templates.bench.demo_data runs/demo-data)
     python examples/sentiment.py --config examples/sentiment.yaml --pretrained-model-name-or-path $MODEL
 
-The second line takes every flag of the black box, and those of ``SentimentFlags``. Hooks that are
-left out (optimizer, schedule, predictions, metrics …) come from the task and the flags.
+It takes every flag of the black box. Hooks that are left out come from the task and the flags.
 """
 
 import csv
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -32,14 +30,16 @@ class Sentiment(Finetuner):
     """Fine-tune a classifier of tweets."""
 
     Flags = SentimentFlags
+    uses_task = True  # the data have the form of the task's: its predictions and metrics fit them
 
     def build_data(self) -> Data:
-        collate = DataCollatorWithPadding(self.task.tokenizer)
+        self.tokenizer = self.task.tokenizer  # exported with the model
+        collate = DataCollatorWithPadding(self.tokenizer)
         return Data(train=self.read("train"), valid=self.read("valid"), collate=collate)
 
     def read(self, part: str) -> list[dict[str, Any]]:
         flags = self.config.data
-        with Path(f"{flags.data_dir}/{flags.data_name}-{part}.csv").open(encoding="utf-8", newline="") as file:
+        with open(f"{flags.data_dir}/{flags.data_name}-{part}.csv", encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         tokenized = self.task.tokenizer([row["text"] for row in rows], truncation=True, max_length=self.task.seq_length)
         return [
@@ -49,7 +49,7 @@ class Sentiment(Finetuner):
 
     def build_model(self) -> Any:
         names = dict(enumerate(LABELS))
-        folder = self.config.model.pretrained_model_name_or_path
+        folder = str(self.config.model.pretrained_model_name_or_path)
         return AutoModelForSequenceClassification.from_pretrained(folder, id2label=names)
 
     def compute_loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:

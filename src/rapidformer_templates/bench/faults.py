@@ -124,7 +124,7 @@ def run_faults(
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = TRAINEES[trainee].name
-    report, moments = FaultReport(name), _Moments(seed, _references(trainee, folder))
+    report, moments = FaultReport(name), Moments(seed, _references(trainee, folder))
     expected = TRAINEES[trainee].outcome(folder / "uninterrupted-1")
     number = 0
     while report.kills.total() < kills:
@@ -134,7 +134,7 @@ def run_faults(
             report.stuck.append(f"{run.name}: {_last_words(run)}")
             continue
         report.complete += 1
-        difference = _difference(expected, TRAINEES[trainee].outcome(run))
+        difference = difference(expected, TRAINEES[trainee].outcome(run))
         if difference:
             report.different.append(f"{run.name}: {difference}")
         else:
@@ -149,13 +149,13 @@ def _references(trainee: str, folder: Path) -> Life:
         life = spend_life(trainee, run)
         if life.status != 0:
             raise RapidformerError(f"a run that nobody killed failed: {_last_words(run)}", where=f"{run}.log")
-    difference = _difference(*(TRAINEES[trainee].outcome(run) for run in runs))
+    difference = difference(*(TRAINEES[trainee].outcome(run) for run in runs))
     if difference:
         raise RapidformerError(f"two uninterrupted runs differ: {difference}", where=str(folder))
     return life
 
 
-class _Moments:
+class Moments:
     """Draws the moments of the kills: over a whole life, every second one in a save."""
 
     def __init__(self, seed: int, uninterrupted: Life) -> None:
@@ -170,9 +170,7 @@ class _Moments:
         return Kill(self._draw.uniform(0, self._life), into_save)
 
 
-def _live_through(
-    trainee: str, run: Path, report: FaultReport, kills: int, moments: _Moments, advance: Advance
-) -> bool:
+def _live_through(trainee: str, run: Path, report: FaultReport, kills: int, moments: Moments, advance: Advance) -> bool:
     """Kill and resume one run until it is complete; False if it could not go on."""
     while True:
         life = spend_life(trainee, run, moments.next() if report.kills.total() < kills else None)
@@ -220,7 +218,7 @@ def _last_words(run: Path) -> str:
     return lines[-1].replace(f"{run}/", "") if lines else "it said nothing"
 
 
-def _difference(expected: Outcome, actual: Outcome) -> str | None:
+def difference(expected: Outcome, actual: Outcome) -> str | None:
     """The first thing in which two outcomes differ, in words."""
     for part, value in expected.items():
         other = actual.get(part, [])

@@ -1,11 +1,13 @@
 """One run of ``bench peers``, in a process of its own.
 
-``python -m rapidformer_templates.bench.peers_job SOLUTION FOLDER SEED RESULT`` trains on the tweets
-in ``FOLDER/data`` and writes its figures to the file ``RESULT``.
+``python -m rapidformer_templates.bench.peers_job SOLUTION FOLDER SEED`` trains on the tweets in
+``FOLDER``. It waits for a line on standard input before each turn, and writes one to standard output
+at the end of each: ``paused``, or the run's figures as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -13,12 +15,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rapidformer_templates.bench.demo_data import DATA_NAME, demo_model_folder
 
 BATCH, EPOCHS, LR, WEIGHT_DECAY, WARMUP, MAX_LENGTH = 32, 1, 5e-5, 0.01, 0.1, 128
+STEPS_A_TURN = 4
+PAUSED = "paused\n"
 LABELS = ("negative", "neutral", "positive")
 
 Figures = dict[str, float]
@@ -26,17 +31,25 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 
 
 class Watch:
-    """Times the training from before its first step to after its last, and counts what it computed."""
+    """Times the training steps, lets the other solutions have their turns, and counts what was computed."""
 
-    def __init__(self) -> None:
-        self.began = self.first_step = self.last_step = time.perf_counter()
-        self.batches = self.tokens = self.positions = 0
+    def __init__(self, pause: Callable[[], None]) -> None:
+        self._pause = pause
+        self.mark = 0.0  # since when the clock runs
+        self.seconds = 0.0  # from before the first step to after the last, without the turns of others
+        self.steps = self.batches = self.tokens = self.positions = 0
 
     def training_starts(self) -> None:
-        self.first_step = time.perf_counter()
+        self._pause()
+        self.mark = time.perf_counter()
 
     def step_ends(self) -> None:
-        self.last_step = time.perf_counter()
+        now = time.perf_counter()
+        self.seconds += now - self.mark
+        self.steps += 1
+        if self.steps % STEPS_A_TURN == 0:
+            self._pause()
+        self.mark = time.perf_counter()
 
     def counting(self, collate: Collate, samples: int) -> Collate:
         """``collate``, counting tokens and positions of the batches in which ``samples`` are trained on."""
@@ -53,22 +66,19 @@ class Watch:
         return counted
 
     def figures(self, samples: int, held_out: int, eval_seconds: float, accuracy: float) -> Figures:
-        train_seconds = self.last_step - self.first_step
         return {
-            "samples_per_second": samples * EPOCHS / train_seconds,
+            "samples_per_second": samples * EPOCHS / self.seconds,
             "eval_samples_per_second": held_out / eval_seconds,
             "positions_a_token": self.positions / self.tokens,
             "accuracy": accuracy,
-            "train_seconds": train_seconds,
-            "total_seconds": time.perf_counter() - self.began,
+            "train_seconds": self.seconds,
+            "eval_seconds": eval_seconds,
         }
 
 
-def ours(folder: Path, seed: int) -> Figures:
+def ours(folder: Path, seed: int, watch: Watch) -> Figures:
     """The black box's own template and flags; what is added only looks on."""
     from rapidformer_templates import Data, Finetuner
-
-    watch = Watch()
 
     class Watched(Finetuner):
         def build_data(self) -> Data:
@@ -85,12 +95,12 @@ def ours(folder: Path, seed: int) -> Figures:
             watch.step_ends()
 
         def on_evaluate(self, step: int, metrics: Any) -> None:
-            self.eval_seconds = time.perf_counter() - watch.last_step
+            self.eval_seconds = time.perf_counter() - watch.mark
 
     with tempfile.TemporaryDirectory(prefix="rapidformer-peers-") as save:
         flags = [
             *("--task", "sequence_classification", "--pretrained-model-name-or-path", demo_model_folder()),
-            *("--data-dir", folder / "data", "--data-name", DATA_NAME, "--seq-length", MAX_LENGTH),
+            *("--data-dir", folder, "--data-name", DATA_NAME, "--seq-length", MAX_LENGTH),
             *("--micro-batch-size", BATCH, "--epochs", EPOCHS, "--lr", LR, "--lr-warmup-fraction", WARMUP),
             *("--weight-decay", WEIGHT_DECAY, "--optimizer", "adamw_torch_fused", "--seed", seed, "--save", save),
         ]
@@ -100,7 +110,7 @@ def ours(folder: Path, seed: int) -> Figures:
     return watch.figures(len(train), len(valid), template.eval_seconds, summary["metrics"]["accuracy"])
 
 
-def transformers_trainer(folder: Path, seed: int, sampling: str) -> Figures:
+def transformers_trainer(folder: Path, seed: int, watch: Watch, sampling: str) -> Figures:
     """The same by transformers' Trainer, as its documentation shows it; batches padded to their longest.
 
     Args:
@@ -108,10 +118,9 @@ def transformers_trainer(folder: Path, seed: int, sampling: str) -> Figures:
     """
     import transformers
 
-    watch = Watch()
     transformers.set_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model_folder())
-    train, valid = (_tokenized(folder / "data" / f"{DATA_NAME}-{part}.csv", tokenizer) for part in ("train", "valid"))
+    train, valid = (_tokenized(folder / f"{DATA_NAME}-{part}.csv", tokenizer) for part in ("train", "valid"))
     model = transformers.AutoModelForSequenceClassification.from_pretrained(demo_model_folder(), num_labels=len(LABELS))
 
     class Look(transformers.TrainerCallback):
@@ -169,17 +178,25 @@ def _tokenized(file: Path, tokenizer: Any) -> Any:
     ]
 
 
-SOLUTIONS: dict[str, Callable[[Path, int], Figures]] = {
+SOLUTIONS: dict[str, Callable[[Path, int, Watch], Figures]] = {
     "rapidformer_templates": ours,
-    "transformers, dynamic padding": lambda folder, seed: transformers_trainer(folder, seed, "random"),
-    "transformers, grouped by length": lambda folder, seed: transformers_trainer(folder, seed, "group_by_length"),
+    "transformers, dynamic padding": partial(transformers_trainer, sampling="random"),
+    "transformers, grouped by length": partial(transformers_trainer, sampling="group_by_length"),
 }
 
 
 def main() -> None:
-    solution, folder, seed, result = sys.argv[1:]
-    figures = SOLUTIONS[solution](Path(folder), int(seed))
-    Path(result).write_text(json.dumps(figures), encoding="utf-8")
+    solution, folder, seed = sys.argv[1:]
+    answers = sys.stdout
+
+    def pause() -> None:
+        print(PAUSED, end="", file=answers, flush=True)
+        sys.stdin.readline()
+
+    sys.stdin.readline()
+    with contextlib.redirect_stdout(sys.stderr):  # what the libraries say is no answer
+        figures = SOLUTIONS[solution](Path(folder), int(seed), Watch(pause))
+    print(json.dumps(figures), file=answers, flush=True)
 
 
 if __name__ == "__main__":

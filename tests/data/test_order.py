@@ -1,0 +1,107 @@
+"""The order of the samples is a function of the seed and the step alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rapidformer_templates.data.loader import Request, eval_requests, train_requests
+from rapidformer_templates.data.order import SampleOrder
+
+SIZES = st.integers(1, 60)
+BATCHES = st.integers(1, 16)
+
+
+def _requests(order: SampleOrder, steps: range, data_size: int, accumulation: int) -> list[list[Request]]:
+    """For each step the requests of all ranks, micro batch by micro batch."""
+    ranks = [
+        list(train_requests(order, steps.start, steps.stop, rank=rank, data_size=data_size, accumulation=accumulation))
+        for rank in range(data_size)
+    ]
+    return [
+        [ranks[rank][i * accumulation + micro] for micro in range(accumulation) for rank in range(data_size)]
+        for i in range(len(steps))
+    ]
+
+
+@given(SIZES, BATCHES, st.booleans(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_an_epoch_holds_each_sample_once(size: int, batch: int, grouped: bool, by_epochs: bool, seed: int) -> None:
+    lengths = np.random.default_rng(1).integers(1, 9, size) if grouped else None
+    order = SampleOrder(size, batch, seed, by_epochs=by_epochs, lengths=lengths)
+    if by_epochs:
+        steps = [order.step(step)[0] for step in range(2 * order.steps_per_epoch)]
+        epochs = steps[: order.steps_per_epoch], steps[order.steps_per_epoch :]
+        assert all(sorted(np.concatenate(epoch)) == list(range(size)) for epoch in epochs)
+        return
+    # Without borders between epochs, whole windows hold whole runs of positions, none lost or doubled.
+    steps = range(100)
+    drawn = [order.step(step) for step in steps]
+    of_position = dict(zip(np.concatenate([p for _, p in drawn]), np.concatenate([s for s, _ in drawn]), strict=True))
+    assert sorted(of_position) == list(range(100 * batch))
+    for start in range(0, 100 * batch - size + 1, size):
+        assert sorted(of_position[p] for p in range(start, start + size)) == list(range(size))
+
+
+@given(SIZES, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_ranks_and_micro_batches_share_the_step(
+    size: int, micro: int, data_size: int, accumulation: int, grouped: bool, by_epochs: bool
+) -> None:
+    lengths = np.random.default_rng(2).integers(1, 9, size) if grouped else None
+
+    def order() -> SampleOrder:
+        return SampleOrder(size, micro * data_size * accumulation, 5, by_epochs=by_epochs, lengths=lengths)
+
+    whole = order()
+    for step, requests in enumerate(_requests(order(), range(7), data_size, accumulation)):
+        shared = [sample for request in requests if not request.idle for sample in request.samples]
+        assert shared == whole.step(step)[0].tolist()
+        assert all(len(request.samples) <= micro for request in requests)
+        assert all(len(request.samples) == len(request.keys) for request in requests)
+
+
+@given(SIZES, BATCHES, st.booleans(), st.integers(0, 40))
+@settings(max_examples=80, deadline=None)
+def test_seeking_gives_the_same_step_as_walking(size: int, batch: int, grouped: bool, step: int) -> None:
+    lengths = np.random.default_rng(3).integers(1, 9, size) if grouped else None
+    walked = SampleOrder(size, batch, 5, by_epochs=False, lengths=lengths)
+    for earlier in range(step):
+        walked.step(earlier)
+    sought = SampleOrder(size, batch, 5, by_epochs=False, lengths=lengths)
+    for one, other in zip(walked.step(step), sought.step(step), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+def test_epochs_are_shuffled_anew_and_by_the_seed() -> None:
+    order = SampleOrder(50, 50, 5, by_epochs=True)
+    first, second = order.step(0)[0].tolist(), order.step(1)[0].tolist()
+    other = SampleOrder(50, 50, 6, by_epochs=True).step(0)[0].tolist()
+    assert len({tuple(first), tuple(second), tuple(other), tuple(range(50))}) == 4
+
+
+def test_grouping_saves_padding_and_stays_random() -> None:
+    lengths = np.random.default_rng(4).lognormal(4, 0.8, 4000).astype(np.int64) + 1
+    padding = {}
+    for name, given_lengths in (("random", None), ("grouped", lengths)):
+        order = SampleOrder(4000, 32, 5, by_epochs=True, lengths=given_lengths)
+        batches = [order.step(step)[0] for step in range(order.steps_per_epoch)]
+        padding[name] = sum(len(ids) * lengths[ids].max() for ids in batches) / lengths.sum()
+        longest = [lengths[ids].max() for ids in batches]
+        # A run of batches that only get longer would bias training towards the end of an epoch.
+        rises = sum(a < b for a, b in itertools.pairwise(longest)) / len(longest)
+        assert 0.3 < rises < 0.7
+    assert padding["grouped"] < 1.2 < 2 < padding["random"]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_evaluation_sees_each_sample_once_with_equal_work(grouped: bool) -> None:
+    lengths = np.random.default_rng(5).integers(1, 9, 23) if grouped else None
+    ranks = [eval_requests(lengths, 21, 5, rank=rank, data_size=3, micro_batch=4) for rank in range(3)]
+    assert len({len(requests) for requests in ranks}) == 1
+    seen = [sample for requests in ranks for request in requests if not request.idle for sample in request.samples]
+    assert sorted(seen) == list(range(21))

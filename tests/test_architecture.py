@@ -1,0 +1,88 @@
+"""What the code promises about its own shape."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.config import spelling
+from rapidformer_templates.switches import REGISTRY
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/rapidformer_templates"
+MODULES = sorted(SOURCE.rglob("*.py"))
+NEUTRAL = ["loop.py", "trainer.py", "pretrainer.py", "finetuner.py"]
+BACKENDS = ("deepspeed", "fairscale", "torch.distributed", "onnxruntime", "apex", "bitsandbytes")
+# "optimizer" is a switch and a word of every training loop; "static" shapes no loop.
+EVERYDAY = {"optimizer"}
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _words(tree: ast.Module) -> Iterator[str]:
+    """Identifiers and strings; docstrings are prose and may explain what the code must not name."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    prose = {id(node.body[0].value) for node in ast.walk(tree)
+             if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, (ast.arg, ast.keyword)) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.value
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_loop_and_templates_name_no_switch(name: str) -> None:
+    switches = {switch.name for switch in REGISTRY.switches}
+    fields = {field for switch in REGISTRY.switches for field in switch.fields}
+    forbidden = (
+        switches | fields | {spelling(field) for field in fields} | {s.replace("-", "_") for s in switches}
+    ) - EVERYDAY
+    assert forbidden.isdisjoint(_words(_tree(SOURCE / name)))
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_loop_and_templates_import_no_backend(name: str) -> None:
+    backends = [module for module in _imports(_tree(SOURCE / name)) if module.startswith(BACKENDS)]
+    assert backends == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_module_is_short_and_documented(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 400
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree) or not text.strip()
+    public = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"]
+    undocumented = [node.name for node in public if not ast.get_docstring(node) and _lines(node) > 8]
+    assert undocumented == []
+
+
+def _lines(node: ast.ClassDef | ast.FunctionDef) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+def test_nothing_is_left_to_do() -> None:
+    mark = "TO" + "DO"
+    places = [SOURCE, ROOT / "tests", ROOT / "examples", ROOT / "docs", ROOT / "scripts"]
+    files = [file for place in places for file in place.rglob("*") if file.suffix in (".py", ".md", ".sh", ".yaml")]
+    assert [str(file) for file in files if mark in file.read_text(encoding="utf-8")] == []
