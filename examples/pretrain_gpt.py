@@ -40,8 +40,8 @@ class PythonGPT(Pretrainer):
         texts = [file.read_text(encoding="utf-8", errors="replace") + END for file in files]
         bpe = ByteLevelBPETokenizer()
         bpe.train_from_iterator(texts, self.flags.vocab_size, special_tokens=[END], show_progress=False)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END, pad_token=END)
-        self.tokenizer = self.task.tokenizer = tokenizer  # for export/, and for the size of the model's vocabulary
+        own = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END, pad_token=END)
+        self.tokenizer = self.task.tokenizer = own  # for export/, and for the size of the model's vocabulary
         tokens = np.concatenate([encoding.ids for encoding in bpe.encode_batch(texts)])
         length = self.task.seq_length
         windows = tokens[: len(tokens) // length * length].reshape(-1, length)
@@ -55,6 +55,5 @@ class PythonGPT(Pretrainer):
 
 
 if __name__ == "__main__":
-    sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128}
-    run = {"train_iters": 200, "micro_batch_size": 8, "lr": 2e-3, "lr_warmup_iters": 20, "log_interval": 10}
-    PythonGPT.main(model_type="gpt2", **sizes, **run)
+    sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128, "micro_batch_size": 8}
+    PythonGPT.main(model_type="gpt2", **sizes, train_iters=300, lr=2e-3, lr_warmup_iters=20, log_interval=10)

@@ -34,8 +34,7 @@ class Sentiment(Finetuner):
 
     def build_data(self) -> Data:
         self.tokenizer = self.task.tokenizer  # exported with the model
-        collate = DataCollatorWithPadding(self.tokenizer)
-        return Data(train=self.read("train"), valid=self.read("valid"), collate=collate)
+        return Data(self.read("train"), self.read("valid"), collate=DataCollatorWithPadding(self.tokenizer))
 
     def read(self, part: str) -> list[dict[str, Any]]:
         flags = self.config.data
@@ -48,9 +47,8 @@ class Sentiment(Finetuner):
         ]
 
     def build_model(self) -> Any:
-        names = dict(enumerate(LABELS))
         folder = str(self.config.model.pretrained_model_name_or_path)
-        return AutoModelForSequenceClassification.from_pretrained(folder, id2label=names)
+        return AutoModelForSequenceClassification.from_pretrained(folder, id2label=dict(enumerate(LABELS)))
 
     def compute_loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

@@ -16,7 +16,7 @@ SOURCE = ROOT / "src/rapidformer_templates"
 MODULES = sorted(SOURCE.rglob("*.py"))
 NEUTRAL = ["loop.py", "trainer.py", "pretrainer.py", "finetuner.py"]
 BACKENDS = ("deepspeed", "fairscale", "torch.distributed", "onnxruntime", "apex", "bitsandbytes")
-# "optimizer" is a switch and a word of every training loop; "static" shapes no loop.
+# A switch that is also a word of every training loop.
 EVERYDAY = {"optimizer"}
 
 
@@ -72,9 +72,10 @@ def test_module_is_short_and_documented(path: Path) -> None:
     assert len(text.splitlines()) < 400
     tree = ast.parse(text)
     assert ast.get_docstring(tree) or not text.strip()
+    if path.parent.name == "bench":
+        return  # not an interface
     public = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"]
-    undocumented = [node.name for node in public if not ast.get_docstring(node) and _lines(node) > 8]
-    assert undocumented == []
+    assert [node.name for node in public if not ast.get_docstring(node) and _lines(node) > 8] == []
 
 
 def _lines(node: ast.ClassDef | ast.FunctionDef) -> int:

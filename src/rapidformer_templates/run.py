@@ -51,6 +51,8 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
         raise ConfigError("--resume needs --save, the run folder to go on in", where=template.config.origin("resume"))
     if folder:
         folder.check(resume=training.resume, overwrite=training.overwrite)
+    if template.reads_task_data:
+        template.task.check()
 
 
 def _join_and_train(template: Trainer) -> dict[str, Any]:

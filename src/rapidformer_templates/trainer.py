@@ -154,6 +154,11 @@ class Trainer:
         return load_task(self.config)
 
     @property
+    def reads_task_data(self) -> bool:
+        """Whether ``build_data`` is the library's own, so that the data flags can be checked beforehand."""
+        return type(self).build_data is Trainer.build_data
+
+    @property
     def reports_perplexity(self) -> bool:
         """Whether the loss is the log-likelihood of a token, so that its exponential means something."""
         return self.config.training.task in ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")

@@ -46,4 +46,4 @@ def test_the_clock_stands_while_others_have_their_turn(monkeypatch: pytest.Monke
         now += 1
         watch.step_ends()
     assert watch.seconds == 9
-    assert now == 9 + 3 * 100  # before the first step, and after the fourth and the eighth
+    assert now == 9 + 3 * 100  # before the first step, after the fourth and after the eighth

@@ -134,9 +134,9 @@ def run_faults(
             report.stuck.append(f"{run.name}: {_last_words(run)}")
             continue
         report.complete += 1
-        difference = difference(expected, TRAINEES[trainee].outcome(run))
-        if difference:
-            report.different.append(f"{run.name}: {difference}")
+        wrong = difference(expected, TRAINEES[trainee].outcome(run))
+        if wrong:
+            report.different.append(f"{run.name}: {wrong}")
         else:
             shutil.rmtree(run)
     return report
@@ -149,9 +149,9 @@ def _references(trainee: str, folder: Path) -> Life:
         life = spend_life(trainee, run)
         if life.status != 0:
             raise RapidformerError(f"a run that nobody killed failed: {_last_words(run)}", where=f"{run}.log")
-    difference = difference(*(TRAINEES[trainee].outcome(run) for run in runs))
-    if difference:
-        raise RapidformerError(f"two uninterrupted runs differ: {difference}", where=str(folder))
+    wrong = difference(*(TRAINEES[trainee].outcome(run) for run in runs))
+    if wrong:
+        raise RapidformerError(f"two uninterrupted runs differ: {wrong}", where=str(folder))
     return life
 
 

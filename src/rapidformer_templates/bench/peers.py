@@ -151,10 +151,10 @@ def _table(runs: dict[str, list[Run]]) -> Table:
 def _verdicts(runs: dict[str, list[Run]]) -> list[str]:
     lines = []
     for peer, goal in GOALS.items():
-        ratios = ratios(runs, peer)
-        ratio = statistics.median(ratios)
+        values = ratios(runs, peer)
+        ratio = statistics.median(values)
         reached = "reached" if ratio >= goal else "missed"
-        lines.append(f"{ratio:.2f} ± {_spread(ratios):.2f} × {peer}; goal {goal} ×: {reached}")
+        lines.append(f"{ratio:.2f} ± {_spread(values):.2f} × {peer}; goal {goal} ×: {reached}")
     return lines
 
 

@@ -156,6 +156,18 @@ def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
 
 
 def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
+    found = locate(flags)
+    if isinstance(found, Path):
+        return _read_saved(found)
+    return {part: _read_files(files, bad) for part, files in found.items()}
+
+
+def locate(flags: DataFlags) -> Path | dict[str, list[Path]]:
+    """Where the data set is: a folder that ``datasets`` saved, or the files of each part.
+
+    Raises:
+        DataError: nothing is there, or more than one thing fits.
+    """
     if flags.data_dir is None:
         raise DataError("no data is named", where="--data-dir", hint="give --data-dir DIR and --data-name NAME")
     folder = Path(flags.data_dir)
@@ -167,9 +179,8 @@ def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
     if name is not None and (folder / name).is_dir():
         folder, name = folder / name, None
     if name is None and any((folder / mark).is_file() for mark in SAVED):
-        return _read_saved(folder)
-    located = _locate(folder, name)
-    return {part: _read_files(files, bad) for part, files in located.items()}
+        return folder
+    return _locate(folder, name)
 
 
 def _locate(folder: Path, name: str | None) -> dict[str, list[Path]]:

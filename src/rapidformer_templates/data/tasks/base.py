@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
-from rapidformer_templates.data.reading import Part
+from rapidformer_templates.data.reading import Part, locate
 from rapidformer_templates.data.tokenizers import load_tokenizer
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.errors import DataError
@@ -60,6 +60,15 @@ class Task(ABC):
     def seq_length(self) -> int:
         """Length that samples are cut to, tokens."""
         return seq_length_of(self.config, self.model_config)
+
+    def check(self) -> None:
+        """Look at what can be seen to be wrong before a worker starts: files, tokenizer, sizes of the model.
+
+        Raises:
+            RapidformerError: one of them is missing or cannot be used.
+        """
+        locate(self.config.data)
+        assert self.seq_length > 0
 
     @abstractmethod
     def build_data(self) -> Data:

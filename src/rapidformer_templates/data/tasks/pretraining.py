@@ -13,7 +13,14 @@ from rapidformer_templates.architectures import objective_of
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.collate import IGNORE, CausalCollate, PadCollate
 from rapidformer_templates.data.masking import MaskTokens
-from rapidformer_templates.data.pretraining import Corpus, Windows, load_corpus, split_documents, split_shares
+from rapidformer_templates.data.pretraining import (
+    Corpus,
+    Windows,
+    corpus_files,
+    load_corpus,
+    split_documents,
+    split_shares,
+)
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.types import Data
@@ -46,6 +53,10 @@ class Pretraining(Task):
     @cached_property
     def masks(self) -> bool:
         return self.objective == "masked"
+
+    def check(self) -> None:
+        corpus_files(self.config.data.data_path or ())
+        assert self.seq_length > 0
 
     def build_data(self) -> Data:
         tokenizer, flags = self.tokenizer, self.config.data
