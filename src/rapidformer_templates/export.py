@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from rapidformer_templates.trainer import Trainer
 
 
-def export_model(engine: Engine, model: nn.Module, template: Trainer, folder: Path, workers: Workers) -> None:
+def export_model(engine: Engine, template: Trainer, folder: Path, workers: Workers) -> None:
     """Write weights, config and tokenizer; every rank must call it, rank 0 writes.
 
     A model that is not of transformers is exported as ``model.safetensors`` alone.
@@ -32,8 +31,8 @@ def export_model(engine: Engine, model: nn.Module, template: Trainer, folder: Pa
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    if isinstance(model, PreTrainedModel):
-        _save_transformers(model, weights, temporary)
+    if isinstance(engine.model, PreTrainedModel):
+        _save_transformers(engine.model, weights, temporary)
     else:
         save_file(weights, temporary / "model.safetensors")
     if template.tokenizer is not None:

@@ -13,7 +13,7 @@ from rapidformer_templates import checkpoint
 from rapidformer_templates.data.loader import MicroBatch, load, train_requests
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.base import Engine, StepResult
-from rapidformer_templates.errors import Interrupted, NonFiniteLoss
+from rapidformer_templates.errors import ConfigError, Interrupted, NonFiniteLoss
 from rapidformer_templates.evaluation import Evaluator
 from rapidformer_templates.meter import Meter
 from rapidformer_templates.optimizer import Schedule
@@ -72,7 +72,6 @@ class Loop:
     template: Trainer
     engine: Engine
     order: SampleOrder
-    train: Any
     evaluator: Evaluator | None
     schedule: Schedule
     position: Position
@@ -147,7 +146,7 @@ class Loop:
         on_gpu = self.workers.device.type == "cuda"
         workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if on_gpu else 0)
         pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else on_gpu
-        return load(self.train, self.template.data, requests, workers=workers, pin_memory=pin)
+        return load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
 
     def _counted(self, microbatch: MicroBatch) -> MicroBatch:
         microbatch.targets = 0 if microbatch.idle else self.template.count_targets(microbatch.batch)
@@ -196,6 +195,10 @@ class Loop:
             self.metrics.write({"step": step, "epoch": round(self.order.epoch(step), 6), **metrics})
         if self.metric is not None:
             name, greater = self.metric
+            if name not in metrics:
+                raise ConfigError(
+                    f"there is no metric {name}", where="--metric-for-best", hint=f"there are: {', '.join(metrics)}"
+                )
             value, best = metrics[name], self.position.best
             if best is None or (value > best["value"] if greater else value < best["value"]):
                 self.position.best = {"step": step, "metric": name, "value": value}

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
-from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.transforms import Checkpointed
 from rapidformer_templates.layout import find_layout
 
@@ -34,7 +34,7 @@ def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
 class Receipts:
     """Watches the first step of a run and measures the engine after it."""
 
-    def __init__(self, engine: SingleEngine, wanted: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, wanted: Sequence[str]) -> None:
         """``wanted``: names of the measurements that the active switches ask for."""
         self.engine = engine
         self.wanted = frozenset(wanted)

@@ -1,7 +1,8 @@
-"""A run from its plan to its summary. :func:`train` reads as the order of composition."""
+"""A run from its plan to its summary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +10,12 @@ from rapidformer_templates import launch
 from rapidformer_templates.checkpoint import Reader, folder_of
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.evaluation import Evaluator
 from rapidformer_templates.export import export_model
 from rapidformer_templates.layout import find_layout
-from rapidformer_templates.loop import Intervals, Loop
+from rapidformer_templates.loop import Intervals, Loop, Position
 from rapidformer_templates.meter import Meter
 from rapidformer_templates.progress import Progress
 from rapidformer_templates.random_state import seed_all
@@ -21,7 +23,7 @@ from rapidformer_templates.receipts import Receipts
 from rapidformer_templates.report import say, show_plan, show_results, summarise
 from rapidformer_templates.resume import take_up
 from rapidformer_templates.run_folder import MetricsFile, RunFolder
-from rapidformer_templates.signals import stop_request
+from rapidformer_templates.signals import StopRequest, stop_request
 from rapidformer_templates.switches import REGISTRY
 from rapidformer_templates.workers import Workers, join
 
@@ -34,10 +36,10 @@ def fit(template: Trainer) -> dict[str, Any]:
     config, plan = template.config, template.plan
     folder = RunFolder(config.training.save) if config.training.save else None
     count = config.launch.nproc_per_node or 1
-    if launch.is_worker() or count == 1:
-        return (
-            launch.report_errors(lambda: _join_and_train(template)) if launch.is_worker() else _join_and_train(template)
-        )
+    if launch.is_worker():
+        return launch.report_errors(lambda: _join_and_train(template))
+    if count == 1:
+        return _join_and_train(template)
     _check(template, folder)
     show_plan(plan)
     launch.run_workers(launch.this_command(), count, config.launch.master_port)
@@ -60,61 +62,90 @@ def _join_and_train(template: Trainer) -> dict[str, Any]:
         return train(template, workers, stop)
 
 
-def train(template: Trainer, workers: Workers, stop: Any) -> dict[str, Any]:
-    """One worker's run."""
-    config, plan = template.config, template.plan
-    training = config.training
-
-    # 1. The run folder. Our own launcher has looked at it and shown the plan before it started workers.
-    folder = RunFolder(training.save) if training.save else None
-    started_alone = config.launch.nproc_per_node in (None, 1)
-    if workers.is_main and started_alone:
-        _check(template, folder)
-        show_plan(plan)
-    workers.barrier()
-    if folder and workers.is_main:
-        folder.prepare(plan.to_json(), overwrite=training.overwrite and not training.resume)
-    workers.barrier()
+def train(template: Trainer, workers: Workers, stop: StopRequest) -> dict[str, Any]:
+    """One worker's run: reads as the order of composition."""
+    # 1. The run folder: nothing is written before everything that can be checked is checked.
+    folder = _prepare_folder(template, workers)
 
     # 2. The data, then the model: a classifier must know its labels.
-    template.data = data = template.build_data()
-    samples = data.train
+    samples = _build_data(template, workers)
+    engine = _build_engine(template, workers)
+
+    # 3. Where the run starts: at the beginning, or where its checkpoint left it.
+    order = _order(template, samples)
+    position = take_up(template, engine, folder, order, workers)
+
+    # 4. The loop.
+    loop = _build_loop(template, engine, order, position, folder, workers)
+    with stop.loop(), Progress(loop.total, position.step, show=workers.is_main) as progress:
+        metrics = loop.run(stop, progress)
+
+    # 5. Best weights, export, summary.
+    return _finish(loop, metrics, workers)
+
+
+def _prepare_folder(template: Trainer, workers: Workers) -> RunFolder | None:
+    training = template.config.training
+    folder = RunFolder(training.save) if training.save else None
+    # Our own launcher has looked at it and shown the plan before it started workers.
+    if workers.is_main and template.config.launch.nproc_per_node in (None, 1):
+        _check(template, folder)
+        show_plan(template.plan)
+    workers.barrier()
+    if folder and workers.is_main:
+        folder.prepare(template.plan.to_json(), overwrite=training.overwrite and not training.resume)
+    workers.barrier()
+    return folder
+
+
+def _build_data(template: Trainer, workers: Workers) -> Sequence[Any]:
+    """The training samples; the whole data are kept in the template for its hooks."""
+    template.data = template.build_data()
     skipped = template.task.skipped if template.uses_task else []
     if skipped:
         say(workers, f"left out {len(skipped)} lines that cannot be read: {'; '.join(skipped[:5])}", loud=True)
+    samples = template.data.train
     if samples is None or len(samples) == 0:
         raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
-    engine = _engine(plan.engine)(plan, workers, clip_grad=training.clip_grad)
-    seed_all(training.seed)
+    return samples
+
+
+def _build_engine(template: Trainer, workers: Workers) -> Engine:
+    """The model, changed by the active switches in the order of their stages; the engine comes last."""
+    config, plan = template.config, template.plan
+    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
+    seed_all(config.training.seed)
     with engine.build_context():
         model = template.build_model()
     template.model_was_built(model)
-
-    # 3. Switches that change the model, in the order of their stages; the engine comes last.
     layout = find_layout(model)
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
-            model = _load(switch.transform)(model, layout, config.switches.get(switch.name))
+            model = load_object(switch.transform)(model, layout, config.switches[switch.name])
     recipe = template.build_optimizer()
     template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
     engine.setup(model, recipe, template.compute_loss)
     template.model = engine.model
+    return engine
 
-    # 4. Order, schedule, position; a resumed run takes them from its checkpoint.
-    order = _order(template, samples)
+
+def _build_loop(
+    template: Trainer,
+    engine: Engine,
+    order: SampleOrder,
+    position: Position,
+    folder: RunFolder | None,
+    workers: Workers,
+) -> Loop:
+    training, data = template.config.training, template.data
     total = training.train_iters or order.steps_per_epoch * (training.epochs or 1)
-    position = take_up(template, engine, folder, order, workers)
-
-    # 5. The loop.
-    metrics_file = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
-    valid = data.valid if data.valid is not None and len(data.valid) else None
-    evaluator = Evaluator(template, engine, valid, workers, training.eval_iters) if valid is not None else None
+    has_valid = data.valid is not None and len(data.valid) > 0
+    evaluator = Evaluator(template, engine, data.valid, workers, training.eval_iters) if has_valid else None
     epoch = order.steps_per_epoch if order.by_epochs else 0
-    loop = Loop(
+    return Loop(
         template=template,
         engine=engine,
         order=order,
-        train=samples,
         evaluator=evaluator,
         schedule=template.build_scheduler(total),
         position=position,
@@ -127,20 +158,24 @@ def train(template: Trainer, workers: Workers, stop: Any) -> dict[str, Any]:
         ),
         workers=workers,
         folder=folder,
-        metrics=metrics_file,
+        metrics=MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None,
         meter=Meter(workers.device),
-        receipts=Receipts(engine, [name for s in plan.switches for name in REGISTRY[s].receipt]),
+        receipts=Receipts(engine, [name for s in template.plan.switches for name in REGISTRY[s].receipt]),
         keep=training.keep_checkpoints,
         metric=_best_metric(template, evaluator),
     )
-    with stop.loop(), Progress(total, position.step, show=workers.is_main) as progress:
-        metrics = loop.run(stop, progress)
 
-    # 6. Export, summary, report.
-    metrics = _take_best(loop, metrics)
+
+def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str, Any]:
+    template, folder, best = loop.template, loop.folder, loop.position.best
+    if best and folder and best["step"] != loop.position.step:
+        loop.engine.load(Reader(folder_of(folder.checkpoints, best["step"])), optimizer=False)
+        metrics = {}
+    if loop.evaluator and not metrics:  # other weights than the last evaluation's, or a run that was complete
+        metrics = loop.evaluator.evaluate()
+    if folder and template.config.training.export_model:
+        export_model(loop.engine, template, folder.export, workers)
     receipts = loop.receipts.measured() if loop.meter.steps else {}
-    if folder and training.export_model:
-        export_model(engine, model, template, folder.export, workers)
     summary = summarise(template, loop, metrics, receipts, workers)
     if workers.is_main:
         show_results(folder, summary)
@@ -149,14 +184,10 @@ def train(template: Trainer, workers: Workers, stop: Any) -> dict[str, Any]:
     return summary
 
 
-def _load(path: str) -> Any:
+def load_object(path: str) -> Any:
+    """What ``module:name`` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
-
-
-def _engine(path: str) -> type[Any]:
-    engine: type[Any] = _load(path)
-    return engine
 
 
 def _order(template: Trainer, samples: Any) -> SampleOrder:
@@ -185,13 +216,3 @@ def _best_metric(template: Trainer, evaluator: Evaluator | None) -> tuple[str, b
     if not template.uses_task:
         return "eval_loss", False
     return template.task.best_metric, template.task.greater_is_better
-
-
-def _take_best(loop: Loop, metrics: dict[str, float]) -> dict[str, float]:
-    """Put the best weights back where they are not the last ones; their metrics."""
-    best = loop.position.best
-    if not best or not loop.folder or best["step"] == loop.total:
-        return metrics
-    loop.engine.load(Reader(folder_of(loop.folder.checkpoints, best["step"])), optimizer=False)
-    assert loop.evaluator is not None
-    return loop.evaluator.evaluate()

@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.optimizer import OptimizerSpec
+from rapidformer_templates.workers import Workers
 
 ComputeLoss = Callable[[Any, Batch], Any]
 """The user's hook: mean loss of the batch, or (sum of losses, number of targets)."""
@@ -61,9 +62,21 @@ class StateReader(Protocol):
 
 
 class Engine(Protocol):
-    """Owns synchronisation, precision, loss scale, clipping, the step and zeroing."""
+    """Owns synchronisation, precision, loss scale, clipping, the step and zeroing.
+
+    Attributes:
+        model: as it was built, with what the engine made of its parameters.
+        optimizer: over those parameters.
+        compute_loss: the user's hook.
+        workers: this process among its peers.
+        micro_steps: backward passes so far.
+    """
 
     model: nn.Module
+    optimizer: torch.optim.Optimizer
+    compute_loss: ComputeLoss
+    workers: Workers
+    micro_steps: int
 
     def build_context(self) -> AbstractContextManager[Any]:
         """What ``build_model`` runs in."""
@@ -85,6 +98,9 @@ class Engine(Protocol):
 
     def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
         """(sum of the losses over the targets, what the model put out), with gradients off."""
+
+    def measuring(self) -> AbstractContextManager[nn.Module]:
+        """The model for a forward that leaves no trace: no random numbers drawn, no gradients exchanged."""
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         """What this rank has to write of ``weights`` or ``optimizer``; every value is written once."""
