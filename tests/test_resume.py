@@ -89,6 +89,21 @@ def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tm
     assert_same(whole, folder)
 
 
+def test_loader_processes_change_nothing(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path / "run", "--dataloader-num-workers", "2", dies_after=7)
+    run(tmp_path / "run", "--dataloader-num-workers", "1", "--resume")
+    assert_same(whole, tmp_path / "run")
+
+
+def test_a_complete_run_can_be_resumed_to_its_summary(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    run(tmp_path / "run", "--resume")
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (whole, tmp_path / "run"))
+    assert one["metrics"] == other["metrics"]
+    assert_same(whole, tmp_path / "run")
+
+
 def test_half_a_line_of_metrics_is_dropped(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, dies_after=5)

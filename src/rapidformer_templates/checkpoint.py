@@ -239,6 +239,8 @@ class Reader:
         return {key: source.get_tensor(key) for key in source.keys()}, source.metadata()  # noqa: SIM118
 
     def _file(self, name: str) -> Any:
+        if Path(name).name != name:
+            raise CheckpointError(f"{name} is not a file of the checkpoint", where=str(self.folder))
         if name not in self._open:
             self._open[name] = safe_open(self.folder / name, framework="pt")
         return self._open[name]

@@ -28,7 +28,7 @@ class Lazy(Contender):
 
 @pytest.mark.parametrize("kind", CONTENDERS)
 def test_a_loop_does_the_work_of_the_plain_one(kind: type[Contender]) -> None:
-    """``measure_overhead`` compares the losses after the last step."""
+    """``measure_overhead`` compares the losses after its warm-up."""
     reason = why_absent(kind.module, kind.package)
     if reason:
         pytest.skip(reason)

@@ -1,0 +1,145 @@
+"""Boxes of tensors: what any layout wrote, any other can read; and what does not count as a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from rapidformer_templates import checkpoint
+from rapidformer_templates.engines.base import Piece
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.layout import canonical_name, find_layout
+from tests.worker_group import alone
+
+
+class Shelf:
+    """Stands for an engine that holds some boxes."""
+
+    def __init__(self, boxes: list[Piece]) -> None:
+        self.boxes = boxes
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        return iter(self.boxes if kind == "weights" else [])
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": "None"}
+
+
+def cut(tensor: torch.Tensor, cuts: list[int]) -> list[Piece]:
+    """The rows of a tensor in pieces."""
+    edges = [0, *sorted(set(cuts)), len(tensor)]
+    return [
+        Piece("w", tensor[a:b], tuple(tensor.shape), (a, *[0] * (tensor.ndim - 1)))
+        for a, b in itertools.pairwise(edges)
+        if b > a
+    ]
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 6), max_size=3),
+    box=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_box_can_be_read_from_any_pieces(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], cuts: list[int], box: st.DataObject
+) -> None:
+    """Each piece is written as if by a rank of its own."""
+    folder = tmp_path_factory.mktemp("boxes")
+    tensor = torch.from_numpy(np.random.default_rng(0).normal(size=shape))
+    boxes: list[list[Any]] = []
+    for rank, piece in enumerate(cut(tensor, [c for c in cuts if c < shape[0]])):
+        save_file({"w": piece.tensor.contiguous()}, folder / f"{rank}.safetensors")
+        boxes.append([f"{rank}.safetensors", list(piece.offset)])
+    reader = object.__new__(checkpoint.Reader)
+    reader.folder, reader._open = folder, {}
+    reader.index = {"weights": {"w": {"shape": shape, "boxes": boxes}}}
+    offset = [box.draw(st.integers(0, n - 1)) for n in shape]
+    size = [box.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)]
+    expected = tensor[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))]
+    assert torch.equal(reader.read("weights", "w", offset, size), expected)
+
+
+def saved(folder: Path, step: int = 3) -> Path:
+    return checkpoint.save(folder, step, Shelf([Piece("w", torch.arange(6.0), (6,), (0,))]), {"samples": 4}, alone())
+
+
+def test_what_is_written_is_whole_and_named(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert checkpoint.problem_of(path) is None
+    assert (tmp_path / "latest").read_text() == "step-3\n"
+    assert not list(tmp_path.glob("*.tmp"))
+    reader = checkpoint.Reader(path)
+    assert reader.state["samples"] == 4
+    assert torch.equal(reader.read("weights", "w", (2,), (3,)), torch.tensor([2.0, 3.0, 4.0]))
+
+
+def test_a_part_that_nobody_wrote_is_an_error(tmp_path: Path) -> None:
+    half = Shelf([Piece("w", torch.arange(3.0), (6,), (0,))])
+    path = checkpoint.save(tmp_path, 1, half, {}, alone())
+    with pytest.raises(CheckpointError, match="parts of w are missing"):
+        checkpoint.Reader(path).read("weights", "w", (0,), (6,))
+
+
+def test_a_path_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["../latest"] = {"bytes": 7, "crc32": 0}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.problem_of(path) == "../latest leaves the folder"
+    with pytest.raises(CheckpointError, match="leaves the folder"):
+        checkpoint.Reader(path)
+
+
+def test_an_index_that_points_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    reader = checkpoint.Reader(path)
+    reader.index["weights"]["w"]["boxes"][0][0] = "../../elsewhere.safetensors"
+    with pytest.raises(CheckpointError, match="not a file of the checkpoint"):
+        reader.read("weights", "w", (0,), (6,))
+
+
+def test_newest_whole_one_is_found_and_others_are_named(tmp_path: Path) -> None:
+    for step in (3, 20, 100):
+        saved(tmp_path, step)
+    (tmp_path / "step-100" / "state.json").unlink()
+    (tmp_path / "step-200.tmp").mkdir()
+    found, passed_over = checkpoint.newest_whole(tmp_path, alone())
+    assert found == tmp_path / "step-20"
+    assert passed_over == ["step-100: state.json is missing"]
+
+
+def test_older_ones_go_only_when_the_newest_is_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    (tmp_path / "step-4" / "index.json").write_text("{}")
+    checkpoint.delete_older(tmp_path, 1, None)
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-4", "step-3", "step-2", "step-1"]
+    saved(tmp_path, 5)
+    checkpoint.delete_older(tmp_path, 2, protected=1)
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-5", "step-4", "step-1"]
+
+
+def test_canonical_names_have_nothing_of_the_wrappers() -> None:
+    assert canonical_name("module._orig_mod.h.0._checkpoint_wrapped_module.attn.weight") == "h.0.attn.weight"
+
+
+def test_blocks_are_found_without_a_list_of_names() -> None:
+    model = torch.nn.ModuleDict(
+        {
+            "embedding": torch.nn.Embedding(5, 4),
+            "layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3)),
+            "heads": torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)]),
+        }
+    )
+    assert list(find_layout(model).blocks) == ["layers.0", "layers.1", "layers.2"]
