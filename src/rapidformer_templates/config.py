@@ -127,14 +127,13 @@ def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
         if kind is bool:
             keywords["action"] = argparse.BooleanOptionalAction
         else:
-            keywords |= {"type": kind, "choices": choices}
-            if meta.get("metavar"):
-                keywords["metavar"] = meta["metavar"]
+            # Kind and choices are checked by _checked(), in the same words for flags, YAML and code.
+            listed = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
+            keywords["metavar"] = meta.get("metavar") or listed
             if several:
                 keywords["nargs"] = "+"
             elif meta.get("bare") is not None:
                 keywords |= {"nargs": "?", "const": meta["bare"]}
-                keywords["choices"] = None  # checked below: the bare value is not one of them
         group.add_argument(*names, **keywords)
 
 
