@@ -91,7 +91,8 @@ def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path) -> None:
     process = start(script, *flags, "--resume")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(1, 41))
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 41))
 
 
 def test_port_in_use_is_found_before_a_worker_starts(script: Path) -> None:
@@ -118,7 +119,16 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert len(read_metrics(folder / "metrics.jsonl")) == 4
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
+    again = subprocess.run(
+        [*command, "--train-iters", "4", "--save", str(folder), "--nproc-per-node", "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert again.returncode != 0
+    assert "already holds a run" in again.stderr
 
 
 def test_second_run_does_not_overwrite_the_first(script: Path, tmp_path: Path) -> None:

@@ -97,10 +97,9 @@ def test_loader_processes_change_nothing(whole: Path, tmp_path: Path) -> None:
 
 def test_a_complete_run_can_be_resumed_to_its_summary(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
     run(tmp_path / "run", "--resume")
     one, other = (json.loads((folder / "summary.json").read_text()) for folder in (whole, tmp_path / "run"))
-    assert one["metrics"] == other["metrics"]
+    assert all(one[name] == other[name] for name in ("metrics", "throughput", "receipts", "best", "steps"))
     assert_same(whole, tmp_path / "run")
 
 
@@ -175,8 +174,10 @@ def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
 )
 def test_checkpoint_that_does_not_fit_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
     run(tmp_path / "run", dies_after=4)
+    plan = (tmp_path / "run" / "plan.json").read_bytes()
     with pytest.raises(CheckpointError, match=message):
         run(tmp_path / "run", "--resume", *flags)
+    assert (tmp_path / "run" / "plan.json").read_bytes() == plan  # nothing was written by the refused run
 
 
 def test_other_model_is_refused_by_the_names_of_its_weights(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.launch import is_worker
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.switches import REGISTRY, resolve
+from rapidformer_templates.switches._switch import TEMPLATES
 from rapidformer_templates.templates import choose_template, with_template_defaults
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 def library_template(template: type[Trainer]) -> str:
     """The name of the library's template that a class derives from."""
-    return next(c.__name__ for c in template.__mro__ if c.__module__.startswith("rapidformer_templates."))
+    homes = {f"rapidformer_templates.{name.lower()}" for name in TEMPLATES}
+    return next(c.__name__ for c in template.__mro__ if c.__module__ in homes)
 
 
 def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[str, tuple[Any, str]]) -> RunConfig:
@@ -70,7 +72,7 @@ def choose(argv: Sequence[str]) -> tuple[str, str]:
 
 def _origin(template: type[Trainer], config: RunConfig) -> str:
     """Where the template was decided: ``train.py:8`` of a class, or why a black-box run has it."""
-    if template.__module__.startswith("rapidformer_templates."):
+    if template.__name__ == library_template(template):
         chosen, reason = choose_template(config)
         return reason if chosen == template.__name__ else "in code"
     try:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CHECKED = "RAPIDFORMER_CHECKED"
+"""Set for our own workers: the process that started them has checked the run and shown its plan."""
+
 SEEN_AFTER = 5
 """Seconds within which peers of a killed worker have failed, too, and told so."""
 
@@ -117,6 +120,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        CHECKED: "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
 

@@ -82,6 +82,10 @@ def summarise(
         "receipts": receipts,
         "versions": versions(),
     }
+    if not loop.meter.steps and loop.folder and loop.folder.summary.exists():
+        # A complete run was resumed: what it measured then is all that there is to say.
+        earlier = loop.folder.read_summary()
+        summary |= {name: earlier[name] for name in ("throughput", "receipts", "wall_seconds")}
     if workers.is_main and loop.folder:
         write_json(loop.folder.summary, summary)
     return summary

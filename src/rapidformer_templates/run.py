@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -64,8 +65,8 @@ def _join_and_train(template: Trainer) -> dict[str, Any]:
 
 def train(template: Trainer, workers: Workers, stop: StopRequest) -> dict[str, Any]:
     """One worker's run: reads as the order of composition."""
-    # 1. The run folder: nothing is written before everything that can be checked is checked.
-    folder = _prepare_folder(template, workers)
+    # 1. Whether the run folder may be written to. Nothing is written before all that can go wrong has been tried.
+    folder = _check_folder(template, workers)
 
     # 2. The data, then the model: a classifier must know its labels.
     samples = _build_data(template, workers)
@@ -76,6 +77,9 @@ def train(template: Trainer, workers: Workers, stop: StopRequest) -> dict[str, A
     position = take_up(template, engine, folder, order, workers)
 
     # 4. The loop.
+    if folder and workers.is_main:
+        folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite and not position.step)
+    workers.barrier()
     loop = _build_loop(template, engine, order, position, folder, workers)
     with stop.loop(), Progress(loop.total, position.step, show=workers.is_main) as progress:
         metrics = loop.run(stop, progress)
@@ -84,16 +88,12 @@ def train(template: Trainer, workers: Workers, stop: StopRequest) -> dict[str, A
     return _finish(loop, metrics, workers)
 
 
-def _prepare_folder(template: Trainer, workers: Workers) -> RunFolder | None:
+def _check_folder(template: Trainer, workers: Workers) -> RunFolder | None:
     training = template.config.training
     folder = RunFolder(training.save) if training.save else None
-    # Our own launcher has looked at it and shown the plan before it started workers.
-    if workers.is_main and template.config.launch.nproc_per_node in (None, 1):
+    if workers.is_main and launch.CHECKED not in os.environ:
         _check(template, folder)
         show_plan(template.plan)
-    workers.barrier()
-    if folder and workers.is_main:
-        folder.prepare(template.plan.to_json(), overwrite=training.overwrite and not training.resume)
     workers.barrier()
     return folder
 

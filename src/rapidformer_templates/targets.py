@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,13 +22,22 @@ def count_targets(batch: Any, *, shifted: bool) -> float:
     """
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if labels is None:
-        leaf = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0), None)
-        return 0 if leaf is None else len(leaf)
+        return samples_in(batch)
     if labels.is_floating_point():
         return len(labels)  # a regression: its loss is a mean over the samples
     if shifted and labels.ndim > 1:
         labels = labels[:, 1:]
     return int((labels != IGNORED).sum())
+
+
+def samples_in(batch: Any) -> int:
+    """Length of the first dimension of a batch's tensors; 0 where there is none.
+
+    Args:
+        batch: tensors in dicts, lists and tuples, or in another mapping (transformers' ``BatchEncoding``).
+    """
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0), 0)
 
 
 def shifts_labels(model: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch import nn
 
 from rapidformer_templates import configure, run
@@ -26,7 +25,7 @@ from rapidformer_templates.engines.base import StepResult
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.optimizer import OptimizerSpec, Schedule, default_optimizer, schedule
 from rapidformer_templates.plan import Plan
-from rapidformer_templates.targets import count_targets, shifts_labels
+from rapidformer_templates.targets import count_targets, samples_in, shifts_labels
 
 
 class Trainer:
@@ -102,7 +101,7 @@ class Trainer:
     def predict(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]:
         """(predictions, references) of an evaluated batch, one entry a sample, on the host."""
         if not self.uses_task:
-            return [None] * _samples(batch), [None] * _samples(batch)
+            return [None] * samples_in(batch), [None] * samples_in(batch)
         if self.task.generates:
             outputs = self.task.generate(self.model, to_device(batch, next(self.model.parameters()).device))
         return self.task.predict(outputs, batch)
@@ -208,9 +207,3 @@ def _caller() -> str:
 def _fail(error: RapidformerError) -> NoReturn:
     print(error.render(), file=sys.stderr)
     raise SystemExit(error.exit_status)
-
-
-def _samples(batch: Batch) -> int:
-    from torch.utils._pytree import tree_leaves
-
-    return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,10 +135,9 @@ def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | 
     own = getattr(samples, "lengths", None)
     if own is not None and not callable(own):
         return np.asarray(own)
-    try:
+    if len(samples) and isinstance(samples[0], Mapping) and "input_ids" in samples[0]:
         return np.fromiter((len(samples[i]["input_ids"]) for i in range(len(samples))), np.int64, len(samples))
-    except (KeyError, TypeError, IndexError):
-        return None
+    return None
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
