@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -74,7 +75,9 @@ class MetricsFile:
         self._path = path
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        """Write a line; numbers that are infinite or NaN, which JSON does not know, become null."""
+        known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self._file.write(json.dumps(known, allow_nan=False) + "\n")
         self._file.flush()
 
     def sync(self) -> None:

@@ -21,12 +21,14 @@ class Request:
 
     Attributes:
         samples: indices into the data set.
-        keys: for each sample, what its random changes depend on.
+        key: with the place of a sample, what its random changes depend on.
+        places: for each sample, its place in the order (in an evaluation, its index).
         idle: there was no sample left for this rank; the batch only keeps it in step with the others.
     """
 
-    samples: tuple[int, ...]
-    keys: tuple[tuple[int, ...], ...]
+    samples: list[int]
+    key: tuple[int, int]
+    places: list[int]
     idle: bool = False
 
 
@@ -42,7 +44,7 @@ class MicroBatch:
     """
 
     batch: Batch
-    samples: tuple[int, ...]
+    samples: list[int]
     targets: float = 0
     idle: bool = False
 
@@ -62,11 +64,10 @@ class _Fetcher(Dataset[MicroBatch]):
 
     def __getitem__(self, request: Request) -> MicroBatch:
         many = getattr(self.samples, "__getitems__", None)
-        items = many(list(request.samples)) if many else [self.samples[i] for i in request.samples]
+        items = many(request.samples) if many else [self.samples[i] for i in request.samples]
         if self.augment:
-            items = [
-                self.augment(item, np.random.default_rng(key)) for item, key in zip(items, request.keys, strict=True)
-            ]
+            generators = (np.random.default_rng((*request.key, place)) for place in request.places)
+            items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
         return MicroBatch(self.collate(items), request.samples, idle=request.idle)
 
 
@@ -77,21 +78,14 @@ def train_requests(
 
     A short global batch (the end of an epoch) is spread evenly, so that nothing is lost or doubled.
     """
+    shares, key = data_size * accumulation, (order.seed, 2)
     for step in range(start, stop):
-        samples, positions = order.step(step)
-        shares = data_size * accumulation
-        cuts = [len(samples) * i // shares for i in range(shares + 1)]
-        for micro in range(accumulation):
-            share = micro * data_size + rank
-            piece = slice(cuts[share], cuts[share + 1])
-            idle = cuts[share] == cuts[share + 1]
-            if idle:
-                piece = slice(0, 1)
-            yield Request(
-                tuple(samples[piece].tolist()),
-                tuple((order.seed, 2, position) for position in positions[piece].tolist()),
-                idle,
-            )
+        samples, places = (column.tolist() for column in order.step(step))
+        for share in range(rank, shares, data_size):
+            first, end = len(samples) * share // shares, len(samples) * (share + 1) // shares
+            idle = first == end
+            piece = slice(0, 1) if idle else slice(first, end)
+            yield Request(samples[piece], key, places[piece], idle)
 
 
 def eval_requests(
@@ -106,8 +100,8 @@ def eval_requests(
     requests = []
     for first in range(0, len(batches), data_size):
         idle = first + rank >= len(batches)
-        samples = tuple(batches[first if idle else first + rank].tolist())
-        requests.append(Request(samples, tuple((seed, 3, sample) for sample in samples), idle))
+        samples = batches[first if idle else first + rank].tolist()
+        requests.append(Request(samples, (seed, 3), samples, idle))
     return requests
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines import state as engine_state
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
-from rapidformer_templates.engines.loss import Recorder, loss_sum, reached_parameters
+from rapidformer_templates.engines.loss import Recorder, reached_parameters, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.layout import canonical_name, find_layout
@@ -94,18 +94,18 @@ class SingleEngine:
     def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Leave the gradient of the global mean (times the loss scale) in ``.grad``; return that mean."""
         # DDP and FSDP average over the workers, while the mean over targets needs their sum.
-        scale = (self.loss_scale.scale if self.loss_scale else 1.0) * self.workers.world / targets
+        scale = (self.loss_scale.scale if self.loss_scale else 1.0) * self.workers.world
         total: torch.Tensor | None = None
         for i, microbatch in enumerate(microbatches):
             batch = to_device(microbatch.batch, self.workers.device)
             with self._synchronise(last=i == len(microbatches) - 1):
                 with self._precision():
-                    part = loss_sum(self.compute_loss, self._callable, batch, microbatch)
-                (part * scale).backward()
+                    part = weighted_loss(self.compute_loss, self._callable, batch, microbatch, scale / targets)
+                part.backward()
             total = part.detach() if total is None else total + part.detach()
             self.micro_steps += 1
         assert total is not None
-        return self.workers.sum_tensor(total) / targets
+        return self.workers.sum_tensor(total) / scale
 
     def _grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient of the loss; leaves the gradients without their loss scale."""

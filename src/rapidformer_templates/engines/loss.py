@@ -14,8 +14,10 @@ from rapidformer_templates.engines.base import ComputeLoss
 from rapidformer_templates.errors import RapidformerError
 
 
-def loss_sum(compute_loss: ComputeLoss, model: Any, batch: Batch, microbatch: MicroBatch) -> torch.Tensor:
-    """The sum of the losses over the targets of one micro batch, with its graph.
+def weighted_loss(
+    compute_loss: ComputeLoss, model: Any, batch: Batch, microbatch: MicroBatch, weight: float
+) -> torch.Tensor:
+    """The sum of the losses over the targets of one micro batch times ``weight``, with its graph.
 
     A mean is multiplied by the number of targets that it is a mean over. A micro batch that counts
     for nothing (no target in it, or no sample left for this rank) gives a zero that still reaches
@@ -35,17 +37,16 @@ def loss_sum(compute_loss: ComputeLoss, model: Any, batch: Batch, microbatch: Mi
                 where=f"samples {list(microbatch.samples)[:8]}",
                 hint="override count_targets(batch) so that both count alike",
             )
-        return total
+        return total * weight
     if not isinstance(result, torch.Tensor) or result.ndim != 0:
-        shape = (
-            f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-        )
+        what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise RapidformerError(
-            f"compute_loss returned {shape}",
+            f"compute_loss returned {what}",
             where="compute_loss(model, batch)",
             hint="return the mean loss as a scalar tensor, or (sum, number of targets)",
         )
-    return result * microbatch.targets
+    weight *= microbatch.targets
+    return result if weight == 1.0 else result * weight
 
 
 def _zero_through(compute_loss: ComputeLoss, model: Any, batch: Batch) -> torch.Tensor:
