@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -27,6 +28,8 @@ def count_targets(batch: Any, *, shifted: bool) -> float:
         return len(labels)  # a regression: its loss is a mean over the samples
     if shifted and labels.ndim > 1:
         labels = labels[:, 1:]
+    if labels.is_cpu:
+        return int(np.count_nonzero(labels.numpy() != IGNORED))  # several times faster than torch for so few numbers
     return int((labels != IGNORED).sum())
 
 

@@ -77,19 +77,25 @@ class SingleEngine:
     def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
         loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
         norm = self._grad_norm()
-        finite = math.isfinite(float(norm)) and math.isfinite(float(loss))
+        length = float(norm)
+        finite = math.isfinite(length) and math.isfinite(float(loss))
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=not finite)
         elif not finite:
-            self.optimizer.zero_grad()
-            raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
+            self._drop_gradients()
+            raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         if finite:
-            if self.clip_grad > 0:
+            if 0 < self.clip_grad < length + 1e-6:  # else torch would multiply everything by one
                 clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
             self._set_lr(lr_factor)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._drop_gradients()
         return StepResult(loss, norm, skipped=not finite)
+
+    def _drop_gradients(self) -> None:
+        """What ``optimizer.zero_grad`` does, without its profiler hooks: a tenth of the time."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Leave the gradient of the global mean (times the loss scale) in ``.grad``; return that mean."""
