@@ -15,6 +15,7 @@ from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.evaluation import Evaluator
 from rapidformer_templates.export import export_model
+from rapidformer_templates.host_memory import keep_freed_memory
 from rapidformer_templates.layout import find_layout
 from rapidformer_templates.loop import Intervals, Loop, Position
 from rapidformer_templates.meter import Meter
@@ -59,6 +60,8 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
 
 
 def _join_and_train(template: Trainer) -> dict[str, Any]:
+    if template.plan.device == "cpu":
+        keep_freed_memory()
     with stop_request() as stop, join(template.plan.device) as workers:
         return train(template, workers, stop)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rapidformer_templates.bench.demo_data import DATA_NAME, demo_model_folder
 
-BATCH, EPOCHS, LR, WEIGHT_DECAY, WARMUP, MAX_LENGTH = 32, 1, 5e-5, 0.01, 0.1, 128
+BATCH, EPOCHS, LR, WEIGHT_DECAY, WARMUP, MAX_LENGTH = 32, 1, 2e-4, 0.01, 0.1, 64
 STEPS_A_TURN = 4
 PAUSED = "paused\n"
 LABELS = ("negative", "neutral", "positive")
