@@ -124,7 +124,7 @@ def test_reference_equals_a_loop_by_hand(references: Any, tmp_path: Path) -> Non
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (1 - step / 10)
         optimizer.step()
-        curve.append((float(loss), float(norm)))
+        curve.append((loss.item(), norm.item()))
     _assert_close(references["causal", True]["curve"], curve, True)
 
 
