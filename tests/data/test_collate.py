@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rapidformer_templates.data.collate import IGNORE, CausalCollate, PadCollate, Ragged, TokenizedSamples, pad_rows
+from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples, pad_rows
+from rapidformer_templates.targets import IGNORED
 
 TEXTS = ["the cat", "the big red dog runs in the house", "", "he sees"]
 
@@ -40,7 +41,7 @@ def test_samples_are_a_sequence() -> None:
 def test_causal_labels_leave_out_padding_and_the_first_token() -> None:
     samples = TokenizedSamples({"input_ids": Ragged([[5, 6, 7], [8]])})
     batch = CausalCollate(0)([samples[0], samples[1]])
-    assert batch["labels"].tolist() == [[IGNORE, 6, 7], [IGNORE, IGNORE, IGNORE]]
+    assert batch["labels"].tolist() == [[IGNORED, 6, 7], [IGNORED, IGNORED, IGNORED]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert "attention_mask" not in CausalCollate(0, mask=False)([samples[0]])
 

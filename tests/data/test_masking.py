@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.collate import IGNORE
 from rapidformer_templates.data.masking import MaskTokens
 from rapidformer_templates.data.tasks.pretraining import MaskWindows
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.targets import IGNORED
 
 
 def test_rates_of_masking(bert_folder: Path) -> None:
@@ -21,7 +21,7 @@ def test_rates_of_masking(bert_folder: Path) -> None:
     token = tokenizer.convert_tokens_to_ids("cat")
     row = np.full(200_000, token, dtype=np.int32)
     masked = MaskTokens(tokenizer, 0.15)({"input_ids": row}, np.random.default_rng(0))
-    ids, chosen = masked["input_ids"], masked["labels"] != IGNORE
+    ids, chosen = masked["input_ids"], masked["labels"] != IGNORED
     spread = 4 * np.sqrt(0.25 / len(row))  # four standard deviations at most
     assert abs(chosen.mean() - 0.15) < spread
     assert (masked["labels"][chosen] == token).all()
@@ -41,7 +41,7 @@ def test_special_tokens_are_never_masked(bert_folder: Path) -> None:
     row = np.asarray(tokenizer("the cat sees")["input_ids"] + [tokenizer.pad_token_id, tokenizer.mask_token_id])
     special = np.isin(row, tokenizer.all_special_ids)
     masked = MaskTokens(tokenizer, 1.0)({"input_ids": row}, np.random.default_rng(0))
-    assert (masked["labels"][special] == IGNORE).all()
+    assert (masked["labels"][special] == IGNORED).all()
     assert (masked["input_ids"][special] == row[special]).all()
     assert (masked["labels"][~special] == row[~special]).all()
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-IGNORE = -100
-"""The label that the loss leaves out (torch's default)."""
+from rapidformer_templates.targets import IGNORED
 
 
 class Ragged:
@@ -116,8 +115,8 @@ class CausalCollate:
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         padded, filled = pad_rows([sample["input_ids"] for sample in samples], self.pad_token_id)
-        labels = np.where(filled, padded, IGNORE)
-        labels[:, 0] = IGNORE
+        labels = np.where(filled, padded, IGNORED)
+        labels[:, 0] = IGNORED
         batch = {"input_ids": torch.from_numpy(padded), "labels": torch.from_numpy(labels)}
         if self.mask:
             batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.data.collate import IGNORE
 from rapidformer_templates.data.tokenizers import vocabulary_size
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.targets import IGNORED
 
 
 class MaskTokens:
@@ -51,4 +51,4 @@ class MaskTokens:
         hidden[chosen & (draws[1] < 0.8)] = self.mask_id
         replaced = chosen & (draws[1] >= 0.8) & (draws[1] < 0.9)
         hidden[replaced] = self.ordinary[generator.integers(len(self.ordinary), size=int(replaced.sum()))]
-        return {**sample, "input_ids": hidden, "labels": np.where(chosen, original, IGNORE)}
+        return {**sample, "input_ids": hidden, "labels": np.where(chosen, original, IGNORED)}

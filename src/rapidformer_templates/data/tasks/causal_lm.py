@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rapidformer_templates.data.collate import IGNORE, CausalCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import CausalCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.reading import Part, read_dataset
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, texts_of, tokenized
 from rapidformer_templates.data.types import Data
+from rapidformer_templates.targets import IGNORED
 
 
 class CausalLM(Task):
@@ -52,7 +53,7 @@ class CausalLM(Task):
 def predicted_tokens(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[Any], list[Any]]:
     """(predicted, true) tokens of each sample where there is a label. Both arguments: (samples, tokens)."""
     guesses, truths = tokens.cpu().numpy(), labels.cpu().numpy()
-    wanted = truths != IGNORE
+    wanted = truths != IGNORED
     return [g[w] for g, w in zip(guesses, wanted, strict=True)], [t[w] for t, w in zip(truths, wanted, strict=True)]
 
 

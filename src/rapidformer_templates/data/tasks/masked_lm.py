@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from rapidformer_templates.data.collate import IGNORE, PadCollate, TokenizedSamples
+from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
 from rapidformer_templates.data.masking import MaskTokens
 from rapidformer_templates.data.reading import read_dataset
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.types import Data
+from rapidformer_templates.targets import IGNORED
 
 
 class MaskedLM(Task):
@@ -31,7 +32,7 @@ class MaskedLM(Task):
         for name, part in raw.parts().items():
             texts = texts_of(part, part.column("text_column", column, ()))
             sets[name] = TokenizedSamples(tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length))
-        collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORE})
+        collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORED})
         return as_data(sets, collate, MaskTokens(self.tokenizer, flags.mask_prob))
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:

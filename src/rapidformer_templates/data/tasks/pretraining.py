@@ -11,7 +11,7 @@ import torch
 
 from rapidformer_templates.architectures import objective_of
 from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.collate import IGNORE, CausalCollate, PadCollate
+from rapidformer_templates.data.collate import CausalCollate, PadCollate
 from rapidformer_templates.data.masking import MaskTokens
 from rapidformer_templates.data.pretraining import (
     Corpus,
@@ -26,6 +26,7 @@ from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_a
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models import model_type_of
+from rapidformer_templates.targets import IGNORED
 
 AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 
@@ -80,7 +81,7 @@ class Pretraining(Task):
         assert isinstance(pad, int)
         # Windows of one length need no padding mask, so that the flash kernel can be used.
         if self.masks:
-            return PadCollate({"input_ids": pad, "labels": IGNORE}, mask=self.config.data.short_seq_prob > 0)
+            return PadCollate({"input_ids": pad, "labels": IGNORED}, mask=self.config.data.short_seq_prob > 0)
         return CausalCollate(pad, mask=False)
 
     def _parts(self, corpus: Corpus, around: tuple[list[int], list[int]]) -> list[Windows | None]:

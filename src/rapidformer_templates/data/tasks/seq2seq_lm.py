@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rapidformer_templates.data.collate import IGNORE, PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.reading import Part, read_dataset
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
 from rapidformer_templates.data.types import Data
+from rapidformer_templates.targets import IGNORED
 
 SOURCE_COLUMNS = ("source", "input", "article", "question", *TEXT_COLUMNS)
 TARGET_COLUMNS = ("target", "summary", "output", "answer", "highlights", "label")
@@ -34,7 +35,7 @@ class Seq2SeqLM(Task):
         target = raw.train.column("label_column", flags.label_column, TARGET_COLUMNS)
         sets = {name: self._samples(part, source, target) for name, part in raw.parts().items()}
         self.longest_target = max(int(samples.lengths_of("labels").max()) for samples in sets.values())
-        return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORE}))
+        return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _samples(self, part: Part, source: str, target: str) -> TokenizedSamples:
         cut: dict[str, Any] = {"truncation": True, "max_length": self.seq_length}
@@ -63,7 +64,7 @@ class Seq2SeqLM(Task):
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """``outputs`` are the generated texts."""
         labels = batch["labels"].cpu().numpy()
-        return list(outputs), self._decoded(np.where(labels == IGNORE, self.tokenizer.pad_token_id, labels))
+        return list(outputs), self._decoded(np.where(labels == IGNORED, self.tokenizer.pad_token_id, labels))
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         pairs = list(zip(predictions, references, strict=True))

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
 
-from rapidformer_templates.data.collate import IGNORE, PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.labels import declared_names, label_text, sorted_names, unknown_label
 from rapidformer_templates.data.reading import Part, read_dataset
 from rapidformer_templates.data.tasks.base import Task, as_data, label_map, padding_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.targets import IGNORED
 
 WORD_COLUMNS = ("tokens", "words", "text")
 TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")
@@ -44,7 +45,7 @@ class TokenClassification(Task):
         found = (tag for name in known for row in read[name][2] for tag in row)
         self.labels = declared_names(raw.train, tags) or sorted_names(found, self.model_config)
         sets = {name: self._samples(*part) for name, part in read.items()}
-        return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORE}))
+        return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _samples(self, part: Part, words: list[list[str]], tags: list[list[str]]) -> TokenizedSamples:
         numbers = {name: i for i, name in enumerate(self.labels)}
@@ -78,7 +79,7 @@ class TokenClassification(Task):
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         guesses, truths = outputs.logits.argmax(dim=-1).cpu().numpy(), batch["labels"].cpu().numpy()
-        wanted = truths != IGNORE
+        wanted = truths != IGNORED
         return self._names(guesses, wanted), self._names(truths, wanted)
 
     def _names(self, numbers: np.ndarray, wanted: np.ndarray) -> list[list[str]]:
@@ -97,7 +98,7 @@ def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[i
     """For each token the tag of its word if it is the word's first piece, else -100."""
     labels, previous = [], None
     for word in word_ids:
-        labels.append(IGNORE if word is None or word == previous else tags[word])
+        labels.append(IGNORED if word is None or word == previous else tags[word])
         previous = word
     return labels
 
