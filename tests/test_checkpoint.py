@@ -60,7 +60,7 @@ def test_any_box_can_be_read_from_any_pieces(
     boxes: list[list[Any]] = []
     for rank, piece in enumerate(cut(tensor, [c for c in cuts if c < shape[0]])):
         save_file({"w": piece.tensor.contiguous()}, folder / f"{rank}.safetensors")
-        boxes.append([f"{rank}.safetensors", list(piece.offset)])
+        boxes.append([f"{rank}.safetensors", "w", list(piece.offset)])
     reader = object.__new__(checkpoint.Reader)
     reader.folder, reader._open = folder, {}
     reader.index = {"weights": {"w": {"shape": shape, "boxes": boxes}}}

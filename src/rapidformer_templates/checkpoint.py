@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rapidformer_templates.engines.base import Engine
+from rapidformer_templates.engines.base import Engine, Piece
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.files import crc32, sync, write_json, write_text
 from rapidformer_templates.random_state import capture
 from rapidformer_templates.workers import Workers
 
-FORMAT = 1
+FORMAT = 2
 KINDS = ("weights", "optimizer")
 
 
@@ -102,15 +103,27 @@ def _write_share(folder: Path, engine: Engine, workers: Workers) -> dict[str, An
     report: dict[str, Any] = {"index": [], "files": {}}
     for kind in KINDS:
         name = f"{kind}-{workers.rank:05d}.safetensors"
-        boxes = list(engine.pieces(kind))
-        save_file({piece.name: piece.tensor.detach().cpu().contiguous() for piece in boxes}, folder / name)
-        report["index"] += [[kind, piece.name, name, list(piece.shape), list(piece.offset)] for piece in boxes]
+        boxes = _keyed(engine.pieces(kind))
+        save_file({key: piece.tensor.detach().cpu().contiguous() for key, piece in boxes.items()}, folder / name)
+        report["index"] += [
+            [kind, piece.name, list(piece.shape), [name, key, list(piece.offset)]] for key, piece in boxes.items()
+        ]
         report["files"][name] = _sealed(folder / name)
     name = f"random-{workers.rank:05d}.safetensors"
     tensors, metadata = capture()
     save_file(tensors, folder / name, metadata=metadata)
     report["files"][name] = _sealed(folder / name)
     return report
+
+
+def _keyed(pieces: Iterable[Piece]) -> dict[str, Piece]:
+    """Pieces by their keys in a file: the name, with a number where a rank holds several boxes of a tensor."""
+    keyed: dict[str, Piece] = {}
+    counts: Counter[str] = Counter()
+    for piece in pieces:
+        keyed[f"{piece.name}#{counts[piece.name]}" if counts[piece.name] else piece.name] = piece
+        counts[piece.name] += 1
+    return keyed
 
 
 def _sealed(path: Path) -> dict[str, int]:
@@ -121,8 +134,8 @@ def _sealed(path: Path) -> dict[str, int]:
 def _finish(folder: Path, final: Path, reports: list[dict[str, Any]], state: dict[str, Any]) -> None:
     index: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     for report in reports:
-        for kind, name, file, shape, offset in report["index"]:
-            index[kind].setdefault(name, {"shape": shape, "boxes": []})["boxes"].append([file, offset])
+        for kind, name, shape, box in report["index"]:
+            index[kind].setdefault(name, {"shape": shape, "boxes": []})["boxes"].append(box)
     write_json(folder / "index.json", index)
     write_json(folder / "state.json", state)
     files = {name: seal for report in reports for name, seal in report["files"].items()}
@@ -215,15 +228,15 @@ class Reader:
     def read(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         result: torch.Tensor | None = None
         covered = 0
-        for file, begin in self.index[kind][name]["boxes"]:
-            source = self._file(file).get_slice(name)
+        for file, key, begin in self.index[kind][name]["boxes"]:
+            source = self._file(file).get_slice(key)
             box = source.get_shape()
             lows = [max(o, b) for o, b in zip(offset, begin, strict=True)]
             highs = [min(o + s, b + x) for o, s, b, x in zip(offset, shape, begin, box, strict=True)]
             if any(low >= high for low, high in zip(lows, highs, strict=True)):
                 continue
             inside = tuple(slice(low - b, high - b) for low, high, b in zip(lows, highs, begin, strict=True))
-            part = source[inside] if inside else self._file(file).get_tensor(name)
+            part = source[inside] if inside else self._file(file).get_tensor(key)
             if result is None:
                 result = torch.empty(tuple(shape), dtype=part.dtype)
             target = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))

@@ -34,6 +34,7 @@ class Plan:
         switches: names of the active switches in the order in which they are applied.
         sizes: workers and batches.
         engine: ``module:Class`` of the engine that owns the optimizer step.
+        engine_options: what the active switches tell it: plain values.
         device: ``cpu`` or ``cuda``.
         precision: ``fp32``, ``bf16`` or ``fp16``: the type that matrix products are computed in.
         optimizer: the optimizer that was asked for.
@@ -47,6 +48,7 @@ class Plan:
     switches: tuple[str, ...] = ()
     sizes: Sizes = Sizes()
     engine: str = "rapidformer_templates.engines.local:SingleEngine"
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     precision: str = "fp32"
     optimizer: str = "apex_adam"

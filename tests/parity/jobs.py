@@ -133,8 +133,8 @@ def train(job: str, double: bool, flags: str, save: str) -> dict[str, Any]:
     index = json.loads((checkpoint / "index.json").read_text())["weights"]
     for name, entry in index.items():
         whole = torch.zeros(entry["shape"], dtype=torch.float64)
-        for file, offset in entry["boxes"]:
-            part = load_file(checkpoint / file)[name]
+        for file, key, offset in entry["boxes"]:
+            part = load_file(checkpoint / file)[key]
             whole[tuple(slice(o, o + s) for o, s in zip(offset, part.shape, strict=True))] = part.double()
         weights[name] = whole
     evaluations = [line["eval_loss"] for line in read_metrics(Path(save) / "metrics.jsonl") if "eval_loss" in line]

@@ -1,4 +1,4 @@
-"""Engines that need torch alone: one device, DDP, and FSDP (``fully_shard``)."""
+"""One device, and DDP."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -22,7 +19,7 @@ from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, 
 from rapidformer_templates.engines.loss import Recorder, reached_parameters, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.layout import canonical_name, find_layout
+from rapidformer_templates.layout import canonical_name
 from rapidformer_templates.optimizer import OptimizerSpec
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.workers import Workers
@@ -194,43 +191,3 @@ class DDPEngine(SingleEngine):
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         assert self._ddp is not None
         return nullcontext() if last else self._ddp.no_sync()
-
-
-class FSDPEngine(SingleEngine):
-    """Parameters, gradients and optimizer state sharded over the workers, block by block."""
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if self.workers.world > 1:
-                dist.broadcast(tensor.detach(), src=0)
-        mesh = init_device_mesh(self.workers.device.type, (self.workers.world,))
-        policy = MixedPrecisionPolicy()
-        if self.compute_type is not None:
-            # Parameters travel in the compute type; gradients are summed in fp32.
-            policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=torch.float32)
-        for block in find_layout(model).blocks.values():
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        return model
-
-    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
-        self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
-        return nullcontext()
-
-    def _settle(self) -> None:
-        """Give up whole parameters that a forward without a backward (an evaluation) has left behind."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def pieces(self, kind: str) -> Iterator[Piece]:
-        self._settle()
-        return super().pieces(kind)
-
-    def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        self._settle()
-        super().load(reader, optimizer=optimizer)
-
-    def full_weights(self) -> dict[str, torch.Tensor] | None:
-        self._settle()
-        return super().full_weights()

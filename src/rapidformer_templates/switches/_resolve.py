@@ -52,11 +52,13 @@ def resolve(
 def _plan(request: Request, registry: Registry) -> Plan:
     # The registry's order is that of the stages; the last engine asked for owns the optimizer step.
     engines = [switch.engine for switch in request.active.values() if switch.engine]
+    options = [switch.engine_options(request) for switch in request.active.values()]
     return Plan(
         template=request.environment.template or "none",
         switches=tuple(request.active),
         sizes=request.sizes,
         engine=[DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE, *engines][-1],
+        engine_options={name: value for given in options for name, value in given.items()},
         device=request.environment.device,
         precision=precision(request.config, request.environment),
         optimizer=request.config.get("optimizer"),

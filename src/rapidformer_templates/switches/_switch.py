@@ -173,6 +173,10 @@ def _no_notes(request: Request) -> Sequence[str]:
     return ()
 
 
+def _no_options(request: Request) -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Switch:
     """One acceleration switch. A new switch is one new file in this folder.
@@ -195,6 +199,7 @@ class Switch:
         install: what to install for it, such as ``pip install rapidformer_templates[deepspeed]``.
         needs_cuda: whether it needs a GPU.
         engine: ``module:Class`` of the engine that it asks for.
+        engine_options: what the engine must know of it: plain values, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
         available: whether this version has it.
@@ -217,6 +222,7 @@ class Switch:
     install: str | None = None
     needs_cuda: bool = False
     engine: str | None = None
+    engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
     transform: str | None = None
     receipt: tuple[str, ...] = ()
     available: bool = True

@@ -35,6 +35,6 @@ SWITCH = Switch(
     family=PARTITIONING,
     claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS}),
     notes=_notes,
-    engine="rapidformer_templates.engines.local:FSDPEngine",
+    engine="rapidformer_templates.engines.fsdp:FSDPEngine",
     receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
 )
