@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rapidformer_templates import checkpoint
+from rapidformer_templates import checkpoint, tensor_file
+from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.engines.base import Piece
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.layout import canonical_name, find_layout
@@ -82,6 +85,125 @@ def test_what_is_written_is_whole_and_named(tmp_path: Path) -> None:
     reader = checkpoint.Reader(path)
     assert reader.state["samples"] == 4
     assert torch.equal(reader.read("weights", "w", (2,), (3,)), torch.tensor([2.0, 3.0, 4.0]))
+
+
+@pytest.mark.parametrize("limit", [1, 100, 10**9])
+def test_files_are_bounded_and_read_as_one(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PART_BYTES", limit)
+    tensor = torch.arange(60.0).reshape(20, 3)
+    boxes = [Piece("alone", torch.arange(5), (5,), (0,)), *cut(tensor, [3, 4, 11])]
+    path = checkpoint.save(tmp_path, 1, Shelf(boxes), {}, alone())
+    parts = sorted(path.glob("weights-*"))
+    assert len(parts) == {1: 5, 100: 3, 10**9: 1}[limit]
+    reader = checkpoint.Reader(path)
+    assert torch.equal(reader.read("weights", "w", (2, 1), (17, 2)), tensor[2:19, 1:])
+    assert torch.equal(reader.read("weights", "alone", (0,), (5,)), torch.arange(5))
+    assert [file.name for file in path.glob("optimizer-*")] == ["optimizer-00000-00000.safetensors"]
+
+
+def test_a_part_goes_from_memory_before_the_next_is_brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An engine may bring its pieces from elsewhere, more of them than fit into memory."""
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 8000)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    class Lazy(Shelf):
+        def pieces(self, kind: str) -> Iterator[Piece]:
+            nonlocal most
+            for number in range(40):
+                tensor = torch.zeros(500)
+                alive.add(tensor)
+                most = max(most, len(alive))
+                yield Piece(f"w{number}", tensor, (500,), (0,))
+                del tensor
+
+    checkpoint.save(tmp_path, 1, Lazy([]), {}, alone())
+    assert 4 <= most <= 6  # a part of four, the one that did not fit, the last one asked for
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_engine_brings_all_its_pieces_although_the_disk_is_full(
+    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may gather them from other ranks, which wait for this one."""
+    brought: list[str] = []
+
+    class Gathering(Shelf):
+        def pieces(self, kind: str) -> Iterator[Piece]:
+            for piece in cut(torch.arange(6.0), [2, 4]):
+                yield piece
+                brought.append(kind)
+
+    def full(*unused: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 1)
+    monkeypatch.setattr(tensor_file, "copy_whole" if background else "write", full)
+    saver = AsyncSaver(tmp_path, alone(), keep=1)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        if background:
+            saver.start(1, Gathering([]), {}, None)
+        else:
+            checkpoint.save(tmp_path, 1, Gathering([]), {}, alone())
+    assert brought == ["weights"] * 3 + ["optimizer"] * 3
+    saver.close()
+
+
+def test_a_part_that_the_manifest_does_not_list_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 1)
+    path = checkpoint.save(tmp_path, 1, Shelf(cut(torch.arange(6.0), [3])), {}, alone())
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["weights-00000-00001.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.problem_of(path) == "the manifest does not list weights-00000-00001.safetensors"
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "step-2.tmp").mkdir()
+    (tmp_path / "step-2.tmp" / "weights-00000-00000.safetensors").write_bytes(b"half")
+    saved(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3"]
+
+
+def test_a_type_that_safetensors_does_not_know_is_an_error(tmp_path: Path) -> None:
+    strange = Shelf([Piece("w", torch.zeros(2, dtype=torch.complex128), (2,), (0,))])
+    with pytest.raises(CheckpointError, match=r"w is torch\.complex128, which safetensors cannot hold"):
+        checkpoint.save(tmp_path, 1, strange, {}, alone())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_in_the_background_keeps_the_moment_of_its_start(tmp_path: Path) -> None:
+    """And its memory serves the next save."""
+    weight = torch.arange(6.0)
+    saver = AsyncSaver(tmp_path, alone(), keep=1)
+    shelf = Shelf([Piece("w", weight, (6,), (0,))])
+    for step in (1, 2):
+        saver.start(step, shelf, {"samples": step}, None)
+        memory = {name: copy.data_ptr() for name, copy in saver._memory.items()}
+        weight += 10
+        assert saver.pending
+        path = saver.wait()
+        assert path == tmp_path / f"step-{step}"
+        reader = checkpoint.Reader(path)
+        assert reader.state["samples"] == step
+        assert torch.equal(reader.read("weights", "w", (0,), (6,)), torch.arange(6.0) + 10 * (step - 1))
+        assert saver.wait() is None
+    assert memory == {name: copy.data_ptr() for name, copy in saver._memory.items()}
+    assert checkpoint.candidates(tmp_path) == [tmp_path / "step-2"]
+    saver.close()
+
+
+def test_a_background_save_without_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(size: int, *, pinned: bool) -> torch.Tensor:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(tensor_file, "host_memory", none_left)
+    saver = AsyncSaver(tmp_path, alone(), keep=1)
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written: .*Cannot allocate memory"):
+        saver.start(1, Shelf([Piece("w", torch.zeros(2), (2,), (0,))]), {}, None)
+    assert not saver.pending
+    assert list(tmp_path.iterdir()) == []
+    saver.close()
 
 
 def test_a_part_that_nobody_wrote_is_an_error(tmp_path: Path) -> None:

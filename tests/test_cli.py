@@ -83,11 +83,14 @@ def test_auto_strategy_is_not_in_this_version(capsys: pytest.CaptureFixture[str]
     ("words", "message", "hint"),
     [
         ("pln --tf32", "error: unknown command 'pln'", "did you mean plan?"),
-        ("train", "error: unknown command 'train'", "commands: plan, switches, explain, bench"),
+        ("train", "error: unknown command 'train'", "commands: plan, switches, explain, doctor, bench"),
         ("plan --tf31", "error: unknown flag --tf31", "did you mean --tf32?"),
         ("explain RF999", "error: there is no rule RF999", "RF001, RF002"),
         ("explain", "error: which rule?", "rapidformer explain CODE"),
         ("switches --json", "error: unexpected argument '--json'", "rapidformer switches [--markdown]"),
+        ("docter", "error: unknown command 'docter'", "did you mean doctor?"),
+        ("doctor --jsn", "error: unexpected argument '--jsn'", "rapidformer doctor [--json] [--build"),
+        ("doctor --build cpu_adm", "error: unexpected argument 'cpu_adm'", "cpu_adam | async_io"),
     ],
 )
 def test_wrong_use(capsys: pytest.CaptureFixture[str], words: str, message: str, hint: str) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from rapidformer_templates import Data, Finetuner, Trainer, checkpoint
+from rapidformer_templates import Data, Finetuner, Trainer, checkpoint, tensor_file
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, RapidformerError
 from rapidformer_templates.run_folder import read_metrics
 
@@ -65,31 +64,57 @@ def test_non_finite_loss_names_step_and_samples_and_touches_nothing(tmp_path: Pa
         assert torch.equal(saved, job.model.weight.detach())
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("I/O error: No space left on device (os error 28)"),
-    ],
-)
+@pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
+@pytest.mark.parametrize("full", ["optimizer-00000-00000.safetensors", "manifest.json"])
 def test_full_disk_leaves_the_earlier_checkpoint(
-    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    job = Line([*FLAGS, "--epochs", "1", "--save", str(folder), "--save-interval", "2"])
-    whole = checkpoint.save_file
+    job = Line([*FLAGS, "--epochs", "1", "--save", str(folder), "--save-interval", "2", *flags])
 
-    def full(tensors: Any, path: Path, **more: Any) -> None:
-        if "step-4.tmp" in str(path):
-            raise failure
-        whole(tensors, path, **more)
+    def fail_on_full_disk(function: Any) -> Any:
+        def writer(path: Path, *more: Any) -> Any:
+            if (path.parent.name, path.name) == ("step-4.tmp", full):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return function(path, *more)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+        return writer
+
+    monkeypatch.setattr(tensor_file, "unbuffered", fail_on_full_disk(tensor_file.unbuffered))
+    monkeypatch.setattr(checkpoint, "write_synced", fail_on_full_disk(checkpoint.write_synced))
     with pytest.raises(CheckpointError, match="step 4 could not be written: the disk is full") as caught:
         job.fit()
     assert "--resume from step-2" in caught.value.hint
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-2"]
     assert checkpoint.problem_of(folder / "checkpoints" / "step-2") is None
+
+
+def test_a_loss_that_is_not_finite_waits_for_the_save_in_the_background(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    job = Line([*FLAGS, "--epochs", "1", "--save", str(folder), "--save-interval", "1", "--async-save"])
+    job.poisoned = 7
+    with pytest.raises(NonFiniteLoss) as caught:
+        job.fit()
+    step = int(caught.value.message.split()[1].rstrip(":"))
+    assert step > 1
+    assert checkpoint.candidates(folder / "checkpoints")[0].name == f"step-{step - 1}"
+    assert not list((folder / "checkpoints").glob("*.tmp"))
+
+
+def test_saves_in_the_background_are_told_when_they_are_whole(tmp_path: Path) -> None:
+    told: list[tuple[int, str | None]] = []
+
+    class Told(Line):
+        def on_checkpoint(self, step: int, folder: Path) -> None:
+            told.append((step, checkpoint.problem_of(folder)))
+
+        def on_train_end(self, summary: Any) -> None:
+            told.append((0, None))
+
+    flags = [*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run"), "--save-interval", "2", "--async-save"]
+    Told([*flags, "--keep-checkpoints", "1"]).fit()
+    assert told == [(2, None), (4, None), (6, None), (8, None), (10, None), (0, None)]
+    assert [path.name for path in checkpoint.candidates(tmp_path / "run/checkpoints")] == ["step-10"]
 
 
 def test_loss_as_sum_and_count_is_the_mean(tmp_path: Path) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
+import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
+from rapidformer_templates import tensor_file
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.run_folder import read_metrics
 from tests.parity.jobs import ClassJob, _bert
@@ -89,6 +96,60 @@ def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tm
     assert_same(whole, folder)
 
 
+@pytest.mark.parametrize("deaths", [[], [5], [4, 7, 11]])
+def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Path, tmp_path: Path) -> None:
+    for death in deaths:
+        run(tmp_path / "run", "--resume", "--async-save", dies_after=death)
+    run(tmp_path / "run", "--resume", "--async-save")
+    assert_same(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
+def test_kill_in_a_save_leaves_the_earlier_checkpoint(
+    flags: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, in_save = tmp_path / "run", tmp_path / "in-save"
+    process = multiprocessing.get_context("spawn").Process(target=_hang_in_save, args=(folder, in_save, flags))
+    process.start()
+    while not in_save.exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {"latest", "step-3", "step-6.tmp"}
+    run(folder, "--resume", *flags)
+    assert f"going on from {folder}/checkpoints/step-3" in capsys.readouterr().err
+    assert_same(whole, folder)
+    assert not list((folder / "checkpoints").glob("*.tmp"))
+
+
+def _hang_in_save(folder: Path, in_save: Path, flags: list[str]) -> None:
+    """A run whose save of step 6 never ends; ``in_save`` is made in the middle of it, if async two steps later."""
+    pwrite, steps, hanging = os.pwrite, threading.Semaphore(0), threading.Event()
+
+    def hang(descriptor: int, data: memoryview, place: int) -> int:
+        if "step-6.tmp" not in os.readlink(f"/proc/self/fd/{descriptor}"):
+            return pwrite(descriptor, data, place)
+        pwrite(descriptor, data[: len(data) // 2], place)
+        hanging.set()
+        if flags:
+            steps.acquire()
+            steps.acquire()
+        in_save.touch()
+        time.sleep(600)
+        raise AssertionError("nobody killed this process")
+
+    def count(job: DropoutJob, step: int, result: Any) -> None:
+        if step > 6:
+            hanging.wait()
+            steps.release()
+
+    os.pwrite = hang
+    DropoutJob.on_step_end = count  # type: ignore[method-assign]
+    run(folder, *flags)
+
+
 def test_loader_processes_change_nothing(whole: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", "--dataloader-num-workers", "2", dies_after=7)
     run(tmp_path / "run", "--dataloader-num-workers", "1", "--resume")
@@ -118,16 +179,14 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+WEIGHTS, OPTIMIZER = "weights-00000-00000.safetensors", "optimizer-00000-00000.safetensors"
 DAMAGES = {
-    "flipped byte": (lambda f: _flip(f / "weights-00000.safetensors"), "weights-00000.safetensors is damaged"),
+    "flipped byte": (lambda f: _flip(f / WEIGHTS), f"{WEIGHTS} is damaged"),
     "cut file": (lambda f: (f / "state.json").write_text("{"), "state.json has 1 bytes"),
-    "no optimizer": (lambda f: (f / "optimizer-00000.safetensors").unlink(), "optimizer-00000.safetensors is missing"),
+    "no optimizer": (lambda f: (f / OPTIMIZER).unlink(), f"{OPTIMIZER} is missing"),
     "no random state": (lambda f: (f / "random-00000.safetensors").unlink(), "random-00000.safetensors is missing"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
-    "manifest without optimizer": (
-        lambda f: _forget(f / "manifest.json", "optimizer-00000.safetensors"),
-        "does not list optimizer-00000.safetensors",
-    ),
+    "manifest without optimizer": (lambda f: _forget(f / "manifest.json", OPTIMIZER), f"does not list {OPTIMIZER}"),
 }
 
 
@@ -157,9 +216,9 @@ def test_damaged_checkpoint_is_named_and_passed_over(
 def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, dies_after=4)
-    _flip(folder / "checkpoints" / "step-3" / "optimizer-00000.safetensors")
+    _flip(folder / "checkpoints" / "step-3" / OPTIMIZER)
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .* is whole: step-3: optimizer-00000\.safetensors is dam"
+        CheckpointError, match=r"no checkpoint in .* is whole: step-3: optimizer-00000-00000\.safetensors is dam"
     ):
         run(folder, "--resume")
 
@@ -225,6 +284,36 @@ def test_two_workers_resume_bitwise_and_others_to_rounding(tmp_path: Path) -> No
         torch.testing.assert_close(torch.tensor(other), torch.tensor(losses), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.distributed
+def test_two_workers_save_in_the_background(tmp_path: Path) -> None:
+    """Bitwise as if they had waited; and rank 1's full disk is an error on both."""
+    results = run_in_workers(2, _async_cases, str(tmp_path))
+    for result in results:
+        assert "step 6 could not be written: the disk is full" in result["full"]
+    assert_same(tmp_path / "waiting", tmp_path / "async")
+    names = {path.name for path in (tmp_path / "full" / "checkpoints").iterdir()}
+    assert names == {"latest", "step-3"}
+
+
+def _async_cases(workers: Any, folder: str) -> dict[str, str]:
+    """In each of two workers."""
+    root = Path(folder)
+    unbuffered = tensor_file.unbuffered
+
+    def full(path: Path) -> Any:
+        if workers.rank == 1 and path.parent.name == "step-6.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return unbuffered(path)
+
+    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+        run(root / "waiting")
+        run(root / "async", "--async-save", dies_after=8)
+        run(root / "async", "--async-save", "--resume")
+        with mock.patch.object(tensor_file, "unbuffered", full), pytest.raises(CheckpointError) as caught:
+            run(root / "full", "--async-save")
+    return {"full": str(caught.value)}
+
+
 def _plain(folder: Path, until: int, *flags: str) -> None:
     """The job without dropout, stopped after step ``until`` of 12."""
     job = ClassJob([*FLAGS.split(), "--save", str(folder), *flags])
@@ -239,8 +328,6 @@ def _plain(folder: Path, until: int, *flags: str) -> None:
 
 def _resume_cases(workers: Any, folder: str) -> dict[str, Any]:
     """In each of two workers. A death is caught here, because a worker ends on an error."""
-    from unittest import mock
-
     root = Path(folder)
     with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
         DropoutJob([*FLAGS.split(), "--eval-interval", "4", "--save", str(root / "pair")]).fit()

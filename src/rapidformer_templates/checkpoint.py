@@ -1,9 +1,9 @@
 """Checkpoints: folders that are whole or do not count.
 
 A checkpoint is written to ``step-N.tmp/``: safetensors and JSON, never pickle. Each rank writes what
-it holds; the index tells where the boxes of each tensor lie, so that any layout can read what
-another wrote. A manifest has the size and CRC-32 of every file. Files and folder are flushed to the
-disk, the folder is renamed to ``step-N/``, its parent flushed, and ``latest`` is written last.
+it holds, in parts of bounded size; the index tells where the boxes of each tensor lie, so that any layout
+can read what another wrote. A manifest has the size and CRC-32 of every file. Files and folder are flushed
+to the disk, the folder is renamed to ``step-N/``, its parent flushed, and ``latest`` is written last.
 
 All workers must see the same folder.
 """
@@ -14,22 +14,29 @@ import errno
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
-from rapidformer_templates.engines.base import Engine, Piece
+from rapidformer_templates import tensor_file
+from rapidformer_templates.engines.base import Piece
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.files import crc32, sync, write_json, write_text
+from rapidformer_templates.files import Seal, crc32, sync, to_json, write_synced, write_text
 from rapidformer_templates.random_state import capture
 from rapidformer_templates.workers import Workers
 
 FORMAT = 2
+T = TypeVar("T")
 KINDS = ("weights", "optimizer")
+PART_BYTES = 10**9
+"""So much goes into a file; of a state that an engine brings from elsewhere, so much is in memory at a time."""
+
+FAILURES = (OSError, MemoryError, RuntimeError, ValueError)
+"""What may go wrong in a save without a mistake in this library."""
 
 
 def step_of(folder: Path) -> int:
@@ -51,7 +58,39 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-def save(root: Path, step: int, engine: Engine, progress: Mapping[str, Any], workers: Workers) -> Path:
+class Source(Protocol):
+    """What a checkpoint needs of an engine."""
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        """What this rank has to write of ``weights`` or ``optimizer``."""
+
+    def state(self) -> dict[str, Any]:
+        """What else must be kept: plain values for JSON."""
+
+
+class Report(TypedDict):
+    """What a rank has written.
+
+    Attributes:
+        index: (kind, name, whole shape, [file, key, offset]) of each box.
+        files: their seals by name.
+    """
+
+    index: list[tuple[str, str, list[int], list[Any]]]
+    files: dict[str, Seal]
+
+
+@dataclass
+class File:
+    """A file that a rank has to write, and its part of the index."""
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+    index: list[tuple[str, str, list[int], list[Any]]]
+    metadata: dict[str, str] | None = None
+
+
+def save(root: Path, step: int, engine: Source, progress: Mapping[str, Any], workers: Workers) -> Path:
     """Write a checkpoint; every rank must call it, and all return or raise alike.
 
     Args:
@@ -62,91 +101,162 @@ def save(root: Path, step: int, engine: Engine, progress: Mapping[str, Any], wor
     Raises:
         CheckpointError: it cannot be written, a full disk for instance; earlier ones are untouched.
     """
-    final = folder_of(root, step)
-    folder = final.with_name(final.name + ".tmp")
-    if workers.is_main:
-        shutil.rmtree(folder, ignore_errors=True)
-    error = _collective(workers, lambda: folder.mkdir(parents=True) if workers.is_main else None)
-    reports: list[Any] = []
-    if error is None:
-        report: dict[str, Any] = {}
-        error = _collective(workers, lambda: report.update(_write_share(folder, engine, workers)))
-        reports = workers.gather(report)
-    if error is None:
-        state = {"format": FORMAT, "step": step, "world": workers.world, "engine": engine.state(), **progress}
-        error = _collective(workers, lambda: _finish(folder, final, reports, state) if workers.is_main else None)
-    if error is not None:
-        if workers.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-        earlier = next((path.name for path in candidates(root)), None)
+    attempt = Attempt(root, step, engine.state(), progress, workers)
+    attempt.begin()
+    report = attempt.together(lambda: attempt.write_share(engine))
+    reports = workers.gather(report)
+    attempt.together(lambda: attempt.finish(reports) if workers.is_main else None)
+    return attempt.final
+
+
+class Attempt:
+    """A checkpoint that is being written: its stages, which all ranks go through alike.
+
+    Attributes:
+        folder, final: where it is written, and what that is renamed to.
+    """
+
+    def __init__(
+        self, root: Path, step: int, engine: Mapping[str, Any], progress: Mapping[str, Any], workers: Workers
+    ) -> None:
+        self.root = root
+        self.workers = workers
+        self.final = folder_of(root, step)
+        self.folder = self.final.with_name(self.final.name + ".tmp")
+        self._state = {"format": FORMAT, "step": step, "world": workers.world, "engine": engine, **progress}
+
+    def begin(self) -> None:
+        """Make an empty folder; what a run that was killed in a save has left is removed."""
+        self.together(lambda: self._make_folder() if self.workers.is_main else None)
+
+    def _make_folder(self) -> None:
+        for stale in self.root.glob("step-*.tmp"):
+            shutil.rmtree(stale)
+        self.folder.mkdir(parents=True)
+
+    def write_share(self, engine: Source) -> Report:
+        """Write what this rank holds."""
+        report: Report = {"index": [], "files": {}}
+
+        def write(file: File) -> None:
+            report["index"] += file.index
+            report["files"][file.name] = tensor_file.write(self.folder / file.name, file.tensors, file.metadata)
+
+        for_each_file(engine, self.workers.rank, write)
+        return report
+
+    def finish(self, reports: Sequence[Report]) -> None:
+        """On one rank, once all have written: index, state, manifest; from the renaming on it counts."""
+        index: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+        files: dict[str, Seal] = {}
+        for report in reports:
+            files |= report["files"]
+            for kind, name, shape, box in report["index"]:
+                index[kind].setdefault(name, {"shape": shape, "boxes": []})["boxes"].append(box)
+        for name, content in (("index.json", index), ("state.json", self._state)):
+            files[name] = write_synced(self.folder / name, to_json(content))
+        write_synced(self.folder / "manifest.json", to_json({"format": FORMAT, "files": files}))
+        sync(self.folder)
+        if self.final.exists():
+            shutil.rmtree(self.final)
+        self.folder.rename(self.final)
+        sync(self.root)
+        write_text(self.root / "latest", self.final.name + "\n")
+
+    def together(self, body: Callable[[], T]) -> T:
+        """Run ``body`` on each rank; what it returns on this one.
+
+        Raises:
+            CheckpointError: it failed on some rank; raised on all of them.
+        """
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(body())
+        except FAILURES as error:
+            failure = error
+        self.agree(failure)
+        return results[0]
+
+    def agree(self, failure: BaseException | None) -> None:
+        """Give up, on all ranks alike, if one of them has failed.
+
+        Raises:
+            CheckpointError: one has.
+        """
+        problem = next((p for p in self.workers.gather(_in_words(failure)) if p), None)
+        if problem is None:
+            return
+        if self.workers.is_main:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        earlier = next((path.name for path in candidates(self.root)), None)
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written: {error}",
-            where=str(final),
+            f"the checkpoint of step {step_of(self.final)} could not be written: {problem}",
+            where=str(self.final),
             hint=f"make room and go on with --resume from {earlier}" if earlier else "make room and start again",
-        )
-    return final
+        ) from failure
 
 
-def _collective(workers: Workers, body: Any) -> str | None:
-    """Run ``body`` on each rank; the first error of any of them, told to all."""
-    problem = None
-    try:
-        body()
-    except (OSError, SafetensorError) as failure:
-        full = getattr(failure, "errno", None) == errno.ENOSPC or "No space left" in str(failure)
-        problem = "the disk is full" if full else f"{failure}"
-    return next((p for p in workers.gather(problem) if p), None)
+def _in_words(failure: BaseException | None) -> str | None:
+    if failure is None:
+        return None
+    return "the disk is full" if getattr(failure, "errno", None) == errno.ENOSPC else str(failure)
 
 
-def _write_share(folder: Path, engine: Engine, workers: Workers) -> dict[str, Any]:
-    """Write what this rank holds; what the index and the manifest have to say of it."""
-    report: dict[str, Any] = {"index": [], "files": {}}
+def for_each_file(engine: Source, rank: int, body: Callable[[File], None]) -> None:
+    """Call ``body`` with each file that a rank has to write.
+
+    What the body raises is raised at the end: an engine may exchange tensors with other ranks while it
+    brings its pieces, and these would wait for ever for a rank that brings no more.
+    """
+    failure: Exception | None = None
+    for file in _files(engine, rank):
+        if failure is None:
+            try:
+                body(file)
+            except FAILURES as error:
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+def _files(engine: Source, rank: int) -> Iterator[File]:
+    """The files, each as soon as it is full: earlier ones do not stay in memory."""
     for kind in KINDS:
-        name = f"{kind}-{workers.rank:05d}.safetensors"
-        boxes = _keyed(engine.pieces(kind))
-        save_file({key: piece.tensor.detach().cpu().contiguous() for key, piece in boxes.items()}, folder / name)
-        report["index"] += [
-            [kind, piece.name, list(piece.shape), [name, key, list(piece.offset)]] for key, piece in boxes.items()
-        ]
-        report["files"][name] = _sealed(folder / name)
-    name = f"random-{workers.rank:05d}.safetensors"
+        for number, pieces in enumerate(_parts(_keyed(engine.pieces(kind)))):
+            name = f"{kind}-{rank:05d}-{number:05d}.safetensors"
+            index = [
+                (kind, piece.name, list(piece.shape), [name, key, list(piece.offset)]) for key, piece in pieces.items()
+            ]
+            file = File(name, {key: piece.tensor for key, piece in pieces.items()}, index)
+            pieces.clear()
+            yield file
+            file.tensors.clear()  # before the engine brings more
     tensors, metadata = capture()
-    save_file(tensors, folder / name, metadata=metadata)
-    report["files"][name] = _sealed(folder / name)
-    return report
+    yield File(f"random-{rank:05d}.safetensors", tensors, [], metadata)
 
 
-def _keyed(pieces: Iterable[Piece]) -> dict[str, Piece]:
-    """Pieces by their keys in a file: the name, with a number where a rank holds several boxes of a tensor."""
-    keyed: dict[str, Piece] = {}
+def _parts(pieces: Iterable[tuple[str, Piece]]) -> Iterator[dict[str, Piece]]:
+    """Pieces by the files they go into; there is one file even if there are no pieces."""
+    part: dict[str, Piece] = {}
+    size, number = 0, 0
+    for key, piece in pieces:
+        length = piece.tensor.numel() * piece.tensor.itemsize
+        if part and size + length > PART_BYTES:
+            yield part
+            part, size, number = {}, 0, number + 1
+        part[key] = piece
+        size += length
+    if part or not number:
+        yield part
+
+
+def _keyed(pieces: Iterable[Piece]) -> Iterator[tuple[str, Piece]]:
+    """Pieces with their keys in a file: the name, with a number where a rank holds several boxes of a tensor."""
     counts: Counter[str] = Counter()
     for piece in pieces:
-        keyed[f"{piece.name}#{counts[piece.name]}" if counts[piece.name] else piece.name] = piece
+        yield (f"{piece.name}#{counts[piece.name]}" if counts[piece.name] else piece.name), piece
         counts[piece.name] += 1
-    return keyed
-
-
-def _sealed(path: Path) -> dict[str, int]:
-    sync(path)
-    return {"bytes": path.stat().st_size, "crc32": crc32(path)}
-
-
-def _finish(folder: Path, final: Path, reports: list[dict[str, Any]], state: dict[str, Any]) -> None:
-    index: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
-    for report in reports:
-        for kind, name, shape, box in report["index"]:
-            index[kind].setdefault(name, {"shape": shape, "boxes": []})["boxes"].append(box)
-    write_json(folder / "index.json", index)
-    write_json(folder / "state.json", state)
-    files = {name: seal for report in reports for name, seal in report["files"].items()}
-    files |= {name: _sealed(folder / name) for name in ("index.json", "state.json")}
-    write_json(folder / "manifest.json", {"format": FORMAT, "files": files})
-    sync(folder)
-    if final.exists():
-        shutil.rmtree(final)
-    folder.rename(final)
-    sync(final.parent)
-    write_text(final.parent / "latest", final.name + "\n")
 
 
 def problem_of(folder: Path, ranks: Iterable[int] = (0,), ranks_in_all: int = 1) -> str | None:
@@ -163,9 +273,6 @@ def problem_of(folder: Path, ranks: Iterable[int] = (0,), ranks_in_all: int = 1)
         return f"manifest.json cannot be read ({error})"
     if manifest.get("format") != FORMAT:
         return f"format {manifest.get('format')} is not the format {FORMAT} of this version"
-    needed = {"index.json", "state.json", *(f"{kind}-00000.safetensors" for kind in (*KINDS, "random"))}
-    if absent := sorted(needed - set(files)):
-        return f"the manifest does not list {', '.join(absent)}"
     mine = set(ranks)
     for place, (name, seal) in enumerate(sorted(files.items())):
         path = folder / name
@@ -177,7 +284,23 @@ def problem_of(folder: Path, ranks: Iterable[int] = (0,), ranks_in_all: int = 1)
             return f"{name} has {path.stat().st_size} bytes instead of {seal['bytes']}"
         if place % ranks_in_all in mine and crc32(path) != seal["crc32"]:
             return f"{name} is damaged (its CRC-32 differs)"
-    return None
+    try:
+        absent = sorted(_needed(folder) - set(files))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"index.json or state.json cannot be read ({error})"
+    return f"the manifest does not list {', '.join(absent)}" if absent else None
+
+
+def _needed(folder: Path) -> set[str]:
+    """The files that a checkpoint must have, by what it says of itself."""
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    needed = {"index.json", "state.json"}
+    for rank in range(state["world"]):
+        needed |= {f"random-{rank:05d}.safetensors", *(f"{kind}-{rank:05d}-00000.safetensors" for kind in KINDS)}
+    for kind in KINDS:
+        needed |= {box[0] for entry in index[kind].values() for box in entry["boxes"]}
+    return needed
 
 
 def newest_whole(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:

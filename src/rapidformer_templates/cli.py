@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates import environment
 from rapidformer_templates.config import RunConfig, build_parser, parse
+from rapidformer_templates.deepspeed_file import adopt
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.flags import flag
@@ -27,6 +28,7 @@ commands:
   rapidformer plan …            resolve the flags of a training command and start nothing
   rapidformer switches          catalogue of the switches and their compatibility
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
+  rapidformer doctor            what this machine has, what does not work, and what to do about it
   rapidformer bench …           measure
 
 Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
@@ -72,7 +74,7 @@ def _dispatch(words: list[str]) -> int:
     if {"-h", "--help"}.intersection(words or ["--help"]):
         print(help_text())
         return 0
-    commands = {"plan": _plan, "switches": _switches, "explain": _explain}
+    commands = {"plan": _plan, "switches": _switches, "explain": _explain, "doctor": _doctor}
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
@@ -87,7 +89,7 @@ def _dispatch(words: list[str]) -> int:
 def help_text() -> str:
     """Commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
-    parser.usage = "rapidformer [plan | switches | explain | bench] [flags]"
+    parser.usage = "rapidformer [plan | switches | explain | doctor | bench] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser.format_help()
 
@@ -102,7 +104,7 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
     asked: PlanFlags = config.user
     own = {field.name for field in dataclasses.fields(PlanFlags)}
     origins = {name: origin for name, origin in config.origins.items() if name not in own}
-    config = dataclasses.replace(config, user=None, origins=origins)
+    config = adopt(dataclasses.replace(config, user=None, origins=origins))
     template, origin = choose_template(config)
     place = environment.detect(
         template,
@@ -188,3 +190,9 @@ def _explain(words: list[str]) -> int:
         raise ConfigError(asked, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
     print(_document.explain(words[0].upper(), REGISTRY))
     return 0
+
+
+def _doctor(words: list[str]) -> int:
+    from rapidformer_templates.doctor import main as doctor
+
+    return doctor(words)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.config import RunConfig, parse
+from rapidformer_templates.deepspeed_file import adopt
 from rapidformer_templates.environment import detect
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.launch import is_worker
@@ -49,7 +50,7 @@ def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[s
         )
     if config.launch.user_script:
         raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
-    return with_template_defaults(config, name)
+    return with_template_defaults(adopt(config), name)
 
 
 def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:

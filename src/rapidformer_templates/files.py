@@ -1,12 +1,32 @@
-"""Durable files: written under a temporary name, flushed to the disk, then renamed."""
+"""Durable files: flushed to the disk, and either whole or not there.
+
+Small files are written under a temporary name and then renamed. Large ones go past the page cache, and
+belong into a folder that is renamed when all is in it.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+PAGE = 4096
+"""What goes past the page cache begins, in memory and in the file, at a multiple of this, bytes."""
+
+DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class Seal(TypedDict):
+    """By which a file is known to be whole: its size in bytes, and their CRC-32."""
+
+    bytes: int
+    crc32: int
 
 
 def sync(path: Path) -> None:
@@ -21,16 +41,27 @@ def sync(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that it is there whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(temporary, text)
     temporary.rename(path)
     sync(path.parent)
 
 
+def write_synced(path: Path, text: str) -> Seal:
+    """Write a text file and flush it, in a folder that nobody reads yet: the folder is not flushed."""
+    content = text.encode()
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, to_json(value))
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def crc32(path: Path) -> int:
@@ -40,3 +71,45 @@ def crc32(path: Path) -> int:
         while chunk := file.read(1 << 22):
             value = zlib.crc32(chunk, value)
     return value
+
+
+@contextmanager
+def unbuffered(path: Path) -> Iterator[int]:
+    """The descriptor of a new file whose writes go past the page cache; it is flushed at the end of the body.
+
+    A copy in the page cache would cost time and memory, and nobody reads it. Where a file system has
+    no other way, the writes go through it.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        descriptor = os.open(path, flags | DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor = os.open(path, flags, 0o666)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, data: memoryview, place: int) -> None:
+    """Write all of ``data`` at ``place``; pages of a file from :func:`unbuffered`, any bytes of another.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    through_cache = False
+    while data:
+        try:
+            count = os.pwrite(descriptor, data, place)
+        except OSError as error:
+            if error.errno != errno.EINVAL or through_cache:
+                raise
+            # Larger pages than ours, or what a write that was cut short left over.
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+            through_cache = True
+            continue
+        data, place = data[count:], place + count

@@ -144,6 +144,7 @@ class TrainingFlags:
     save_interval: int | None = flag(
         None, "steps between checkpoints (default: the end of each epoch, or of the run)", minimum=1
     )
+    async_save: bool = flag(False, "save in the background; a step waits for a copy in host memory only")
     keep_checkpoints: int = flag(2, "newest checkpoints that are kept (the best one is kept besides)", minimum=1)
     keep_best: bool | None = flag(None, "keep and export the checkpoint with the best metric (default: in fine-tuning)")
     metric_for_best: str | None = flag(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -16,6 +17,11 @@ def canonical_name(name: str) -> str:
     'h.0.attn.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The whole shape, also of a parameter that ZeRO-3 has partitioned."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates import checkpoint
+from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.data.loader import MicroBatch, load, train_requests
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.base import Engine, StepResult
@@ -67,6 +68,7 @@ class Loop:
         total: optimizer steps of the whole run.
         keep: checkpoints that are kept.
         metric: name of the metric by which the best one is kept, and whether greater is better.
+        saver: saves in the background; None waits for each save.
     """
 
     template: Trainer
@@ -84,6 +86,7 @@ class Loop:
     receipts: Receipts
     keep: int
     metric: tuple[str, bool] | None
+    saver: AsyncSaver | None = None
 
     def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         """Train to the end; the last evaluation's metrics.
@@ -91,7 +94,12 @@ class Loop:
         Raises:
             NonFiniteLoss: names the step and the samples in it; the weights are as before the step.
             Interrupted: the run was asked to end, and has saved a checkpoint.
+            CheckpointError: one could not be saved.
         """
+        with contextlib.closing(self.saver) if self.saver else contextlib.nullcontext():
+            return self._run(stop, progress)
+
+    def _run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         metrics: dict[str, float] = {}
         batches = self._batches()
         self.template.on_train_start()
@@ -99,14 +107,18 @@ class Loop:
             # 1. The micro batches of this rank. Which samples: a function of the seed and the step.
             microbatches = [self._counted(next(batches)) for _ in range(self.template.plan.sizes.accumulation)]
 
-            # 2. What all ranks must agree on before the forward: the number of targets, and whether to go on.
+            # 2. What all ranks must agree on before the forward: the number of targets, whether to go on,
+            #    and whether a save in the background has come further on all of them.
             here = [m for m in microbatches if not m.idle]
-            targets, samples, tokens, asked = self.workers.sum(
+            targets, samples, tokens, asked, saving = self.workers.sum(
                 sum(m.targets for m in here),
                 sum(len(m.samples) for m in here),
                 sum(_tokens(m) for m in here),
                 stop.asked,
+                self.saver is not None and self.saver.busy,
             )
+            if self.saver and self.saver.pending and not saving:
+                self._saved(self.saver.proceed())
 
             # 3. Forward, backward, clipping and update.
             with self._watched(step, microbatches):
@@ -129,6 +141,8 @@ class Loop:
                 self.template.on_epoch_end(done // self.intervals.epoch)
             if asked or self.intervals.due(self.intervals.save, done, self.total):
                 self._save()
+            if asked or done == self.total:
+                self._wait_for_save()
             if asked and done < self.total:
                 raise Interrupted(f"stopped after step {done} as asked", hint=self._how_to_go_on())
         return metrics
@@ -160,6 +174,7 @@ class Loop:
         try:
             return self.engine.train_batch(microbatches, targets, self.schedule(step))
         except NonFiniteLoss as error:
+            self._wait_for_save()
             samples = self.order.step(step)[0].tolist()
             raise NonFiniteLoss(
                 f"step {step + 1}: {error.message}; the weights are as after step {step}",
@@ -212,10 +227,26 @@ class Loop:
             if self.metrics:
                 self.metrics.sync()
             root, step = self.folder.checkpoints, self.position.step
-            path: Path = checkpoint.save(root, step, self.engine, dataclasses.asdict(self.position), self.workers)
+            progress = dataclasses.asdict(self.position)
+            best = self.position.best["step"] if self.position.best else None
+            if self.saver:
+                self._wait_for_save()
+                self.saver.start(step, self.engine, progress, best)
+                return
+            path: Path = checkpoint.save(root, step, self.engine, progress, self.workers)
             if self.workers.is_main:
-                checkpoint.delete_older(root, self.keep, self.position.best["step"] if self.position.best else None)
-        self.template.on_checkpoint(step, path)
+                checkpoint.delete_older(root, self.keep, best)
+        self._saved(path)
+
+    def _wait_for_save(self) -> None:
+        if self.saver:
+            with self.meter.paused():
+                self._saved(self.saver.wait())
+
+    def _saved(self, path: Path | None) -> None:
+        """Tell of a checkpoint that is whole."""
+        if path:
+            self.template.on_checkpoint(checkpoint.step_of(path), path)
 
 
 def _tokens(microbatch: MicroBatch) -> int:

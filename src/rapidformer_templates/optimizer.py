@@ -61,6 +61,15 @@ class OptimizerSpec:
         return {name: self.options(name, parameter) for name, parameter in parameters}
 
 
+SAME_UPDATE = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW", "FusedLAMB": "Lamb"}
+"""Classes whose state and update are those of another one."""
+
+
+def name_of_rule(optimizer: type[Optimizer]) -> str:
+    """The name of what an optimizer computes, whoever computes it: a run may go on with another implementation."""
+    return SAME_UPDATE.get(optimizer.__name__, optimizer.__name__)
+
+
 def default_optimizer(plan: Plan, training: TrainingFlags) -> OptimizerSpec:
     """The recipe of the optimizer that the plan names, with the flags' learning rate and decay.
 

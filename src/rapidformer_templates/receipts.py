@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +16,27 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.transforms import Checkpointed
-from rapidformer_templates.layout import find_layout
+from rapidformer_templates.layout import find_layout, shape_of
 
 
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the storages that this rank holds for the tensors, each storage once."""
-    storages = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(storages.values())
+def bytes_held(held: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
+    """Bytes of the storages that this rank holds, by kind; a storage counts once, for the first kind that has it."""
+    seen: set[int] = set()
+    sizes = dict.fromkeys(held, 0)
+    for kind, tensors in held.items():
+        for tensor in tensors:
+            storage = _local(tensor).untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[kind] += storage.nbytes()
+    return sizes
 
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+
+
+HELD = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
 
 
 class Receipts:
@@ -50,12 +58,20 @@ class Receipts:
         leaves = [module for module in self.engine.model.modules() if next(module.children(), None) is None]
         hooks = [leaf.register_forward_hook(self._see_output) for leaf in leaves]
         before = self.engine.micro_steps
+        self.engine.before_update = self._measure_gradients
         try:
             yield
         finally:
+            self.engine.before_update = None
             for hook in hooks:
                 hook.remove()
         self._early["micro_steps"] = self.engine.micro_steps - before
+
+    def _measure_gradients(self) -> None:
+        held = bytes_held(self.engine.held())
+        self._early["gradient_bytes"] = held["gradients"]
+        if "buckets" in held:
+            self._early["bucket_bytes"] = held["buckets"]
 
     def _see_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
@@ -93,21 +109,29 @@ class Receipts:
 
     def measured(self) -> dict[str, Any]:
         """All that was wanted, after the first step."""
-        engine, optimizer = self.engine, self.engine.optimizer
+        engine, rule = self.engine, self.engine.update_rule
         parameters = list(engine.model.parameters())
-        state = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
+        tensors = engine.held()
+        held = bytes_held(tensors)
         measures: dict[str, Callable[[], Any]] = {
             "parameter_dtypes": lambda: _types(parameters),
             "activation_dtypes": lambda: sorted(self._activations),
-            "parameter_bytes": lambda: _bytes(parameters),
-            "parameter_bytes_whole": lambda: sum(p.numel() * p.element_size() for p in parameters),
-            "optimizer_state_bytes": lambda: _bytes(state),
-            "optimizer_class": lambda: f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            "parameter_bytes": lambda: held["parameters"],
+            "parameter_bytes_whole": lambda: sum(math.prod(shape_of(p)) * p.element_size() for p in parameters),
+            "optimizer_state_bytes": lambda: held["optimizer"],
+            "optimizer_state_device": lambda: sorted({tensor.device.type for tensor in tensors["optimizer"]}),
+            "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
             "matmul_precision": torch.get_float32_matmul_precision,
         }
-        always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes", "micro_steps"}
+        always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
-        return values | self._early
+        return values | self._early | dict(self.engine.receipts)
+
+    def measured_by_rank(self) -> dict[str, Any]:
+        """:meth:`measured`, and the bytes that each rank holds; every rank must call it."""
+        values = self.measured()
+        mine = {name: values[name] for name in HELD if name in values}
+        return values | {"held_bytes_by_rank": self.engine.workers.gather(mine)}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

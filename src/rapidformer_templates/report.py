@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rapidformer_templates.files import write_json
+from rapidformer_templates.layout import shape_of
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.run_folder import RunFolder, read_metrics
 from rapidformer_templates.workers import Workers
@@ -76,8 +78,8 @@ def summarise(
         "peak_memory_mb": max(memory),
         "peak_memory_mb_by_rank": memory,
         "wall_seconds": rates["wall_seconds"],
-        "parameters": sum(p.numel() for p in parameters),
-        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "parameters": sum(math.prod(shape_of(p)) for p in parameters),
+        "trainable_parameters": sum(math.prod(shape_of(p)) for p in parameters if p.requires_grad),
         "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
         "receipts": receipts,
         "versions": versions(),

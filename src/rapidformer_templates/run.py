@@ -8,9 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates import launch
+from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.checkpoint import Reader, folder_of
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.evaluation import Evaluator
@@ -57,6 +59,7 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
         folder.check(resume=training.resume, overwrite=training.overwrite)
     if template.reads_task_data:
         template.task.check()
+    prepare(template.plan)
 
 
 def _join_and_train(template: Trainer) -> dict[str, Any]:
@@ -166,6 +169,9 @@ def _build_loop(
         receipts=Receipts(engine, [name for s in template.plan.switches for name in REGISTRY[s].receipt]),
         keep=training.keep_checkpoints,
         metric=_best_metric(template, evaluator),
+        saver=AsyncSaver(folder.checkpoints, workers, training.keep_checkpoints)
+        if folder and training.async_save
+        else None,
     )
 
 
@@ -178,7 +184,7 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
         metrics = loop.evaluator.evaluate()
     if folder and template.config.training.export_model:
         export_model(loop.engine, template, folder.export, workers)
-    receipts = loop.receipts.measured() if loop.meter.steps else {}
+    receipts = loop.receipts.measured_by_rank() if loop.meter.steps else {}
     summary = summarise(template, loop, metrics, receipts, workers)
     if workers.is_main:
         show_results(folder, summary)

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.files import sync, write_json
 
-CONTENTS = ("plan.json", "metrics.jsonl", "summary.json", "curves.png", "checkpoints", "export")
+CONTENTS = ("plan.json", "deepspeed.json", "metrics.jsonl", "summary.json", "curves.png", "checkpoints", "export")
 
 
 class RunFolder:
@@ -50,7 +50,10 @@ class RunFolder:
             )
 
     def prepare(self, plan: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Make the folder and write the plan; ``overwrite`` removes an earlier run's files, and no others."""
+        """Make the folder, and write the plan and what DeepSpeed is told.
+
+        ``overwrite`` removes an earlier run's files, and no others.
+        """
         if overwrite:
             for name in CONTENTS:
                 old = self.path / name
@@ -60,6 +63,8 @@ class RunFolder:
                     old.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write_json(self.plan, plan)
+        if "deepspeed" in plan["engine_options"]:
+            write_json(self.path / "deepspeed.json", plan["engine_options"]["deepspeed"])
 
 
 class MetricsFile:

@@ -41,18 +41,18 @@ def test_a_script_is_told_to_change_its_base_class(tmp_path: Path) -> None:
 
 def test_a_switch_of_a_later_version_is_refused_beside_its_rules() -> None:
     place = on(CPU, template="Finetuner", template_origin="command line")
-    assert refusal("--zero-1-memory-optimization", place) == exactly(
+    assert refusal("--tensor-model-parallel-size 2", place) == exactly(
         """
-        error[RF002]: zero-1 needs the Trainer template
-          why    ZeRO partitions through DeepSpeed, which owns the optimizer step  [R]
-          asked  --zero-1-memory-optimization (command line), template Finetuner (command line)
-          works  --fsdp-memory-optimization  shards optimizer state, gradients, parameters
-          more   rapidformer explain RF002
+        error[RF003]: tensor-parallel needs the Trainer template
+          why    the other templates keep the whole model in each worker  [R]
+          asked  --tensor-model-parallel-size 2 (command line), template Finetuner (command line)
+          works  without --tensor-model-parallel-size
+          more   rapidformer explain RF003
 
-        error[RF090]: zero-1 is not in this version
+        error[RF090]: tensor-parallel is not in this version
           why    a switch acts or the run is refused; this version has no engine for it  [rapidformer_templates]
-          asked  --zero-1-memory-optimization (command line)
-          works  --fsdp-memory-optimization  shards optimizer state, gradients, parameters
+          asked  --tensor-model-parallel-size 2 (command line)
+          works  without --tensor-model-parallel-size
           more   rapidformer explain RF090
         """
     )

@@ -42,12 +42,22 @@ FLAGS = [
 ]
 
 
+TUNING = [
+    "--fsdp-reduce-dtype",
+    "--fsdp-reshard-after-forward",
+    "--zero-3-max-live-parameters",
+    "--zero-3-param-persistence-threshold",
+    "--zero-3-prefetch-bucket-size",
+]
+"""Of a switch of the specification: how it acts."""
+
+
 def _fields() -> list[str]:
     return [field.name for options in switch_options().values() for field in dataclasses.fields(options)]
 
 
 def test_every_flag_of_the_specification_is_declared_once() -> None:
-    assert sorted(map(spelling, _fields())) == sorted(FLAGS)
+    assert sorted(map(spelling, _fields())) == sorted(FLAGS + TUNING)
     others = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
     assert others.isdisjoint(_fields())
 

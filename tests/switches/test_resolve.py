@@ -12,13 +12,13 @@ from rapidformer_templates.plan import Sizes
 from rapidformer_templates.switches import REGISTRY, resolve
 from tests.switches.helpers import CPU, EVERYTHING, GPUS, config_of, on
 
-LOCAL = "rapidformer_templates.engines.local"
+ENGINES = "rapidformer_templates.engines"
 
 
 def test_plain_run() -> None:
     plan = resolve(RunConfig(), Environment())
     assert plan.switches == ("optimizer",)
-    assert plan.engine == f"{LOCAL}:SingleEngine"
+    assert plan.engine == f"{ENGINES}.local:SingleEngine"
     assert plan.precision == "fp32"
     assert plan.sizes == Sizes()
     assert plan.values == {"template": {"value": "Trainer", "origin": "default"}}
@@ -27,14 +27,14 @@ def test_plain_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "workers", "engine"),
     [
-        ("", 1, "SingleEngine"),
-        ("", 2, "DDPEngine"),
-        ("--fsdp-memory-optimization", 2, "FSDPEngine"),
-        ("--fsdp-memory-optimization", 1, "FSDPEngine"),
+        ("", 1, "local:SingleEngine"),
+        ("", 2, "local:DDPEngine"),
+        ("--fsdp-memory-optimization", 2, "fsdp:FSDPEngine"),
+        ("--fsdp-memory-optimization", 1, "fsdp:FSDPEngine"),
     ],
 )
 def test_engine(flags: str, workers: int, engine: str) -> None:
-    assert resolve(config_of(flags), Environment(world_size=workers)).engine == f"{LOCAL}:{engine}"
+    assert resolve(config_of(flags), Environment(world_size=workers)).engine == f"{ENGINES}.{engine}"
 
 
 def test_sizes_of_a_3d_layout() -> None:

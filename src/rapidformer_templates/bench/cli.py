@@ -47,6 +47,12 @@ def _faults(options: argparse.Namespace) -> int:
     return faults.main(options)
 
 
+def _saving(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import saving
+
+    return saving.main(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)
@@ -54,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
-    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults")
+    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults|saving")
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
     overhead.add_argument("--rounds", type=_positive, default=60, help="pairs of turns a loop (default: 60)")
@@ -78,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     faults.add_argument("--folder", type=Path, help="where to keep the runs (default: a temporary folder)")
     faults.set_defaults(run=_faults)
+
+    saving = commands.add_parser("saving", parents=[output], help="how fast a state is durably on the disk")
+    saving.add_argument("--gigabytes", type=_size, default=1.3, help="size of the state (default: 1.3)")
+    saving.add_argument("--repeats", type=_positive, default=8, help="saves in each way (default: 8)")
+    saving.add_argument("--folder", type=Path, metavar="DIR", help="on the disk in question (default: temporary files)")
+    saving.set_defaults(run=_saving)
     return parser
 
 
@@ -85,4 +97,11 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _size(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1000:
+        raise argparse.ArgumentTypeError("must be between 0 and 1000")
     return number

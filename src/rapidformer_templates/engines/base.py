@@ -70,6 +70,9 @@ class Engine(Protocol):
         compute_loss: the user's hook.
         workers: this process among its peers.
         micro_steps: backward passes so far.
+        update_rule: the class that makes the updates, wherever its state lies.
+        receipts: what the engine itself has measured.
+        before_update: called between the last backward and the update, while the gradients are there.
     """
 
     model: nn.Module
@@ -77,6 +80,9 @@ class Engine(Protocol):
     compute_loss: ComputeLoss
     workers: Workers
     micro_steps: int
+    update_rule: type[torch.optim.Optimizer]
+    receipts: Mapping[str, Any]
+    before_update: Callable[[], None] | None
 
     def build_context(self) -> AbstractContextManager[Any]:
         """What ``build_model`` runs in."""
@@ -101,6 +107,9 @@ class Engine(Protocol):
 
     def measuring(self) -> AbstractContextManager[nn.Module]:
         """The model for a forward that leaves no trace: no random numbers drawn, no gradients exchanged."""
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """What this rank holds now of ``parameters``, ``gradients``, ``optimizer`` state and ``buckets`` to send."""
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         """What this rank has to write of ``weights`` or ``optimizer``; every value is written once."""

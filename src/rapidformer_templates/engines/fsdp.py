@@ -11,14 +11,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.layout import find_layout
+from rapidformer_templates.plan import Plan
+from rapidformer_templates.workers import Workers
+
+REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDPEngine(SingleEngine):
-    """Parameters, gradients and optimizer state sharded over the workers, block by block."""
+    """Parameters, gradients and optimizer state sharded over the workers, block by block.
+
+    Attributes:
+        receipts: measured in the first step: ``parameter_bytes_in_backward``, what this rank has of the
+            parameters, whole or in shards, when a backward begins.
+    """
+
+    def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
+        super().__init__(plan, workers, clip_grad=clip_grad)
+        self.reshards = plan.engine_options.get("fsdp_reshard_after_forward", True)
+        self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
+        self.receipts: dict[str, int] = {}
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -27,16 +43,28 @@ class FSDPEngine(SingleEngine):
         mesh = init_device_mesh(self.workers.device.type, (self.workers.world,))
         policy = MixedPrecisionPolicy()
         if self.compute_type is not None:
-            # Parameters travel in the compute type; gradients are summed in fp32.
-            policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=torch.float32)
+            # Parameters travel in the compute type; gradients are summed in fp32 unless it is asked otherwise.
+            policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
+        # None: all but the root, whose parameters the backward needs first.
+        reshard = None if self.reshards else False
         for block in find_layout(model).blocks.values():
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         return model
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
+        if not self.reshards:
+            # Parameters stay whole from the first micro batch to the last; there is memory for them.
+            self._callable.set_reshard_after_backward(last)  # type: ignore[operator]
         return nullcontext()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if not self.receipts:
+            held = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
+            storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+            self.receipts["parameter_bytes_in_backward"] = sum(storages.values())
+        super()._backward(loss)
 
     def _settle(self) -> None:
         """Give up whole parameters that a forward without a backward (an evaluation) has left behind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,11 +18,15 @@ from rapidformer_templates.engines import state as engine_state
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
 from rapidformer_templates.engines.loss import Recorder, reached_parameters, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.engines.offload import HostOptimizer, lies_in_host_memory
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.layout import canonical_name
-from rapidformer_templates.optimizer import OptimizerSpec
+from rapidformer_templates.optimizer import OptimizerSpec, name_of_rule
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.workers import Workers
+
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with their canonical names."""
 
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,7 +39,10 @@ class SingleEngine:
         self.clip_grad = clip_grad
         self.compute_type = COMPUTE_TYPES.get(plan.precision)
         self.loss_scale = DynamicLossScale() if plan.precision == "fp16" else None
+        self.offloads = plan.engine_options.get("offload") == "cpu"
         self.micro_steps = 0
+        self.receipts: dict[str, Any] = {}
+        self.before_update: Callable[[], None] | None = None
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
         self._callable: nn.Module  # what compute_loss is given
@@ -56,11 +63,23 @@ class SingleEngine:
         # Sharding replaces the parameters: ask the model again.
         trainable = [(canonical_name(n), p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in trainable]
-        self.optimizer = optimizer.build(trainable, differing)
+        self.optimizer = self._build_optimizer(optimizer, trainable, differing)
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return model
+
+    def _build_optimizer(
+        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
+    ) -> torch.optim.Optimizer:
+        if self.offloads and not lies_in_host_memory(self.workers.device):
+            return HostOptimizer(recipe, trainable, differing)
+        return recipe.build(trainable, differing)
+
+    @property
+    def update_rule(self) -> type[torch.optim.Optimizer]:
+        """The class that makes the updates, wherever its state lies."""
+        return type(self.optimizer.inner if isinstance(self.optimizer, HostOptimizer) else self.optimizer)
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around the forward and backward of a micro batch; gradients are exchanged in the last one."""
@@ -73,6 +92,8 @@ class SingleEngine:
 
     def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
         loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
+        if self.before_update:
+            self.before_update()
         norm = self._grad_norm()
         length = float(norm)
         finite = math.isfinite(length) and math.isfinite(float(loss))
@@ -85,9 +106,20 @@ class SingleEngine:
             if 0 < self.clip_grad < length + 1e-6:  # else torch would multiply everything by one
                 clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
             self._set_lr(lr_factor)
-            self.optimizer.step()
+            self._update()
         self._drop_gradients()
         return StepResult(loss, norm, skipped=not finite)
+
+    def _update(self) -> None:
+        self.optimizer.step()
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return {
+            "parameters": list(self.model.parameters()),
+            "gradients": [p.grad for p in self._parameters if p.grad is not None],
+            "optimizer": [value for value in state if isinstance(value, torch.Tensor)],
+        }
 
     def _drop_gradients(self) -> None:
         """What ``optimizer.zero_grad`` does, without its profiler hooks: a tenth of the time."""
@@ -104,16 +136,20 @@ class SingleEngine:
             with self._synchronise(last=i == len(microbatches) - 1):
                 with self._precision():
                     part = weighted_loss(self.compute_loss, self._callable, batch, microbatch, scale / targets)
-                part.backward()
+                self._backward(part)
             total = part.detach() if total is None else total + part.detach()
             self.micro_steps += 1
         assert total is not None
-        return self.workers.sum_tensor(total) / scale
+        # One type for all: the zero of an idle worker has another one than the others' losses may have.
+        return self.workers.sum_tensor(total.to(torch.float64)) / scale
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def _grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient of the loss; leaves the gradients without their loss scale."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self.loss_scale is not None:
+        if self.loss_scale is not None and gradients:
             torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
         norm = get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -150,7 +186,7 @@ class SingleEngine:
 
     def state(self) -> dict[str, Any]:
         scale = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
-        return {"optimizer": type(self.optimizer).__name__, **scale}
+        return {"optimizer": name_of_rule(self.update_rule), **scale}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.loss_scale is not None and "loss_scale" in state:

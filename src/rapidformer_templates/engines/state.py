@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, reader: StateReader, *, optimizer_state: bool) -> None:
     """Fill a model and, if asked, its optimizer from a checkpoint, each rank with what it holds."""
     tensors = named_tensors(model)
-    _check_names(tensors, dict(reader.names("weights")))
+    check_weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, reader.names("weights"))
     if optimizer_state:
         _load_optimizer(tensors, optimizer, reader)
     for name, tensor in tensors.items():
@@ -78,18 +78,37 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, reader: StateReader
             local.detach().copy_(reader.read("weights", name, offset, shape))
 
 
-def _check_names(tensors: dict[str, torch.Tensor], saved: dict[str, tuple[int, ...]]) -> None:
-    problems = [f"missing in the checkpoint: {name}" for name in tensors if name not in saved]
-    problems += [f"not in the model: {name}" for name in saved if name not in tensors]
+def check_weights(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the model's tensors with those of a checkpoint.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    problems = [f"missing in the checkpoint: {name}" for name in shapes if name not in saved]
+    problems += [f"not in the model: {name}" for name in saved if name not in shapes]
     problems += [
-        f"{name} is {tuple(tensor.shape)} in the model and {saved[name]} in the checkpoint"
-        for name, tensor in tensors.items()
-        if name in saved and tuple(tensor.shape) != saved[name]
+        f"{name} is {shape} in the model and {saved[name]} in the checkpoint"
+        for name, shape in shapes.items()
+        if name in saved and shape != saved[name]
     ]
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise CheckpointError(
             f"the checkpoint does not fit the model: {shown}", hint="start from the model that was saved"
+        )
+
+
+def check_optimizer(trained: set[str], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the parameters that are trained with those that a checkpoint has optimizer state of.
+
+    Raises:
+        CheckpointError: it has state of another one.
+    """
+    unknown = {entry.rpartition("/")[0] for entry in saved} - trained
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint has optimizer state of what is not trained here: {', '.join(sorted(unknown)[:6])}",
+            hint="train the same parameters, or take the weights alone with --weights-only",
         )
 
 
@@ -100,7 +119,8 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
         saved.setdefault(name, {})[key] = shape
     names = {id(tensor): name for name, tensor in tensors.items()}
     order = [p for group in optimizer.param_groups for p in group["params"]]
-    unknown = set(saved) - {names[id(p)] for p in order}
+    # Not those of ``order``: where the state is sharded by whole parameters, this rank has only some of them.
+    unknown = set(saved) - {name for name, tensor in tensors.items() if tensor.requires_grad}
     if unknown:
         raise CheckpointError(
             f"the checkpoint has optimizer state of what is not trained here: {', '.join(sorted(unknown)[:6])}",

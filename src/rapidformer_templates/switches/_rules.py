@@ -213,6 +213,6 @@ RULES = (
         "a switch acts or the run is refused; this version has no engine for it",
         "[rapidformer_templates]",
         _in_this_version,
-        Example("--zero-1-memory-optimization --world-size 2"),
+        Example("--tensor-model-parallel-size 2 --world-size 2"),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
@@ -16,6 +17,12 @@ class CpuOffloadFlags:
     """Acceleration"""
 
     cpu_offload: bool = flag(False, "optimizer state (with ZeRO-3 also parameters) in host memory")
+
+
+def _notes(request: Request) -> Sequence[str]:
+    if request.environment.device != "cpu" or any(s.name.startswith("zero-") for s in request.of_family(PARTITIONING)):
+        return ()
+    return ("cpu-offload: this run is on a CPU, so the optimizer state is in host memory already: nothing to move",)
 
 
 def _only_with_zero(request: Request) -> list[Finding]:
@@ -65,7 +72,9 @@ SWITCH = Switch(
     off={"cpu_offload": False},
     family="offload",
     claims=frozenset({Resource.OFFLOAD}),
-    available=False,
+    notes=_notes,
+    engine_options=lambda request: {"offload": "cpu"},
+    receipt=("optimizer_state_bytes", "optimizer_state_device", "optimizer_class"),
     rules=(
         Rule(
             "RF005",

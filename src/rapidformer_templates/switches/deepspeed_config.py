@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rapidformer_templates import deepspeed_file
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._changes import add
 from rapidformer_templates.switches._checks import PARTITIONING, needs_template
 from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
 from rapidformer_templates.switches.zero import DEEPSPEED
@@ -14,7 +16,9 @@ from rapidformer_templates.switches.zero import DEEPSPEED
 class DeepSpeedConfigFlags:
     """Acceleration"""
 
-    deepspeed_config: str | None = flag(None, "DeepSpeed file; its 'auto' values come from the flags", metavar="FILE")
+    deepspeed_config: str | None = flag(
+        None, "DeepSpeed file (or its JSON); its 'auto' values come from the flags", metavar="FILE"
+    )
 
 
 def _pipeline_inside_deepspeed(request: Request) -> list[Finding]:
@@ -41,6 +45,22 @@ def _needs_deepspeed_engine(request: Request) -> list[Finding]:
     ]
 
 
+def _needs_a_stage(request: Request) -> list[Finding]:
+    if any(name.startswith("zero-") for name in request.active):
+        return []
+    message = "deepspeed-config needs a ZeRO stage, in the file or as a flag"
+    asked, levels = request.asked_for("deepspeed-config"), (2, 1, 3)
+    changes = tuple(add({f"zero_{level}_memory_optimization": True}) for level in levels)
+    return [Finding(message, asked, switches=("deepspeed-config",), changes=changes)]
+
+
+def _agrees(request: Request) -> list[Finding]:
+    return [
+        Finding(message, request.asked_for("deepspeed-config"), switches=("deepspeed-config",))
+        for message, _ in deepspeed_file.contradictions(request)
+    ]
+
+
 SWITCH = Switch(
     name="deepspeed-config",
     summary="Your own DeepSpeed file.",
@@ -53,7 +73,7 @@ SWITCH = Switch(
     templates=("Trainer",),
     needs_package=DEEPSPEED["needs_package"],
     install=DEEPSPEED["install"],
-    available=False,
+    receipt=("optimizer_state_bytes",),
     rules=(
         Rule(
             "RF021",
@@ -73,6 +93,25 @@ SWITCH = Switch(
             "[D]",
             _needs_deepspeed_engine,
             Example("--deepspeed-config ds.json --fsdp-memory-optimization --world-size 2"),
+        ),
+        Rule(
+            "RF037",
+            "A DeepSpeed file names a ZeRO stage, or a flag does.",
+            "without a stage DeepSpeed partitions nothing",
+            "[D]",
+            _needs_a_stage,
+            Example("--deepspeed-config ds.json"),
+        ),
+        Rule(
+            "RF036",
+            "A DeepSpeed file and the flags say the same.",
+            "of two values one would be ignored in silence",
+            "[D]",
+            _agrees,
+            Example(
+                '--deepspeed-config \'{"zero_optimization": {"stage": 3}}\' --zero-2-memory-optimization --world-size 2',
+                machine={"packages": {"deepspeed": "0.19"}},
+            ),
         ),
     ),
 )

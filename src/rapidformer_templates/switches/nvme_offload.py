@@ -41,7 +41,8 @@ SWITCH = Switch(
     off={"nvme_path": None},
     family="offload",
     claims=frozenset({Resource.OFFLOAD}),
-    available=False,
+    engine_options=lambda request: {"offload": f"nvme:{request.config.get('nvme_path')}"},
+    receipt=("optimizer_state_bytes", "optimizer_class"),
     rules=(
         Rule(
             "RF011",

@@ -57,6 +57,7 @@ class OptimizerFacts:
 
 APEX = "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)"
 FUSED_ADAMW = "torch.optim.AdamW (fused)"
+CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 LAMB = "rapidformer_templates.lamb.Lamb"
 CUTS_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "distributed-optimizer"})  # OSS keeps each one whole
 
@@ -84,11 +85,23 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     "lamb": OptimizerFacts(LAMB, 8, cpu_form=False, not_under=CUTS_PARAMETERS),
 }
 
+ADAMS = tuple(OPTIMIZERS[name] for name in ("apex_adam", "adamw_torch", "adamw_torch_fused"))
+"""Those whose update is AdamW's on any device."""
+
 
 def implementation(request: Request) -> str:
     """The class that makes the updates in this run: for apex's, the stand-in where they cannot act."""
     facts = OPTIMIZERS[request.config.get("optimizer")]
+    if _on_host_by_deepspeed(request):
+        return CPU_ADAM
     return facts.stand_in if facts.stand_in and _why_stand_in(request) else facts.implementation
+
+
+def _on_host_by_deepspeed(request: Request) -> bool:
+    """Whether DeepSpeed updates an offloaded Adam state, for which it has a vectorized class."""
+    adam = OPTIMIZERS[request.config.get("optimizer")]
+    by_deepspeed = any(name.startswith("zero-") for name in request.active)
+    return by_deepspeed and bool(request.of_family("offload")) and adam in ADAMS
 
 
 def _why_stand_in(request: Request) -> str | None:
@@ -96,6 +109,8 @@ def _why_stand_in(request: Request) -> str | None:
         return "Nvidia apex is not installed"
     if request.environment.device != "cuda":
         return "Nvidia apex runs on a GPU only"
+    if request.of_family("offload"):
+        return "Nvidia apex cannot update a state in host memory"
     if any(Resource.PARAMETERS in switch.claims for switch in request.active.values()):
         return "Nvidia apex takes no sharded parameters"
     return None
@@ -103,6 +118,8 @@ def _why_stand_in(request: Request) -> str | None:
 
 def _notes(request: Request) -> Sequence[str]:
     name = request.config.get("optimizer")
+    if _on_host_by_deepspeed(request):
+        return (f"{name}: its state is offloaded, and {CPU_ADAM} updates it on the host",)
     stand_in, why = OPTIMIZERS[name].stand_in, _why_stand_in(request)
     return (f"{name}: {why}; {stand_in} takes its place",) if stand_in and why else ()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._checks import PARTITIONING
-from rapidformer_templates.switches._switch import Resource, Stage, Switch
+from rapidformer_templates.switches._switch import Request, Resource, Stage, Switch
 
 INSTALL = "pip install 'rapidformer_templates[fairscale]'"
 
@@ -25,6 +26,10 @@ class OssSdpFlags:
     oss_sdp_memory_optimization: bool = flag(False, "OSS + SDP: shard optimizer state and gradients (fairscale)")
 
 
+def _notes(name: str) -> Callable[[Request], Sequence[str]]:
+    return lambda request: (f"{name}: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
+
+
 SWITCHES = (
     Switch(
         name="oss",
@@ -39,7 +44,9 @@ SWITCHES = (
         claims=frozenset({Resource.OPTIMIZER_STATE}),
         needs_package="fairscale",
         install=INSTALL,
-        available=False,
+        notes=_notes("oss"),
+        engine="rapidformer_templates.engines.fairscale:OSSEngine",
+        receipt=("optimizer_state_bytes",),
     ),
     Switch(
         name="oss-sdp",
@@ -54,6 +61,8 @@ SWITCHES = (
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS}),
         needs_package="fairscale",
         install=INSTALL,
-        available=False,
+        notes=_notes("oss-sdp"),
+        engine="rapidformer_templates.engines.fairscale:SDPEngine",
+        receipt=("optimizer_state_bytes", "gradient_bytes"),
     ),
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rapidformer_templates import deepspeed_file
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._changes import replace
 from rapidformer_templates.switches._checks import PARTITIONING, needs_template
-from rapidformer_templates.switches._switch import Example, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches.mixed_precision import precision
 
 DEEPSPEED = {"needs_package": "deepspeed", "install": "pip install 'rapidformer_templates[deepspeed]'"}
 
@@ -34,6 +37,15 @@ class Zero3Flags:
     zero_3_memory_optimization: bool = flag(
         False, "ZeRO-3: shard optimizer state, gradients and parameters (DeepSpeed)"
     )
+    zero_3_param_persistence_threshold: int = flag(
+        100_000, "ZeRO-3 keeps parameters of fewer elements whole: more memory, less to gather", minimum=0
+    )
+    zero_3_prefetch_bucket_size: int = flag(
+        50_000_000, "elements that ZeRO-3 gathers ahead of their use: more memory, less waiting", minimum=0
+    )
+    zero_3_max_live_parameters: int = flag(
+        1_000_000_000, "elements of whole parameters that ZeRO-3 may hold at a time", minimum=0
+    )
 
 
 ONLY_IN_TRAINER = Rule(
@@ -44,6 +56,38 @@ ONLY_IN_TRAINER = Rule(
     needs_template("zero-1", "zero-2", "zero-3"),
     Example("--template Finetuner --zero-3-memory-optimization --world-size 2"),
 )
+
+
+def _fp16_on_cpu(request: Request) -> list[Finding]:
+    if request.environment.device == "cuda" or precision(request.config, request.environment) != "fp16":
+        return []
+    zero = next(name for name in request.active if name.startswith("zero-"))
+    return [
+        Finding(
+            f"{zero} in fp16 needs a GPU",
+            request.asked_for(zero, "mixed-precision"),
+            switches=(zero, "mixed-precision"),
+            changes=(replace({"mixed_precision": "bf16"}, "needs no loss scale"),),
+        )
+    ]
+
+
+NO_FP16_ON_CPU = Rule(
+    "RF038",
+    "ZeRO computes in fp16 on a GPU only.",
+    "DeepSpeed takes fp16 for unsupported on a CPU; bf16 it supports there",
+    "[deepspeed]",
+    _fp16_on_cpu,
+    Example("--zero-2-memory-optimization --mixed-precision fp16 --world-size 2"),
+)
+
+
+def _engine_options(request: Request) -> Mapping[str, Any]:
+    return {"deepspeed": deepspeed_file.effective(request, precision(request.config, request.environment))}
+
+
+def _notes(request: Request) -> Sequence[str]:
+    return ("ZeRO: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
 
 
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
@@ -61,8 +105,11 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         family=PARTITIONING,
         claims=claims,
         templates=("Trainer",),
-        rules=(ONLY_IN_TRAINER,),
-        available=False,
+        rules=(ONLY_IN_TRAINER, NO_FP16_ON_CPU),
+        notes=_notes,
+        engine="rapidformer_templates.engines.deepspeed:DeepSpeedEngine",
+        engine_options=_engine_options,
+        receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "gradient_bytes"),
         **package,
     )
 

@@ -1,0 +1,161 @@
+"""The solutions of ``bench partitioning``: what each is, what it should hold, and what was published of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+FP32, MOMENTS, COUNTER = 4, 8, 4
+"""Bytes of a number in fp32, of AdamW's two moments of a parameter, and of its count of steps for a tensor."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the model and its batches are.
+
+    Attributes:
+        vocabulary: tokens, as padded.
+        length: tokens of a sample.
+        accumulation: micro batches of one sample that each worker adds up for a step.
+        cuda_workers: GPUs that it needs, one a worker; 0 runs anywhere with any number of workers.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    accumulation: int
+    cuda_workers: int = 0
+
+
+SCALES = {
+    "tiny": Scale(2, 32, 2, 128, 16, accumulation=2),
+    "small": Scale(8, 640, 10, 16_000, 128, accumulation=2),
+    "paper": Scale(24, 2048, 32, 50_304, 1024, accumulation=1, cuda_workers=4),
+}
+"""``paper`` is the GPT of the published table: GPT-2's vocabulary of 50,257, padded to a multiple of 128."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A parameter of the model: its shape, and whether it decays (those that do not are a group of their own)."""
+
+    shape: tuple[int, ...]
+    decays: bool
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a worker holds between two steps; of gradients, when the update begins."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    def per_parameter(self, count: int) -> tuple[float, float, float]:
+        return self.parameters / count, self.gradients / count, self.optimizer / count
+
+
+Formula = Callable[[Sequence[Facts], int, int], list[Held]]
+"""(parameters, workers, bytes of a number in the type that is computed in) → what each worker should hold."""
+
+
+def replicated(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """DDP: everything everywhere."""
+    count = sum(p.count for p in parameters)
+    return [Held(FP32 * count, FP32 * count, MOMENTS * count + COUNTER * len(parameters))] * workers
+
+
+def owned(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """OSS: the state of a parameter lies whole with its owner, so the shares are uneven."""
+    count = FP32 * sum(p.count for p in parameters)
+    return [Held(count, count, state) for _, state in _of_owners(parameters, workers)]
+
+
+def owned_with_gradients(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """OSS + SDP: so do the gradients."""
+    count = FP32 * sum(p.count for p in parameters)
+    return [Held(count, gradients, state) for gradients, state in _of_owners(parameters, workers)]
+
+
+def _of_owners(parameters: Sequence[Facts], workers: int) -> list[tuple[int, int]]:
+    """Bytes of (gradients, optimizer state) by owner: each parameter goes to whoever has fewest, group by group."""
+    counts, tensors = [0] * workers, [0] * workers
+    for parameter in sorted(parameters, key=lambda p: not p.decays):
+        owner = counts.index(min(counts))
+        counts[owner] += parameter.count
+        tensors[owner] += 1
+    return [(FP32 * c, MOMENTS * c + COUNTER * t) for c, t in zip(counts, tensors, strict=True)]
+
+
+def cut_in_rows(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """FSDP: each parameter is cut along its first dimension, and filled up to equal parts."""
+    count = sum(math.ceil(p.shape[0] / workers) * math.prod(p.shape[1:]) for p in parameters)
+    return [Held(FP32 * count, FP32 * count, MOMENTS * count + COUNTER * len(parameters))] * workers
+
+
+def cut_groups(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """ZeRO-1 and -2: whole parameters; gradients, fp32 masters and moments of this worker's part of each group.
+
+    DeepSpeed keeps masters also where parameters are fp32 already.
+    """
+    whole = width * sum(p.count for p in parameters)
+    groups = [[p.count for p in parameters if p.decays is decays] for decays in (True, False)]
+    # A group is filled up to parts of an even number of elements.
+    share = sum(2 * math.ceil(sum(group) / (2 * workers)) for group in groups)
+    return [Held(whole, FP32 * share, (FP32 + MOMENTS) * share + COUNTER * len(groups))] * workers
+
+
+def cut_each(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """ZeRO-3: this worker's part of each flattened parameter, of its gradient, its fp32 master and its moments."""
+    share = sum(math.ceil(p.count / workers) for p in parameters)
+    return [Held(width * share, FP32 * share, (FP32 + MOMENTS) * share + COUNTER)] * workers
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A way to divide the model's state.
+
+    Attributes:
+        flags: what asks for it.
+        formula: what each worker should hold.
+        peers: who has the same, by the names in ``partitioning_job``.
+        published: samples/s and peak MB on 4 GPUs of 32 GB, or why there are none.
+        offload: as in a plan's ``engine_options``; the folder of NVMe is added.
+    """
+
+    flags: tuple[str, ...]
+    formula: Formula
+    peers: tuple[str, ...] = ()
+    published: tuple[float, int] | str = "not published"
+    offload: str | None = None
+
+    @property
+    def package(self) -> str | None:
+        """What must be installed."""
+        words = " ".join(self.flags)
+        return "deepspeed" if "--zero" in words else "fairscale" if "--oss" in words else None
+
+
+ZERO = "--zero-{}-memory-optimization"
+
+SOLUTIONS = {
+    "none": Solution((), replicated, ("accelerate DDP",), "out of memory"),
+    "mixed": Solution(("--mixed-precision",), replicated, (), (9.57, 25_061)),
+    "oss": Solution(("--oss-memory-optimization",), owned, (), (6.02, 22_077)),
+    "oss-sdp": Solution(("--oss-sdp-memory-optimization",), owned_with_gradients, (), (7.01, 17_113)),
+    "fsdp": Solution(("--fsdp-memory-optimization",), cut_in_rows, ("accelerate FSDP", "torch fully_shard"), "N/A"),
+    "zero-1": Solution((ZERO.format(1),), cut_groups, ("accelerate ZeRO-1",), (12.88, 15_709)),
+    "zero-2": Solution((ZERO.format(2),), cut_groups, ("accelerate ZeRO-2",), (10.27, 15_693)),
+    "zero-3": Solution((ZERO.format(3),), cut_each, ("accelerate ZeRO-3",), "N/A"),
+    "zero-2-offload": Solution((ZERO.format(2), "--cpu-offload"), cut_groups, offload="cpu"),
+    "zero-3-offload": Solution((ZERO.format(3), "--cpu-offload"), cut_each, offload="cpu"),
+    "zero-3-nvme": Solution((ZERO.format(3), "--nvme-path"), cut_each, offload="nvme:"),
+}
+"""By name, in the order of the table; the published ones below ``mixed`` stand on top of mixed precision."""

@@ -1,0 +1,183 @@
+"""OSS and OSS + SDP: fairscale's sharded optimizer, and its reduction of gradients to their owners.
+
+Each parameter has one owner, who keeps its optimizer state, updates it and sends it to the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS
+from torch import nn
+from torch.autograd import Variable
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines import state as engine_state
+from rapidformer_templates.engines.base import ComputeLoss, Piece
+from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.optimizer import OptimizerSpec
+from rapidformer_templates.workers import Workers
+
+
+class _ShardedState(SingleEngine):
+    """Optimizer state sharded by whole parameters.
+
+    ``optimizer`` is the one inside of OSS: it has the parameters that this rank owns, and their state.
+    One worker has nothing to shard and is left to the plain engine.
+    """
+
+    _oss: OSS
+
+    @property
+    def _shards(self) -> bool:
+        return self.workers.world > 1
+
+    def _build_optimizer(
+        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
+    ) -> torch.optim.Optimizer:
+        if not self._shards:
+            return super()._build_optimizer(recipe, trainable, differing)
+        types = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in trainable})
+        if len(types) > 1:
+            raise RapidformerError(
+                f"OSS needs parameters of one type, this model has {' and '.join(types)}",
+                where="build_model()",
+                hint="convert the model to one type, or shard it with --fsdp-memory-optimization",
+            )
+        self._oss = dataclasses.replace(recipe, cls=partial(OSS, optim=recipe.cls)).build(trainable, differing)
+        return self._oss.optim
+
+    def _update(self) -> None:
+        if not self._shards:
+            return super()._update()
+        # OSS begins a step by setting the options of the inner groups to those of its own.
+        for own, inner in zip(self._oss.param_groups, self.optimizer.param_groups, strict=True):
+            own.update({name: value for name, value in inner.items() if name != "params"})
+        self._oss.step()
+        return None
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        # Nobody else has this rank's optimizer state, so it is written as by a worker alone.
+        alone = dataclasses.replace(self.workers, rank=0, world=1)
+        return engine_state.pieces(self.model, self.optimizer, kind, alone if kind == "optimizer" else self.workers)
+
+
+class OSSEngine(_ShardedState, DDPEngine):
+    """DDP with the optimizer state sharded over the workers."""
+
+    def _distribute(self, microbatch: MicroBatch) -> None:
+        if self._shards:
+            super()._distribute(microbatch)
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        return super()._synchronise(last=last) if self._shards else nullcontext()
+
+
+class SDPEngine(_ShardedState):
+    """Optimizer state and gradients sharded over the workers: a gradient is summed where its owner is."""
+
+    _sdp: OrderedSDP
+
+    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
+        super().setup(model, optimizer, compute_loss)
+        if self._shards:
+            self._callable = self._sdp = OrderedSDP(self.model, self._oss)
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last or not self._shards else self._sdp.no_sync()
+
+    def _grad_norm(self) -> torch.Tensor:
+        """As the base's; each rank adds the gradients that it owns, the only ones that it still has."""
+        owned = super()._grad_norm()
+        if not self._shards:
+            return owned
+        square = owned.to(self.workers.device, torch.float64) ** 2
+        unreached = torch.full_like(square, len(self._sdp.unreached))
+        total, missing = self.workers.sum_tensor(torch.stack([square, unreached])).unbind()
+        if missing > 0:
+            self._sdp.drop_gradients_of_nothing(self.workers)
+        return total.sqrt().to(owned.dtype)
+
+
+class OrderedSDP(ShardedDataParallel):
+    """fairscale's ShardedDataParallel, which reduces in one and the same order on all workers.
+
+    fairscale reduces each gradient when this worker's backward has it. Workers with different graphs
+    (an idle micro batch, a layer that is skipped) would add up gradients of different parameters, or
+    wait for one another for ever. Here a gradient waits for those before it, and what this
+    worker's loss did not reach is filled with zeros at the end of the backward.
+
+    Small gradients are not gathered in fairscale's buffers, because those stay whole on every worker.
+
+    Attributes:
+        unreached: places of the parameters that had no gradient in this step on this worker.
+    """
+
+    _bucket_flush_callback_set: bool  # whether the end of this backward is already waited for
+
+    def __init__(self, module: nn.Module, optimizer: OSS) -> None:
+        super().__init__(module, optimizer, reduce_buffer_size=0)
+        self.unreached: set[int] = set()
+        self._reducers: dict[int, Callable[..., None]] = {}
+        self._order: list[int] = []
+        self._ready: set[int] = set()
+        self._done = 0  # how many of the order are on their way
+        self.refresh_trainable()
+
+    def _setup_backward_hooks(self) -> None:
+        places = {parameter: place for place, parameter in enumerate(self._trainable_params)}
+        # A backward comes to the parameters in about the reverse of the order in which a model names them.
+        self._order = [places[p] for p in reversed(list(self.module.parameters())) if p in places]
+        super()._setup_backward_hooks()
+
+    def _clear_counters(self) -> None:
+        super()._clear_counters()
+        self.unreached, self._ready, self._done = set(), set(), 0
+
+    def _get_reduce_fn(self, index: int, param: torch.Tensor, dst_rank: int) -> Callable[..., None]:
+        self._reducers[index] = super()._get_reduce_fn(index, param, dst_rank)
+
+        def ready(*_: Any) -> None:
+            if self._should_accumulate_grads:
+                return
+            if not self._bucket_flush_callback_set:
+                self._bucket_flush_callback_set = True
+                Variable._execution_engine.queue_callback(self._flush_reduce_calls)
+            self._ready.add(index)
+            while self._done < len(self._order) and self._order[self._done] in self._ready:
+                self._reduce_next()
+
+        return ready
+
+    def _reduce_next(self) -> None:
+        index = self._order[self._done]
+        self._done += 1
+        self._reducers[index]()
+
+    def _flush_reduce_calls(self) -> None:
+        """At the end of the backward: nothing more will become ready."""
+        while self._done < len(self._order):
+            index = self._order[self._done]
+            parameter = self._trainable_params[index]
+            if parameter.grad is None:
+                self.unreached.add(index)
+                parameter.grad = torch.zeros_like(parameter)
+            self._reduce_next()
+        super()._flush_reduce_calls()
+
+    def drop_gradients_of_nothing(self, workers: Workers) -> None:
+        """Take the zeros from parameters that no worker's loss reached: an optimizer would decay them.
+
+        Every rank must call it.
+        """
+        missing = workers.sum(*(float(index in self.unreached) for index in range(len(self._trainable_params))))
+        for parameter, count in zip(self._trainable_params, missing, strict=True):
+            if count == workers.world:
+                parameter.grad = None

@@ -1,0 +1,148 @@
+"""A model larger than one worker's memory: each module is cut over the workers as soon as it is built."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_T: Any = torch.Tensor
+SHAPE_ONLY = frozenset({_T.size, _T.dim, _T.numel, _T.stride, _T.shape.__get__, _T.ndim.__get__})
+HARMLESS = frozenset(
+    {
+        _T.requires_grad_,
+        _T.requires_grad.__get__,
+        _T.requires_grad.__set__,
+        _T.is_floating_point,
+        _T.is_leaf.__get__,
+        _T.is_meta.__get__,
+        _T.is_cuda.__get__,
+        _T.dtype.__get__,
+        _T.device.__get__,
+        _T.layout.__get__,
+        _T.grad.__get__,
+        _T.__hash__,
+    }
+)
+"""What says nothing of a parameter's values."""
+
+
+@contextmanager
+def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
+    """What a model is built in under ZeRO-3.
+
+    Parameters are built as they always are and cut after their module's ``__init__``. What is done to
+    them later (an initialization of the whole model, ties, weights that are loaded) sees them whole again.
+
+    Args:
+        config: DeepSpeed's.
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    whole = _WholeAgain()
+
+    class Cut(Init):
+        def _post_init_method(self, module: Any) -> None:
+            with whole.paused():
+                super()._post_init_method(module)
+
+    building = dict(config)
+    if "nvme_path" not in config["zero_optimization"].get("offload_param", {}):
+        # In fp32, so that the masters are exact; the swapper of parameters on a disk knows one type only.
+        building |= {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    known_to_transformers = HfDeepSpeedConfig(building)  # its from_pretrained loads a tensor at a time then
+    try:
+        with Cut(config_dict_or_path=building), whole:
+            yield
+    finally:
+        unset_hf_deepspeed_config()
+        del known_to_transformers
+
+
+class _WholeAgain(TorchFunctionMode):
+    """Gathers parameters that are cut when a torch function touches them.
+
+    A parameter stays whole until others are touched and nothing looks into it any more: the row that
+    ``weight[0]`` gives may be written to a line later.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pauses = 0
+        self._whole: dict[int, Any] = {}
+        self._views: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:  # after an error the other workers may be elsewhere
+            self._cut_again(keep=set(), even_with_views=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._pauses or func in HARMLESS:
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        cut = {id(leaf): leaf for leaf in leaves if _is_cut(leaf)}
+        if cut and func in SHAPE_ONLY:
+            args, kwargs = tree_map(lambda leaf: _like(leaf) if id(leaf) in cut else leaf, (args, kwargs))
+            return func(*args, **kwargs)
+        with self.paused():
+            if cut:
+                self._cut_again(keep={id(leaf) for leaf in leaves})
+                for parameter in cut.values():
+                    parameter.all_gather([parameter])
+                self._whole |= cut
+            result = func(*args, **kwargs)
+            self._remember_views(result)
+        return result
+
+    def _remember_views(self, result: Any) -> None:
+        if not self._whole:
+            return
+        owners = {p.untyped_storage().data_ptr(): key for key, p in self._whole.items()}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._whole and leaf.device.type != "meta":
+                owner = owners.get(leaf.untyped_storage().data_ptr())
+                if owner is not None:
+                    self._views.setdefault(owner, []).append(weakref.ref(leaf))
+
+    def _cut_again(self, *, keep: set[int], even_with_views: bool = False) -> None:
+        for key, parameter in list(self._whole.items()):
+            if key in keep or (key in self._views and not even_with_views and self._is_looked_into(key)):
+                continue
+            del self._whole[key]
+            self._views.pop(key, None)
+            if not _is_cut(parameter):  # else somebody who gathered it, too, was faster
+                dist.broadcast(parameter.data, src=0)
+                parameter.partition([parameter], has_been_updated=True)
+
+    def _is_looked_into(self, key: int) -> bool:
+        """Whether a view is alive on any worker; garbage may be collected at other times elsewhere."""
+        alive = torch.tensor(int(any(view() is not None for view in self._views[key])))
+        dist.all_reduce(alive, op=dist.ReduceOp.MAX)
+        return bool(alive)
+
+
+def _is_cut(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.nn.Parameter) or "ds_status" not in leaf.__dict__:
+        return False
+    return bool(leaf.__dict__["ds_status"].name == "NOT_AVAILABLE")
+
+
+def _like(parameter: Any) -> torch.Tensor:
+    return torch.empty(parameter.__dict__["ds_shape"], dtype=torch.float32, device="meta")

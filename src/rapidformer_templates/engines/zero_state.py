@@ -1,0 +1,307 @@
+"""Weights and optimizer state as ZeRO holds them: runs of flattened parameters in flat partitions of fp32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.engines import state as engine_state
+from rapidformer_templates.engines.base import Piece, StateReader
+from rapidformer_templates.engines.flat import pieces_of, read_into
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.layout import canonical_name, shape_of
+from rapidformer_templates.workers import Workers
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What this rank holds of a parameter.
+
+    Attributes:
+        name: canonical name of the parameter.
+        shape: of the whole parameter.
+        start: first element, in the flattened parameter.
+        count: elements.
+        offset: where they begin in the flat partition.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    offset: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.detach()[self.offset : self.offset + self.count]
+
+
+def as_built(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the whole shape, without data, for whoever looks at the shape only."""
+    empty = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+class ZeroState:
+    """What the stages share. Stages 1 and 2 cut a flattened group of parameters, stage 3 each parameter.
+
+    Attributes:
+        fragments: of each flat partition, in its order.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
+        self.optimizer = optimizer
+        self.model = model
+        self.workers = workers
+        self.names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
+        self.fragments: list[list[Fragment]] = []
+
+    # What differs between the stages.
+
+    @contextmanager
+    def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
+        """A flat partition of masters, with its optimizer state, in memory; ``write`` keeps what is done to it."""
+        raise NotImplementedError
+        yield
+
+    def _publish(self) -> None:
+        """Give the model the values of the masters."""
+        raise NotImplementedError
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        """A parameter that is trained, whole and in fp32; a collective."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _gathered(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
+        """What is in no partition, whole: a frozen parameter or a buffer."""
+        yield tensor
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """What this rank holds; see :meth:`Engine.held`."""
+        raise NotImplementedError
+
+    # What they share.
+
+    def _state_tensors(self) -> list[torch.Tensor]:
+        entries = self.optimizer.optimizer.state.values()
+        return [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Those of the model, those of the masters, and what has been reduced to this rank's share."""
+        shares = [part for part in self.optimizer.averaged_gradients.values() if part is not None]
+        held = [p.grad for p in self.model.parameters()] + [
+            getattr(p, "grad_accum", None) for p in self.model.parameters()
+        ]
+        return [t for t in [*tree_leaves(shares), *held] if isinstance(t, torch.Tensor)]
+
+    def _buckets(self) -> list[torch.Tensor]:
+        buffers = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values()]
+        return [t for t in tree_leaves(buffers) if isinstance(t, torch.Tensor)]
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        """What this rank writes of ``weights`` or ``optimizer``."""
+        for index, fragments in enumerate(self.fragments):
+            with self.partition(index, write=False) as flat:
+                state = self._optimizer_state(flat)
+                for fragment in fragments:
+                    if kind == "weights":
+                        yield from pieces_of(fragment.name, fragment.shape, fragment.start, fragment.of(flat))
+                    else:
+                        yield from self._state_pieces(fragment, flat, state)
+        if kind == "weights":
+            for number, (name, tensor) in enumerate(self._rest()):
+                with self._gathered(tensor) as whole:
+                    if number % self.workers.world == self.workers.rank:
+                        yield Piece(name, whole.detach().clone(), tuple(whole.shape), (0,) * whole.ndim)
+
+    def _state_pieces(self, fragment: Fragment, flat: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Piece]:
+        for key, value in sorted(state.items()):
+            entry = f"{fragment.name}/{key}"
+            if isinstance(value, torch.Tensor) and value.shape == flat.shape:
+                yield from pieces_of(entry, fragment.shape, fragment.start, fragment.of(value))
+            elif fragment.start == 0 and value is not None:  # a count of steps; whoever has the beginning writes it
+                yield Piece(entry, torch.as_tensor(value).clone(), (), ())
+
+    def _optimizer_state(self, flat: torch.Tensor) -> dict[str, Any]:
+        return dict(self.optimizer.optimizer.state.get(flat, {}))
+
+    def _rest(self) -> list[tuple[str, torch.Tensor]]:
+        """Frozen parameters and persistent buffers."""
+        return [(n, t) for n, t in engine_state.named_tensors(self.model).items() if not t.requires_grad]
+
+    def _trained(self) -> set[str]:
+        return {self.names[id(p)] for p in self.model.parameters() if p.requires_grad}
+
+    def load(self, reader: StateReader, *, optimizer_state: bool) -> None:
+        """Fill masters, model and, if asked, the optimizer from a checkpoint, each rank with what it holds.
+
+        Raises:
+            CheckpointError: it does not fit; nothing was changed.
+        """
+        shapes = {name: shape_of(t) for name, t in engine_state.named_tensors(self.model).items()}
+        engine_state.check_weights(shapes, reader.names("weights"))
+        if optimizer_state:
+            engine_state.check_optimizer(self._trained(), reader.names("optimizer"))
+        for index, fragments in enumerate(self.fragments):
+            with self.partition(index, write=True) as flat:
+                if optimizer_state:
+                    self.optimizer.optimizer.state[flat] = self._read_state(flat, fragments, reader)
+                for fragment in fragments:
+                    read_into(fragment.of(flat), reader, "weights", fragment.name, fragment.shape, fragment.start)
+        for name, tensor in self._rest():
+            with self._gathered(tensor, write=True) as whole:
+                whole.detach().copy_(reader.read("weights", name, (0,) * whole.ndim, tuple(whole.shape)))
+        self._publish()
+
+    def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
+        """The optimizer state of a flat partition; what is there is filled in its place."""
+        saved, state = reader.names("optimizer"), self._optimizer_state(flat)
+        here = {f.name for f in fragments}
+        keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in here}
+        for key in sorted(keys):
+            held = [f for f in fragments if f"{f.name}/{key}" in saved]
+            if saved[f"{held[0].name}/{key}"] == ():
+                state[key] = self._read_count(reader, held, key)
+                continue
+            if key not in state:
+                state[key] = torch.zeros_like(flat, requires_grad=False)
+            for f in held:
+                read_into(f.of(state[key]), reader, "optimizer", f"{f.name}/{key}", f.shape, f.start)
+        return state
+
+    def _read_count(self, reader: StateReader, held: list[Fragment], key: str) -> Any:
+        """A number that each parameter has and that a flat partition has but once."""
+        counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in held}
+        values = {float(count) for count in counts.values()}
+        if len(values) > 1:
+            some = ", ".join(f"{name} {float(count):g}" for name, count in list(counts.items())[:4])
+            raise CheckpointError(
+                f"the parameters differ in {key}: {some}",
+                hint="ZeRO has one for many parameters; go on without it, or freeze what is not always trained",
+            )
+        count = next(iter(counts.values()))
+        # DeepSpeed's own optimizers count in plain integers, torch's in tensors.
+        return int(count) if type(self.optimizer.optimizer).__module__.startswith("deepspeed") else count
+
+    def full_weights(self) -> dict[str, torch.Tensor] | None:
+        """Whole weights on the host on rank 0, gathered one tensor at a time; None on the other ranks."""
+        weights = {}
+        for name, tensor in engine_state.named_tensors(self.model).items():
+            if tensor.requires_grad:
+                whole = self._whole(tensor)
+                if self.workers.is_main:
+                    weights[name] = whole.detach().cpu()
+                continue
+            with self._gathered(tensor) as whole:
+                if self.workers.is_main:
+                    weights[name] = whole.detach().cpu().clone()
+        return weights if self.workers.is_main else None
+
+
+class FlatGroups(ZeroState):
+    """ZeRO-1 and ZeRO-2: a group of parameters is flattened and cut into as many parts as there are workers."""
+
+    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
+        super().__init__(optimizer, model, workers)
+        self.fragments = [
+            [self._fragment(p) for p in group if p._hp_mapping is not None] for group in optimizer.bit16_groups
+        ]
+
+    def _fragment(self, parameter: Any) -> Fragment:
+        here, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+        return Fragment(self.names[id(parameter)], tuple(parameter.shape), here.start, here.numel, there.start)
+
+    @contextmanager
+    def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
+        yield self.optimizer.single_partition_of_fp32_groups[index]
+
+    def _publish(self) -> None:
+        self.optimizer.update_lp_params()
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        masters = self.optimizer.single_partition_of_fp32_groups
+        return {
+            "parameters": list(self.model.parameters()),
+            "gradients": [*self._gradients(), *(m.grad for m in masters if m.grad is not None)],
+            "optimizer": [*masters, *self._state_tensors()],
+            "buckets": self._buckets(),
+        }
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = parameter.get_full_hp_param()
+        return whole
+
+
+class CutParameters(ZeroState):
+    """ZeRO-3: each flattened parameter is cut into as many parts as there are workers; a part may lie on a disk."""
+
+    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
+        super().__init__(optimizer, model, workers)
+        for group in optimizer.fp16_groups:
+            fragments, offset = [], 0
+            for parameter in group:
+                size = parameter.partition_numel()
+                start = min(workers.rank * size, parameter.ds_numel)
+                count = min(size, parameter.ds_numel - start)
+                if count:
+                    shape = shape_of(parameter)
+                    fragments.append(Fragment(self.names[id(parameter)], shape, start, count, offset))
+                offset += size
+            self.fragments.append(fragments)
+
+    @contextmanager
+    def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
+        optimizer = self.optimizer
+        on_disk = optimizer._swappable_optimizer_subgroup(index)
+        if on_disk:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        try:
+            yield optimizer.fp32_partitioned_groups_flat[index]
+            if write:
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        finally:
+            if on_disk and write:
+                optimizer._optimizer_states_and_gradient_swap_out(index)
+            elif on_disk:
+                optimizer._release_swap_buffers(index)
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        if not self.optimizer.swap_optimizer:
+            yield from super().pieces(kind)
+            return
+        for piece in super().pieces(kind):  # the memory of a partition on the disk is used for the next one
+            yield Piece(piece.name, piece.tensor.clone(), piece.shape, piece.offset)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        masters = self.optimizer.fp32_partitioned_groups_flat
+        shares = [p.__dict__["ds_tensor"] for p in self.model.parameters()]
+        return {
+            "parameters": [*self.model.parameters(), *shares],
+            "gradients": [*self._gradients(), self.optimizer.grad_partitions_flat_buffer]
+            + [m.grad for m in masters if m.grad is not None],
+            "optimizer": [*masters, *self._state_tensors()],
+            "buckets": self._buckets(),
+        }
+
+    def _publish(self) -> None:
+        kept_whole = self.optimizer.persistent_parameters
+        if kept_whole:
+            kept_whole[0].partition(kept_whole, has_been_updated=False)
+            kept_whole[0].all_gather(kept_whole)
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = self.optimizer.get_full_hp_param(parameter)
+        return whole
+
+    @contextmanager
+    def _gathered(self, tensor: Any, *, write: bool = False) -> Iterator[torch.Tensor]:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([tensor], modifier_rank=0 if write else None, enabled=hasattr(tensor, "ds_id")):
+            yield tensor

@@ -1,0 +1,183 @@
+"""ZeRO in all its forms follows the one-process run: loss, gradient norm, weights, and what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
+from tests.parity import jobs
+from tests.parity.jobs import CausalJob, ClassJob, train
+from tests.worker_group import run_in_workers
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
+
+CLIP = 0.1
+STEPS = f"--train-iters 20 --eval-interval 8 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+LAYOUTS = {
+    "zero-1": "--zero-1-memory-optimization --micro-batch-size 2",
+    "zero-2": "--zero-2-memory-optimization --micro-batch-size 2",
+    "zero-3": "--zero-3-memory-optimization --micro-batch-size 2",
+    "zero-3-all-cut": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 0 --micro-batch-size 2",
+    "zero-3-checkpointed": (
+        "--zero-3-memory-optimization --zero-3-param-persistence-threshold 0 --micro-batch-size 1"
+        " --checkpoint-activations"
+    ),
+    "zero-1-offload": "--zero-1-memory-optimization --micro-batch-size 2 --cpu-offload",
+    "zero-2-offload": "--zero-2-memory-optimization --micro-batch-size 2 --cpu-offload",
+    "zero-3-offload": "--zero-3-memory-optimization --micro-batch-size 4 --cpu-offload",
+}
+BF16 = ("zero-1", "zero-2", "zero-3-all-cut", "zero-2-offload", "zero-3-offload")
+KINDS = ("causal", "frozen", "classifier")
+
+
+class FrozenJob(ClassJob):
+    """The embeddings and the first block are not trained."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        for part in (model.bert.embeddings, model.bert.encoder.layer[0]):
+            part.requires_grad_(False)
+        return model
+
+
+class WideJob(CausalJob):
+    """Large enough for DeepSpeed to swap its partitions to the disk."""
+
+    def make(self) -> torch.nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_positions": 64, "n_embd": 256, "n_layer": 2, "n_head": 2}
+        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **dropouts))
+
+
+class UnreachedJob(CausalJob):
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.spare = torch.nn.Linear(4, 4)
+        return model
+
+
+class BrokenJob(CausalJob):
+    """The loss becomes infinite in its third step, on the second worker only."""
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().compute_loss(model, batch)
+        broken = len(getattr(self, "curve", [])) == 2 and torch.distributed.get_rank() == 1
+        return loss * float("inf") if broken else loss
+
+
+jobs.JOBS |= {"frozen": FrozenJob, "wide": WideJob, "unreached": UnreachedJob, "broken": BrokenJob}
+
+
+def _train_all(workers: Any, folder: str) -> dict[tuple[str, str], Any]:
+    jobs.JOBS |= {"frozen": FrozenJob, "wide": WideJob, "unreached": UnreachedJob, "broken": BrokenJob}
+    cases = [(job, name, flags) for job in KINDS for name, flags in LAYOUTS.items()]
+    cases += [("causal", f"{name}-bf16", f"{LAYOUTS[name]} --mixed-precision bf16") for name in BF16]
+    cases += [("wide", "nvme", f"--zero-3-memory-optimization --micro-batch-size 2 --nvme-path {folder}/nvme")]
+    results: dict[tuple[str, str], Any] = {
+        (job, name): train(job, False, f"{STEPS} {flags}", f"{folder}/{job}-{name}") for job, name, flags in cases
+    }
+    return results | _failures(folder)
+
+
+def _failures(folder: str) -> dict[tuple[str, str], Any]:
+    """Runs that must end with an error, the same one on both workers."""
+    from unittest import mock
+
+    ends: dict[tuple[str, str], Any] = {}
+    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+        for job in ("unreached", "broken"):
+            for name in ("zero-2", "zero-3"):
+                try:
+                    train(job, False, f"{STEPS} {LAYOUTS[name]}", f"{folder}/{job}-{name}")
+                except RapidformerError as error:
+                    ends[job, name] = error
+    return ends
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
+    """The results of both workers, all from one group."""
+    return run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("references")
+    flags = f"{STEPS} --micro-batch-size 8"
+    found = {job: train(job, False, flags, str(folder / job)) for job in (*KINDS, "wide")}
+    found["bf16"] = train("causal", False, f"{flags} --mixed-precision bf16", str(folder / "bf16"))
+    return found
+
+
+def _assert_close(actual: Any, expected: Any, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("job", KINDS)
+def test_zero_follows_one_process(job: str, layout: str, references: Any, runs: Any) -> None:
+    _assert_like(references[job], runs[0][job, layout])
+
+
+def test_nvme_follows_one_process_and_keeps_no_state_in_memory(references: Any, runs: Any) -> None:
+    _assert_like(references["wide"], runs[0]["wide", "nvme"])
+    for held in runs[0]["wide", "nvme"]["summary"]["receipts"]["held_bytes_by_rank"]:
+        assert held["optimizer_state_bytes"] < 0.01 * held["parameter_bytes"]
+
+
+def _assert_like(expected: Any, actual: Any) -> None:
+    _assert_close(actual["curve"], expected["curve"])
+    _assert_close(actual["evaluations"], expected["evaluations"])
+    assert len(expected["evaluations"]) == 3
+    assert max(norm for _, norm in expected["curve"]) > 2 * CLIP  # so that clipping acts
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        # Adam makes steps out of rounding where a gradient is zero, as that of a key's bias is.
+        torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("layout", BF16)
+def test_bf16_follows_one_process_of_bf16(layout: str, references: Any, runs: Any) -> None:
+    actual = runs[0]["causal", f"{layout}-bf16"]
+    torch.testing.assert_close(
+        torch.tensor(actual["curve"]), torch.tensor(references["bf16"]["curve"]), rtol=2**-8, atol=0
+    )
+    assert actual["summary"]["receipts"]["parameter_dtypes"] == ["bfloat16"]
+    # The masters, which are what is saved, differ from the reference's weights by less than the format rounds.
+    expected = references["bf16"]["weights"]
+    apart = sum(float((actual["weights"][name] - weight).square().sum()) for name, weight in expected.items())
+    whole = sum(float(weight.square().sum()) for weight in expected.values())
+    assert 0 < (apart / whole) ** 0.5 < 2**-8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offloaded_adam_is_deepspeeds(layout: str, runs: Any) -> None:
+    used = runs[0]["causal", layout]["summary"]["receipts"]["optimizer_class"]
+    assert used.endswith("DeepSpeedCPUAdam" if "offload" in layout else "torch.optim.adamw.AdamW")
+
+
+@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
+def test_parameters_that_the_loss_does_not_reach_are_refused(name: str, runs: Any) -> None:
+    for rank in (0, 1):
+        assert "spare.weight, spare.bias" in runs[rank]["unreached", name].message
+
+
+@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
+def test_an_infinite_loss_ends_the_run_on_every_worker(name: str, runs: Any) -> None:
+    for rank in (0, 1):
+        error = runs[rank]["broken", name]
+        assert isinstance(error, NonFiniteLoss)
+        assert "step 3" in error.message
+
+
+def test_alone_zero_is_plain_training(references: Any, tmp_path: Path) -> None:
+    for stage in (1, 2, 3):
+        flags = f"{STEPS} --micro-batch-size 4 --zero-{stage}-memory-optimization"
+        _assert_like(references["causal"], train("causal", False, flags, str(tmp_path / str(stage))))

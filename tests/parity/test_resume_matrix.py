@@ -1,0 +1,140 @@
+"""What any engine saved with any number of workers, any other goes on with: the curve is the uninterrupted one."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.parity.jobs import CausalJob
+from tests.worker_group import run_in_workers
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow]
+
+STEPS, SAVED = 6, 3
+FLAGS = (
+    f"--train-iters {STEPS} --save-interval {SAVED} --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3"
+    " --lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1 --no-export-model"
+)
+ENGINES = {
+    "plain": "",  # one process, or DDP
+    "fsdp": "--fsdp-memory-optimization",
+    "oss": "--oss-memory-optimization",
+    "sdp": "--oss-sdp-memory-optimization",
+    "zero-1": "--zero-1-memory-optimization",
+    "zero-2": "--zero-2-memory-optimization",
+    "zero-3": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 40",
+    "zero-1-offload": "--zero-1-memory-optimization --cpu-offload",
+    "zero-2-offload": "--zero-2-memory-optimization --cpu-offload",
+    "zero-3-offload": "--zero-3-memory-optimization --cpu-offload",
+}
+NAMES = list(ENGINES)
+
+
+class Died(Exception):
+    """Stands for the death of a run."""
+
+
+def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | None = None) -> Any:
+    """The curve of a run: (loss, gradient norm) of each of its steps."""
+    given = [*FLAGS.split(), *ENGINES[engine].split(), "--micro-batch-size", str(4 // workers), "--save", folder]
+    job = CausalJob([*given, *flags])
+    curve: list[tuple[float, float]] = []
+
+    def see(step: int, result: Any) -> None:
+        curve.append((float(result.loss), float(result.grad_norm)))
+        if step == dies_after:
+            raise Died
+
+    job.on_step_end = see  # type: ignore[method-assign]
+    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+        if dies_after is None:
+            job.fit()
+        else:
+            with pytest.raises(Died):
+                job.fit()
+    return curve
+
+
+def resume(source: str, target: str, engine: str, workers: Any, **how: Any) -> Any:
+    """Go on from a copy of a run, so that others can start from it, too."""
+    if workers.is_main:
+        shutil.copytree(source, target)
+    workers.barrier()
+    return run(target, engine, workers.world, "--resume", **how)
+
+
+def _pairs(workers: Any, root: str) -> dict[Any, Any]:
+    curves: dict[Any, Any] = {}
+    for name in NAMES:
+        curves["whole", name] = run(f"{root}/whole-{name}", name, 2)
+        run(f"{root}/half-{name}", name, 2, dies_after=SAVED + 1)
+    for source in NAMES:
+        for target in NAMES:
+            curves[source, target] = resume(f"{root}/half-{source}", f"{root}/{source}-{target}", target, workers)
+    return curves
+
+
+def _from_one(workers: Any, root: str) -> dict[str, Any]:
+    """The end of runs that two workers began and one went on with."""
+    return {name: resume(f"{root}/one-{name}", f"{root}/two-{name}", name, workers) for name in NAMES}
+
+
+def _four(workers: Any, root: str) -> dict[str, Any]:
+    return {name: resume(f"{root}/half-{name}", f"{root}/four-{name}", name, workers) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.fixture(scope="module")
+def pairs(root: str) -> dict[Any, Any]:
+    return run_in_workers(2, _pairs, root)[0]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(str(tmp_path_factory.mktemp("reference") / "run"), "plain", 1)
+
+
+def _assert_close(curve: Any, expected: Any) -> None:
+    assert len(curve) == len(expected)
+    torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", NAMES)
+@pytest.mark.parametrize("source", NAMES)
+def test_any_goes_on_with_any(source: str, target: str, pairs: Any, reference: Any) -> None:
+    _assert_close(pairs[source, target], reference[SAVED:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_engine_goes_on_bitwise(name: str, pairs: Any, reference: Any) -> None:
+    _assert_close(pairs["whole", name], reference)
+    assert pairs[name, name] == pairs["whole", name][SAVED:]
+
+
+def test_two_workers_one_and_two_again(pairs: Any, root: str, reference: Any) -> None:
+    for name in NAMES:
+        shutil.copytree(f"{root}/half-{name}", f"{root}/one-{name}")
+        begun = run(f"{root}/one-{name}", name, 1, "--resume", "--save-interval", "1", dies_after=SAVED + 2)
+        _assert_close(begun, reference[SAVED : SAVED + 2])
+    for curve in run_in_workers(2, _from_one, root)[0].values():
+        # The checkpoint of the step in which a run dies is not written any more.
+        _assert_close(curve, reference[SAVED + 1 :])
+
+
+def test_two_workers_and_then_four(pairs: Any, root: str, reference: Any) -> None:
+    for curve in run_in_workers(4, _four, root)[0].values():
+        _assert_close(curve, reference[SAVED:])
+
+
+def test_the_reference_moves(reference: Any) -> None:
+    assert len({loss for loss, _ in reference}) == STEPS

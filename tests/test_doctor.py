@@ -1,0 +1,169 @@
+"""``rapidformer doctor``: what is there, what is broken, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates import deepspeed_parts, doctor, environment
+from rapidformer_templates.cli import main
+from rapidformer_templates.switches import REGISTRY
+
+
+def add_package(site: Path, name: str, body: str, version: str = "1.2") -> None:
+    (site / name).mkdir(parents=True)
+    (site / name / "__init__.py").write_text(body)
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for made-up packages, which come before all others; no GPU, and nothing slow is imported."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(deepspeed_parts.FOLDER, raising=False)
+    monkeypatch.setattr(environment, "detect_gpu", lambda: None)
+    monkeypatch.setattr(doctor, "REQUIRED_PACKAGES", ())
+    for name in doctor.OPTIONAL_PACKAGES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return folder
+
+
+def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The packages and parts by name, as ``--json`` prints them."""
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"machine", "packages", "deepspeed_parts"}
+    return {found["name"]: found for found in [*report["packages"], *report["deepspeed_parts"]["parts"]]}
+
+
+def test_package_that_raises_and_one_that_is_absent(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_package(site, "onnx", "raise OSError('libfoo.so: undefined symbol\\nand more')")
+    add_package(site, "torchao", "print('{noise'); import sys; sys.exit(3)")
+    monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("onnx", "torchao", "surely_absent"))
+    found = examined(capsys)
+    assert found["onnx"]["state"] == "does not import"
+    assert found["onnx"]["version"] == "1.2"
+    assert found["onnx"]["detail"] == "OSError: libfoo.so: undefined symbol"
+    assert found["torchao"]["detail"] == "SystemExit: 3"
+    assert found["surely_absent"] == {
+        "name": "surely_absent",
+        "state": "not installed",
+        "version": "",
+        "detail": "pip install surely_absent",
+        "serves": [],
+    }
+
+
+def test_crash_and_hang_on_import_are_findings(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_package(site, "crashes", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    add_package(site, "hangs", "import time; time.sleep(600)")
+    add_package(site, "works", "")
+    monkeypatch.setattr(doctor, "IMPORT_SECONDS", 2)
+    found = doctor.probe({name: name for name in ("crashes", "hangs", "works")})
+    assert {name: facts["error"] for name, facts in found.items()} == {
+        "crashes": "was killed by SIGSEGV while it was imported",
+        "hangs": "hung for 2 s while it was imported",
+        "works": None,
+    }
+
+
+def test_packages_that_need_a_gpu(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_package(site, "bitsandbytes", "")
+    add_package(site, "apex", "")  # that of the public index
+    found = examined(capsys)
+    assert found["bitsandbytes"]["state"] == "needs a GPU"
+    assert found["bitsandbytes"]["serves"] == ["adamw_bnb_8bit"]
+    assert found["apex"]["state"] == "not Nvidia's"
+    assert "github.com/NVIDIA/apex" in found["apex"]["detail"]
+
+
+def test_every_package_of_a_switch_is_looked_at() -> None:
+    needed = {switch.needs_package for switch in REGISTRY.switches if switch.needs_package}
+    assert needed <= set(doctor.OPTIONAL_PACKAGES)
+    for switch in REGISTRY.switches:
+        if switch.needs_package:
+            assert (switch.name in doctor.serves(switch.needs_package)) == switch.available
+
+
+def test_table_is_quiet_about_what_is_fine(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_package(site, "onnx", "")
+    add_package(site, "torchao", "raise ImportError('no [bold]libfoo[/bold] here')")
+    monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("onnx", "torchao"))
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = {
+        row[1].strip(): [cell.strip() for cell in row[2:4]] for row in (line.split("│") for line in lines) if row[1:]
+    }
+    assert cells["onnx"] == ["1.2 ok", ""]
+    assert cells["torchao"] == ["1.2 does not import", "ImportError: no [bold]libfoo[/bold] here"]
+    assert {"python", "device", "cores", "memory"} <= set(cells)
+
+
+def test_compiled_parts(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_package(site, "deepspeed", "", "9.9")
+    monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("deepspeed",))
+    reasons = {"async_io": "libaio's header or library is missing: apt-get install libaio-dev"}
+    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: reasons.get(part))
+    found = examined(capsys)
+    assert found["cpu_adam"]["state"] == "not built yet"
+    assert found["cpu_adam"]["detail"].endswith("or now by rapidformer doctor --build cpu_adam")
+    assert found["async_io"]["state"] == "cannot be built"
+    assert found["async_io"]["detail"] == reasons["async_io"]
+
+    lock = deepspeed_parts.folder("cpu") / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):
+        assert examined(capsys)["cpu_adam"]["state"] == "in use"
+    found = examined(capsys)
+    assert found["cpu_adam"]["state"] == "stale lock"
+    assert found["cpu_adam"]["detail"] == f"{lock}: the next run removes it"
+    monkeypatch.setenv(deepspeed_parts.FOLDER, str(lock.parents[1].rename(tmp_path / "mine")))
+    assert examined(capsys)["cpu_adam"]["detail"].endswith("lock: delete it if nothing is building there")
+
+
+def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    add_package(site, "deepspeed", "", "9.9")
+    monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ())
+    monkeypatch.setattr(deepspeed_parts, "export", lambda device: None)
+    built: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(deepspeed_parts, "build", lambda parts, device: built.append((list(parts), device)))
+    reasons = {"async_io": "no libaio"}
+    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: reasons.get(part))
+    assert main(["doctor", "--build"]) == 0
+    assert main(["doctor", "--build", "async_io"]) == 0
+    assert built == [(["cpu_adam"], "cpu"), (["async_io"], "cpu")]
+    reasons["cpu_adam"] = "no C++ compiler (c++) on PATH: apt-get install g++"
+    capsys.readouterr()
+    assert main(["doctor", "--build"]) == 2
+    assert capsys.readouterr().err == f"error: DeepSpeed's parts cannot be built here: {reasons['cpu_adam']}\n"
+
+
+def test_no_torch_is_imported_here(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import subprocess
+
+    program = (
+        "import sys; from rapidformer_templates import deepspeed_parts, doctor; doctor.main(['--json']);"
+        "heavy = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    packages = {found["name"]: found for found in json.loads(done.stdout)["packages"]}
+    assert packages["torch"]["state"] == "ok"
+    assert packages["torch"]["serves"] == ["everything"]
