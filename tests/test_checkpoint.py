@@ -7,6 +7,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,10 @@ def test_an_engine_brings_all_its_pieces_although_the_disk_is_full(
     monkeypatch.setattr(checkpoint, "PART_BYTES", 1)
     monkeypatch.setattr(tensor_file, "copy_whole" if background else "write", full)
     saver = AsyncSaver(tmp_path, alone(), keep=1)
+    shelf = Gathering([])
+    save = partial(checkpoint.save, tmp_path, 1, shelf, {}, alone())
     with pytest.raises(CheckpointError, match="the disk is full"):
-        if background:
-            saver.start(1, Gathering([]), {}, None)
-        else:
-            checkpoint.save(tmp_path, 1, Gathering([]), {}, alone())
+        (partial(saver.start, 1, shelf, {}, None) if background else save)()
     assert brought == ["weights"] * 3 + ["optimizer"] * 3
     saver.close()
 

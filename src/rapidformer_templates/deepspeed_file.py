@@ -241,6 +241,7 @@ def _zero(request: Request) -> dict[str, Any]:
             "stage3_param_persistence_threshold": config.get("zero_3_param_persistence_threshold"),
             "stage3_prefetch_bucket_size": config.get("zero_3_prefetch_bucket_size"),
             "stage3_max_live_parameters": config.get("zero_3_max_live_parameters"),
+            "stage3_max_reuse_distance": config.get("zero_3_max_live_parameters"),
             # These two would replace a function of torch, and Module.apply, for the whole process.
             "memory_efficient_linear": False,
             "override_module_apply": False,
@@ -249,11 +250,24 @@ def _zero(request: Request) -> dict[str, Any]:
     if "nvme-offload" in request.active:
         place = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
         # The optimizer state passes through memory a sub-group at a time, in four buffers of that size.
-        section |= {"offload_optimizer": place, "offload_param": dict(place), "sub_group_size": 25_000_000}
+        buffers = {"buffer_size": _largest_share(request)}
+        section |= {"offload_optimizer": place, "offload_param": {**place, **buffers}, "sub_group_size": 25_000_000}
     elif "cpu-offload" in request.active:
         place = {"device": "cpu", "pin_memory": pinned}
         section |= {"offload_optimizer": place} | ({"offload_param": dict(place)} if stage == 3 else {})
     return section
+
+
+def _largest_share(request: Request) -> int:
+    """Elements of a buffer that a worker's share of any parameter passes through on its way to a disk.
+
+    The largest parameter is the embedding or a feed-forward; where the sizes are not known, DeepSpeed's default.
+    """
+    model, workers = request.model, request.sizes.data
+    if request.environment.white_box or model.hidden_size is None or model.vocab_size is None:
+        return 100_000_000
+    largest = model.hidden_size * max(-(-model.vocab_size // 128) * 128, 8 * model.hidden_size)
+    return -(-largest // workers) + 2**20  # and what alignment adds
 
 
 def _merged(content: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

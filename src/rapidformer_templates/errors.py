@@ -63,6 +63,12 @@ class NonFiniteLoss(RapidformerError):
     exit_status = 3
 
 
+class OutOfMemory(RapidformerError):
+    """Memory could not be allocated."""
+
+    exit_status = 1
+
+
 class WorkerFailed(RapidformerError):
     """A worker process ended before its time."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates import launch
+from rapidformer_templates import ladder, launch
 from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.checkpoint import Reader, folder_of
+from rapidformer_templates.configure import resolve_plan
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.deepspeed_parts import prepare
@@ -17,7 +19,7 @@ from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.evaluation import Evaluator
 from rapidformer_templates.export import export_model
-from rapidformer_templates.host_memory import keep_freed_memory
+from rapidformer_templates.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.layout import find_layout
 from rapidformer_templates.loop import Intervals, Loop, Position
 from rapidformer_templates.meter import Meter
@@ -33,6 +35,9 @@ from rapidformer_templates.workers import Workers, join
 
 if TYPE_CHECKING:
     from rapidformer_templates.trainer import Trainer
+
+MEMORY_FAMILIES = ("partitioning", "offload")
+"""Switches for whose sake a run should stay small rather than fast."""
 
 
 def fit(template: Trainer) -> dict[str, Any]:
@@ -64,8 +69,13 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
 
 def _join_and_train(template: Trainer) -> dict[str, Any]:
     if template.plan.device == "cpu":
-        keep_freed_memory()
-    with stop_request() as stop, join(template.plan.device) as workers:
+        saves_memory = any(REGISTRY[name].family in MEMORY_FAMILIES for name in template.plan.switches)
+        give_freed_memory_back() if saves_memory else keep_freed_memory()
+    with (
+        stop_request() as stop,
+        join(template.plan.device) as workers,
+        ladder.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
+    ):
         return train(template, workers, stop)
 
 

@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if ``faults`` found a run of this library that was not the uninterrupted
-        one; 2 for a mistake in the command. A missed speed goal is a result, not an error.
+        one, or a solution of ``partitioning`` failed; 2 for a mistake in the command. A missed speed goal
+        is a result, not an error.
     """
     options = _parser().parse_args(argv)
     try:
@@ -53,6 +54,12 @@ def _saving(options: argparse.Namespace) -> int:
     return saving.main(options)
 
 
+def _partitioning(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import partitioning
+
+    return partitioning.main(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)
@@ -60,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
-    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults|saving")
+    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults|saving|partitioning")
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
     overhead.add_argument("--rounds", type=_positive, default=60, help="pairs of turns a loop (default: 60)")
@@ -90,7 +97,29 @@ def _parser() -> argparse.ArgumentParser:
     saving.add_argument("--repeats", type=_positive, default=8, help="saves in each way (default: 8)")
     saving.add_argument("--folder", type=Path, metavar="DIR", help="on the disk in question (default: temporary files)")
     saving.set_defaults(run=_saving)
+
+    _add_partitioning(commands.add_parser("partitioning", parents=[output], help="speed and memory of each solution"))
     return parser
+
+
+def _add_partitioning(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scale",
+        choices=("tiny", "small", "paper"),
+        default="small",
+        help="small (default): any machine; paper: the published model on 4 GPUs; tiny: for trying out",
+    )
+    parser.add_argument("--workers", type=_positive, help="worker processes (default: 2; paper: 4)")
+    parser.add_argument("--repeats", type=_positive, default=3, help="runs of each solution (default: 3)")
+    parser.add_argument("--steps", type=_positive, default=6, help="measured steps a run (default: 6)")
+    parser.add_argument("--solutions", metavar="A,B", help="which, such as none,oss-sdp,zero-2 (default: all)")
+    parser.add_argument("--all", action="store_true", help="also what this device is slow at")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: GPUs)")
+    parser.add_argument(
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="accelerate beside it (default)"
+    )
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to offload to (default: temporary)")
+    parser.set_defaults(run=_partitioning)
 
 
 def _positive(text: str) -> int:

@@ -68,7 +68,12 @@ class Absent(RapidformerError):
 
 
 class Line:
-    """A worker's line to the benchmark; it takes the time between the ends of two steps."""
+    """A worker's line to the benchmark; it takes the time between the ends of two steps.
+
+    Attributes:
+        before_mb: memory of the process before it has a model: the interpreter and its libraries.
+        setup_mb: peak memory until the first step.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -76,13 +81,14 @@ class Line:
         self._connection.send({"rank": int(os.environ["RANK"]), "pid": os.getpid()})
         self._mark = 0.0
         self._left = job.steps
-        self.before_mb = 0.0
+        self.before_mb = self.setup_mb = 0.0
 
     def model_comes(self) -> None:
-        """Note what the process takes before it has a model: the interpreter and its libraries."""
+        """To be called before the model is built."""
         self.before_mb = resident_mb() if self._job.device == "cpu" else 0.0
 
     def training_starts(self) -> None:
+        self.setup_mb = peak_mb(self._job.device)
         self._wait()
 
     def step_ends(self) -> None:
@@ -97,8 +103,9 @@ class Line:
 
     def end(self, loss: float, receipts: dict[str, Any] | None) -> None:
         """Tell what came of it: the loss of the last step, and the receipts of a run of ours."""
-        figures = {"loss": loss, "peak_mb": peak_mb(self._job.device), "before_mb": self.before_mb}
-        self._connection.send({"figures": figures | {"held": (receipts or {}).get("held_bytes_by_rank")}})
+        memory = {"peak_mb": peak_mb(self._job.device), "before_mb": self.before_mb, "setup_mb": self.setup_mb}
+        held = (receipts or {}).get("held_bytes_by_rank")
+        self._connection.send({"figures": {"loss": loss, **memory, "held": held}})
 
     def absent(self, why: str) -> None:
         self._connection.send({"absent": why})
@@ -232,7 +239,7 @@ def accelerate_fsdp(job: Job, line: Line) -> None:
 
 def accelerate_zero(job: Job, line: Line, stage: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", job.device)
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
     from rapidformer_templates.deepspeed_parts import leave_out_shm_comm
 
@@ -241,17 +248,23 @@ def accelerate_zero(job: Job, line: Line, stage: int) -> None:
     plugin = DeepSpeedPlugin(
         zero_stage=stage, gradient_accumulation_steps=job.sizes.accumulation, gradient_clipping=CLIP
     )
-    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-    _accelerate(job, line, Accelerator(deepspeed_plugin=plugin, **_options(job)))
+    options = _options(job)
+    if job.device == "cpu":
+        # With cpu=True it would leave DeepSpeed out, and without a backend the other workers.
+        options |= {"cpu": False, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+    _accelerate(job, line, Accelerator(deepspeed_plugin=plugin, **options))
 
 
 def _options(job: Job) -> dict[str, Any]:
     precision: dict[str, Any] = {"mixed_precision": "bf16"} if job.mixed else {}
-    return precision | {"gradient_accumulation_steps": job.sizes.accumulation}
+    return precision | {"cpu": job.device == "cpu", "gradient_accumulation_steps": job.sizes.accumulation}
 
 
 def _accelerate(job: Job, line: Line, accelerator: Any) -> None:
     import torch
+
+    if accelerator.num_processes != job.workers:
+        raise Absent(f"accelerate runs {accelerator.num_processes} worker of {job.workers} on this device")
 
     torch.manual_seed(SEED)
     line.model_comes()
@@ -330,7 +343,7 @@ def _adamw(model: Any) -> Any:
 
 def _loader(job: Job, rank: int | None = None) -> Any:
     """Micro batches in the order of this library, of all ranks one after another or of one of them."""
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Subset
 
     from rapidformer_templates.data.order import SampleOrder
 
@@ -338,7 +351,7 @@ def _loader(job: Job, rank: int | None = None) -> Any:
     order = SampleOrder(len(tokens), job.global_batch, SEED, by_epochs=False)
     samples = [sample for step in range(job.steps) for sample in order.step(step)[0].tolist()]
     mine = samples if rank is None else samples[rank :: job.workers]
-    return DataLoader(tokens, batch_sampler=[[sample] for sample in mine])  # type: ignore[arg-type]
+    return DataLoader(Subset(tokens, mine), batch_size=1)  # type: ignore[arg-type]
 
 
 PEERS: dict[str, Callable[[Job, Line], None]] = {

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from rapidformer_templates.bench import partitioning_job
@@ -33,7 +32,8 @@ class Run:
 
     Attributes:
         seconds: of each step after the warm-up, the slowest worker's.
-        figures: by rank: loss of the last step, ``peak_mb``, ``before_mb`` (without a model), ``held`` (ours).
+        figures: by rank: loss of the last step, ``peak_mb``, ``before_mb`` (without a model),
+            ``setup_mb`` (until the first step), ``held`` (ours).
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -180,8 +180,3 @@ def run_together(jobs: Sequence[Job], repeat: int) -> tuple[dict[str, Run], dict
 def name_of(job: Job) -> str:
     """What a run is called: the solution, or the peer."""
     return job.peer or job.solution
-
-
-def address(folder: Path, job: Job) -> str:
-    """Where its workers find the benchmark; short, because a socket's name must be."""
-    return str(folder / f"{name_of(job).replace(' ', '-')}.sock")

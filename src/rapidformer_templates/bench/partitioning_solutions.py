@@ -32,7 +32,7 @@ class Scale:
 
 SCALES = {
     "tiny": Scale(2, 32, 2, 128, 16, accumulation=2),
-    "small": Scale(8, 640, 10, 16_000, 128, accumulation=2),
+    "small": Scale(8, 512, 8, 16_000, 128, accumulation=2),
     "paper": Scale(24, 2048, 32, 50_304, 1024, accumulation=1, cuda_workers=4),
 }
 """``paper`` is the GPT of the published table: GPT-2's vocabulary of 50,257, padded to a multiple of 128."""
@@ -103,19 +103,86 @@ def cut_in_rows(parameters: Sequence[Facts], workers: int, width: int) -> list[H
 def cut_groups(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
     """ZeRO-1 and -2: whole parameters; gradients, fp32 masters and moments of this worker's part of each group.
 
-    DeepSpeed keeps masters also where parameters are fp32 already.
+    DeepSpeed keeps masters also where parameters are fp32 already, and the whole gradient of a parameter
+    that two workers share.
     """
     whole = width * sum(p.count for p in parameters)
+    groups, shares = _groups(parameters, workers)
+    held = []
+    for rank in range(workers):
+        gradients = sum(_overlapping(group, rank * n, (rank + 1) * n) for group, n in zip(groups, shares, strict=True))
+        held.append(Held(whole, width * gradients, (FP32 + MOMENTS) * sum(shares) + COUNTER * len(groups)))
+    return held
+
+
+def cut_groups_on_host(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """ZeRO-2 with offload: gradients go into the masters' own; DeepSpeedCPUAdam counts steps outside of tensors."""
+    whole = width * sum(p.count for p in parameters)
+    share = sum(_groups(parameters, workers)[1])
+    return [Held(whole, FP32 * share, (FP32 + MOMENTS) * share)] * workers
+
+
+def _groups(parameters: Sequence[Facts], workers: int) -> tuple[list[list[int]], list[int]]:
+    """(sizes of the parameters, elements of a worker's part) of the two groups: the parts are equal and even."""
     groups = [[p.count for p in parameters if p.decays is decays] for decays in (True, False)]
-    # A group is filled up to parts of an even number of elements.
-    share = sum(2 * math.ceil(sum(group) / (2 * workers)) for group in groups)
-    return [Held(whole, FP32 * share, (FP32 + MOMENTS) * share + COUNTER * len(groups))] * workers
+    return groups, [2 * math.ceil(sum(group) / (2 * workers)) for group in groups]
+
+
+def _overlapping(sizes: Sequence[int], start: int, end: int) -> int:
+    """Elements of all parameters of a flattened group of which some lie between ``start`` and ``end``."""
+    total = first = 0
+    for size in sizes:
+        total += size if first < end and first + size > start else 0
+        first += size
+    return total
+
+
+KEPT_WHOLE = 100_000
+"""ZeRO-3 keeps parameters of fewer elements whole beside their parts (``--zero-3-param-persistence-threshold``)."""
 
 
 def cut_each(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
     """ZeRO-3: this worker's part of each flattened parameter, of its gradient, its fp32 master and its moments."""
+    share, small = _parts(parameters, workers)
+    return [Held(width * (share + small), FP32 * share, (FP32 + MOMENTS) * share + 2 * COUNTER)] * workers
+
+
+def cut_each_on_host(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """ZeRO-3 with offload: gradients twice, as they are reduced and as the update on the host takes them."""
+    share, small = _parts(parameters, workers)
+    return [Held(width * (share + small), 2 * FP32 * share, (FP32 + MOMENTS) * share)] * workers
+
+
+SUB_GROUP, LEAST_ON_DISK = 25_000_000, 2**20 // FP32
+"""Elements after which a sub-group ends, and below which it stays in memory."""
+
+
+def cut_each_on_disk(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+    """ZeRO-3 with NVMe: as with offload, but a sub-group's masters, their gradients and moments lie on the disk."""
+    share, small = _parts(parameters, workers)
+    in_memory = sum(size for size in _sub_groups(parameters, workers) if size < LEAST_ON_DISK)
+    gradients = FP32 * (share + in_memory)
+    return [Held(width * (share + small), gradients, (FP32 + MOMENTS) * in_memory)] * workers
+
+
+def _sub_groups(parameters: Sequence[Facts], workers: int) -> list[int]:
+    """Elements of a worker's part of each sub-group, which is a run of the parameters of a group."""
+    sizes = []
+    for decays in (True, False):
+        size = 0
+        for parameter in (p for p in parameters if p.decays is decays):
+            size += math.ceil(parameter.count / workers)
+            if size >= SUB_GROUP:
+                sizes.append(size)
+                size = 0
+        sizes += [size] if size else []
+    return sizes
+
+
+def _parts(parameters: Sequence[Facts], workers: int) -> tuple[int, int]:
+    """Elements of (this worker's part of every parameter, small parameters that are kept whole)."""
     share = sum(math.ceil(p.count / workers) for p in parameters)
-    return [Held(width * share, FP32 * share, (FP32 + MOMENTS) * share + COUNTER)] * workers
+    return share, sum(p.count for p in parameters if p.count < KEPT_WHOLE)
 
 
 @dataclass(frozen=True)
@@ -154,8 +221,8 @@ SOLUTIONS = {
     "zero-1": Solution((ZERO.format(1),), cut_groups, ("accelerate ZeRO-1",), (12.88, 15_709)),
     "zero-2": Solution((ZERO.format(2),), cut_groups, ("accelerate ZeRO-2",), (10.27, 15_693)),
     "zero-3": Solution((ZERO.format(3),), cut_each, ("accelerate ZeRO-3",), "N/A"),
-    "zero-2-offload": Solution((ZERO.format(2), "--cpu-offload"), cut_groups, offload="cpu"),
-    "zero-3-offload": Solution((ZERO.format(3), "--cpu-offload"), cut_each, offload="cpu"),
-    "zero-3-nvme": Solution((ZERO.format(3), "--nvme-path"), cut_each, offload="nvme:"),
+    "zero-2-offload": Solution((ZERO.format(2), "--cpu-offload"), cut_groups_on_host, offload="cpu"),
+    "zero-3-offload": Solution((ZERO.format(3), "--cpu-offload"), cut_each_on_host, offload="cpu"),
+    "zero-3-nvme": Solution((ZERO.format(3), "--nvme-path"), cut_each_on_disk, offload="nvme:"),
 }
 """By name, in the order of the table; the published ones below ``mixed`` stand on top of mixed precision."""

@@ -126,7 +126,8 @@ class ZeroState:
             if isinstance(value, torch.Tensor) and value.shape == flat.shape:
                 yield from pieces_of(entry, fragment.shape, fragment.start, fragment.of(value))
             elif fragment.start == 0 and value is not None:  # a count of steps; whoever has the beginning writes it
-                yield Piece(entry, torch.as_tensor(value).clone(), (), ())
+                # As torch's optimizers count; DeepSpeed's count in plain integers.
+                yield Piece(entry, torch.as_tensor(value).to(torch.float32, copy=True), (), ())
 
     def _optimizer_state(self, flat: torch.Tensor) -> dict[str, Any]:
         return dict(self.optimizer.optimizer.state.get(flat, {}))

@@ -109,7 +109,8 @@ SWITCH = Switch(
             "[D]",
             _agrees,
             Example(
-                '--deepspeed-config \'{"zero_optimization": {"stage": 3}}\' --zero-2-memory-optimization --world-size 2',
+                '--deepspeed-config \'{"zero_optimization": {"stage": 3}}\' '
+                "--zero-2-memory-optimization --world-size 2",
                 machine={"packages": {"deepspeed": "0.19"}},
             ),
         ),

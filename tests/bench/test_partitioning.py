@@ -1,0 +1,166 @@
+"""Ways to divide the model's state, at a size of some thousand parameters. No test looks at how long anything took."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.bench import partitioning
+from rapidformer_templates.bench.cli import main
+from rapidformer_templates.bench.partitioning import Report, facts_of
+from rapidformer_templates.bench.partitioning_runs import Run
+from rapidformer_templates.bench.partitioning_show import deviation
+from rapidformer_templates.bench.partitioning_solutions import (
+    SCALES,
+    SOLUTIONS,
+    Facts,
+    Held,
+    cut_each,
+    cut_each_on_disk,
+    cut_each_on_host,
+    cut_groups,
+    cut_groups_on_host,
+    cut_in_rows,
+    owned,
+    owned_with_gradients,
+    replicated,
+)
+
+FEW = [Facts((10, 4), True), Facts((3,), False), Facts((5, 4), True), Facts((5,), False)]
+"""60 elements that decay, 8 that do not."""
+
+has_fairscale = importlib.util.find_spec("fairscale") is not None
+has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+
+
+def test_the_paper_s_model_is_the_published_one() -> None:
+    assert sum(parameter.count for parameter in facts_of(SCALES["paper"])) == 1_313_722_368
+
+
+def test_ddp_holds_16_bytes_a_parameter_on_every_worker() -> None:
+    assert replicated(FEW, 2, 4) == [Held(4 * 68, 4 * 68, 8 * 68 + 4 * 4)] * 2
+
+
+def test_oss_gives_each_parameter_to_whoever_has_fewest() -> None:
+    # 40 to the first; 20, 3 and 5 to the second.
+    assert owned(FEW, 2, 4) == [Held(272, 272, 8 * 40 + 4), Held(272, 272, 8 * 28 + 12)]
+    assert owned_with_gradients(FEW, 2, 4) == [Held(272, 160, 8 * 40 + 4), Held(272, 112, 8 * 28 + 12)]
+
+
+def test_fsdp_fills_up_what_cannot_be_halved() -> None:
+    # 5 and 2 rows of four, 3 and 3 rows of four, and the two vectors 2 and 3: all as the larger half.
+    count = 20 + 2 + 12 + 3
+    assert cut_in_rows(FEW, 2, 4) == [Held(4 * count, 4 * count, 8 * count + 16)] * 2
+
+
+def test_zero_1_and_2_hold_masters_beside_whole_parameters() -> None:
+    # Groups of 60 and 8: parts of 30 and 4. The first parameter of each group is cut, and its gradient whole in both.
+    first = Held(272, 4 * (40 + 3 + 5), 12 * 34 + 8)
+    second = Held(272, 4 * (40 + 20 + 5), 12 * 34 + 8)
+    assert cut_groups(FEW, 2, 4) == [first, second]
+    assert cut_groups_on_host(FEW, 2, 4) == [Held(272, 4 * 34, 12 * 34)] * 2
+    assert cut_groups(FEW, 2, 2)[0].parameters == 2 * 68
+
+
+def test_zero_3_cuts_everything_and_keeps_what_is_small() -> None:
+    share = 20 + 2 + 10 + 3
+    assert cut_each(FEW, 2, 4) == [Held(4 * (share + 68), 4 * share, 12 * share + 8)] * 2
+    assert cut_each_on_host(FEW, 2, 4) == [Held(4 * (share + 68), 8 * share, 12 * share)] * 2
+    large = [Facts((1000, 1000), True)]
+    assert cut_each(large, 4, 4)[0].parameters == 1_000_000
+
+
+def test_nvme_leaves_small_groups_in_memory() -> None:
+    large, small = Facts((1024, 1024), True), Facts((512,), False)
+    # 524,288 elements of the first group are on the disk, 256 of the second are not.
+    assert cut_each_on_disk([large, small], 2, 4) == [Held(4 * (524_544 + 512), 4 * (524_544 + 256), 12 * 256)] * 2
+
+
+def test_each_partitioning_approaches_its_share() -> None:
+    """Bytes a parameter on N workers, for the model of the table."""
+    model, workers = facts_of(SCALES["small"]), 2
+    count = sum(parameter.count for parameter in model)
+    shares = {
+        "none": (4, 4, 8),
+        "fsdp": (4 / workers, 4 / workers, 8 / workers),
+        "zero-2-offload": (4, 4 / workers, 12 / workers),
+        "zero-3": (4 / workers, 4 / workers, 12 / workers),
+    }
+    for name, expected in shares.items():
+        for held in SOLUTIONS[name].formula(model, workers, 4):
+            assert held.per_parameter(count) == pytest.approx(expected, rel=0.01), name
+    for name in ("oss", "oss-sdp"):
+        by_rank = SOLUTIONS[name].formula(model, workers, 4)
+        assert sum(held.optimizer for held in by_rank) == 8 * count + 4 * len(model)
+
+
+def test_the_deviation_is_the_greatest_one() -> None:
+    assert deviation([Held(4, 4, 8), Held(4, 4, 8)], [Held(4, 4, 8), Held(4, 5, 8)]) == pytest.approx(0.2)
+
+
+def test_ratios_are_of_steps_that_were_made_in_turns() -> None:
+    report = Report("tiny", 2, "cpu", [])
+    report.runs = {"none": [Run([1.0, 2.0, 10.0])], "accelerate DDP": [Run([2.0, 4.0, 10.0])]}
+    assert report.ratios("none", "accelerate DDP") == [2.0]
+    assert report.samples_per_second("none") == pytest.approx(12 / 13)
+
+
+def test_who_computes_another_loss_is_found_out() -> None:
+    report = Report("tiny", 2, "cpu", [])
+    losses = {"none": 4.0, "fsdp": 4.0, "accelerate DDP": 4.1}
+    report.runs = {name: [Run([1.0], [{"loss": loss}])] for name, loss in losses.items()}
+    partitioning._check_losses(report)
+    assert set(report.runs) == {"none", "fsdp"}
+    assert report.absent == {"accelerate DDP": "its loss is 4.1000, that of the others 4.0000: it does other work"}
+    assert report.failed == []
+
+
+def test_the_paper_s_scale_needs_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partitioning", "--scale", "paper", "--device", "cpu"]) == 2
+    assert "4 workers with a GPU each; there are 0 GPUs" in capsys.readouterr().err
+
+
+def test_solutions_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partitioning", "--solutions", "none,zero-4"]) == 2
+    assert "there is no solution zero-4" in capsys.readouterr().err
+
+
+def _result(folder: Path, *words: str) -> Any:
+    arguments = ["partitioning", "--scale", "tiny", "--device", "cpu", "--repeats", "1", "--steps", "2"]
+    assert main([*arguments, "--output", str(folder), *words]) == 0
+    return json.loads((folder / "partitioning.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_solutions_and_a_peer_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["none", "oss-sdp"] if has_fairscale else ["none", "fsdp"]
+    result = _result(tmp_path, "--solutions", ",".join(names))
+    rows = result["solutions"]
+    assert {*names, "accelerate DDP"} <= rows.keys()
+    for row in rows.values():
+        assert row["samples_per_second"] > 0
+        assert row["peak_mb"] >= row["setup_mb"] >= row["before_mb"] > 100  # torch alone takes as much
+        assert [len(seconds) for seconds in row["seconds"]] == [2]
+    for name in names:
+        assert rows[name]["held"] == rows[name]["expected"]
+    assert rows["none"]["loss"] == pytest.approx(rows["accelerate DDP"]["loss"], rel=1e-5)
+    assert result["ratios"]["accelerate DDP"][0] > 0
+    assert (tmp_path / "partitioning.png").stat().st_size > 0
+    shown = capsys.readouterr().out
+    assert "× accelerate DDP; goal 1.0 ×" in shown
+    assert "17,113" in shown or not has_fairscale
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.deepspeed
+@pytest.mark.skipif(not has_deepspeed, reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+def test_zero_holds_what_its_formula_says(tmp_path: Path) -> None:
+    row = _result(tmp_path, "--solutions", "zero-3", "--no-peers")["solutions"]["zero-3"]
+    assert row["held"] == row["expected"]
+    assert row["bucket_bytes"] == 80_000_000
