@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OTHERS = {  # flags of other programs, and those that examples declare
     "pip": ["--constraint", "--editable", "--no-deps"],
-    "rapidformer": ["--help", "--markdown", "--version"],
+    "rapidformer": ["--build", "--help", "--markdown", "--version"],
     "ruff": ["--check"],
     "torchrun": ["--master-addr", "--master-port", "--nnodes", "--node-rank", "--nproc-per-node"],
     "docs/white-box.md": ["--label-smoothing"],

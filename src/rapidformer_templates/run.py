@@ -36,9 +36,6 @@ from rapidformer_templates.workers import Workers, join
 if TYPE_CHECKING:
     from rapidformer_templates.trainer import Trainer
 
-MEMORY_FAMILIES = ("partitioning", "offload")
-"""Switches for whose sake a run should stay small rather than fast."""
-
 
 def fit(template: Trainer) -> dict[str, Any]:
     """Check what can be checked, start local workers if they are asked for, and train."""
@@ -69,14 +66,21 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
 
 def _join_and_train(template: Trainer) -> dict[str, Any]:
     if template.plan.device == "cpu":
-        saves_memory = any(REGISTRY[name].family in MEMORY_FAMILIES for name in template.plan.switches)
-        give_freed_memory_back() if saves_memory else keep_freed_memory()
+        _choose_allocation({REGISTRY[name].family for name in template.plan.switches})
     with (
         stop_request() as stop,
         join(template.plan.device) as workers,
         ladder.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
     ):
         return train(template, workers, stop)
+
+
+def _choose_allocation(families: set[str | None]) -> None:
+    """Fast where memory is no matter, small where it is the point, and the system's own way between the two."""
+    if "offload" in families:
+        give_freed_memory_back()
+    elif "partitioning" not in families:
+        keep_freed_memory()
 
 
 def train(template: Trainer, workers: Workers, stop: StopRequest) -> dict[str, Any]:

@@ -124,6 +124,13 @@ def _open_group(device: torch.device) -> None:
         ) from error
 
 
+def open_group_alone(device: torch.device) -> None:
+    """A process group of one for engines that cannot do without; where there is a group, nothing happens."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:

@@ -70,6 +70,7 @@ def test_zero_3_cuts_everything_and_keeps_what_is_small() -> None:
     share = 20 + 2 + 10 + 3
     assert cut_each(FEW, 2, 4) == [Held(4 * (share + 68), 4 * share, 12 * share + 8)] * 2
     assert cut_each_on_host(FEW, 2, 4) == [Held(4 * (share + 68), 8 * share, 12 * share)] * 2
+    assert cut_each(FEW, 2, 2) == [Held(2 * (share + 68), 2 * share, 12 * share + 8)] * 2
     large = [Facts((1000, 1000), True)]
     assert cut_each(large, 4, 4)[0].parameters == 1_000_000
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates import deepspeed_parts
 from rapidformer_templates.bench.output import Advance, progress, put_out
-from rapidformer_templates.bench.partitioning_job import Job, build_model
 from rapidformer_templates.bench.partitioning_runs import WARMUP, Run, run_together
 from rapidformer_templates.bench.partitioning_show import draw, notes, table
 from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS, Facts, Held, Scale, Solution
+from rapidformer_templates.bench.partitioning_worker import Job, build_model
 from rapidformer_templates.environment import detect_gpu
 from rapidformer_templates.errors import ConfigError, RapidformerError
 
@@ -178,11 +178,11 @@ def measure_partitioning(
     able = [name for name in chosen if name not in report.absent]
     for name in able:
         # The published rows below "mixed" stand on top of it: so do these, where the device is fast at it.
-        width = 2 if _mixed(name, device) else 4
+        width = 4 if _precision(name, device) == "fp32" else 2
         report.expected[name] = SOLUTIONS[name].formula(report.parameters, workers, width)
     _build_parts(able, device)
     for repeat in range(repeats):
-        for name in able:
+        for name in (name for name in able if name not in report.absent):
             with tempfile.TemporaryDirectory(prefix="rf-", dir=disk) as folder:
                 for jobs in _heats(report, name, steps + WARMUP, Path(folder), peers):
                     _add(report, jobs, repeat)
@@ -191,8 +191,12 @@ def measure_partitioning(
     return report
 
 
-def _mixed(name: str, device: str) -> bool:
-    return name == "mixed" or (device == "cuda" and name != "none")
+def _precision(name: str, device: str) -> str:
+    """What a solution computes in: as published, all but the first in the narrow type, where it is fast."""
+    if name == "none" or (device == "cpu" and name != "mixed"):
+        return "fp32"
+    capability = detect_gpu() if device == "cuda" else None
+    return "fp16" if capability and capability < (8, 0) else "bf16"
 
 
 def _why_not(solution: Solution, name: str, device: str, everything: bool) -> str | None:
@@ -225,7 +229,7 @@ def _heats(report: Report, name: str, steps: int, folder: Path, peers: bool) -> 
             workers=report.workers,
             steps=steps,
             device=report.device,
-            mixed=_mixed(name, report.device),
+            precision=_precision(name, report.device),
             address=str(folder / f"{i}.sock"),
             nvme=str(folder / "nvme"),
         )
@@ -255,7 +259,7 @@ def _check_losses(report: Report) -> None:
             name: run.figures[0]["loss"]
             for name, runs in report.runs.items()
             for run in runs[-1:]
-            if (kind == "mixed") == _mixed(_solution_of(name), report.device)
+            if (kind == "fp32") == (_precision(_solution_of(name), report.device) == "fp32")
         }
         middle = statistics.median(losses.values()) if losses else 0.0
         for name, loss in losses.items():

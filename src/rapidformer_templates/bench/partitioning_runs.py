@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rapidformer_templates.bench import partitioning_job
-from rapidformer_templates.bench.partitioning_job import Job
+from rapidformer_templates.bench.partitioning_worker import Job
 
 WARMUP = 2
 """First steps that do not count: allocations, receipts, buckets that are built anew."""

@@ -21,8 +21,8 @@ ALLOWED = 0.01
 """Deviation from the formula that needs no explanation, as a share."""
 
 WHY_DIFFERENT = {
-    "oss": "a parameter lies whole with its owner: the embeddings make the shares uneven",
-    "oss-sdp": "a parameter lies whole with its owner: the embeddings make the shares uneven",
+    "oss": "a parameter lies whole with its owner, so the shares are uneven",
+    "oss-sdp": "a parameter lies whole with its owner, so the shares are uneven",
     "zero-1": "DeepSpeed keeps the whole gradient of a parameter that two workers share",
     "zero-2": "DeepSpeed keeps the whole gradient of a parameter that two workers share",
     "zero-3": "parameters of fewer than 100,000 elements are kept whole beside their parts",
@@ -156,7 +156,7 @@ def notes(report: Report) -> list[str]:
         ratio = statistics.mean(report.ratios(name, peer))
         reached = "reached" if ratio >= GOAL else "missed"
         lines.append(f"{name}: {ratio:.2f} × {peer}; goal {GOAL:.1f} ×: {reached}")
-    lines += [f"{name} did not run: {why}" for name, why in report.absent.items()]
+    lines += [f"{name} did not run: {_in_short(why)}" for name, why in report.absent.items()]
     for name, why in WHY_DIFFERENT.items():
         if name in report.runs:
             lines.append(f"{name}: {why}")
@@ -166,6 +166,12 @@ def notes(report: Report) -> list[str]:
     if report.device == "cpu":
         lines.append("peak MB is resident memory, the interpreter and its libraries included ('without model')")
     return lines
+
+
+def _in_short(why: str) -> str:
+    """The line of an error text that says what is wrong; all of it is in the JSON."""
+    lines = why.splitlines()
+    return next((line for line in lines if line.startswith("error")), lines[-1])
 
 
 def draw(axes: Axes, report: Report) -> None:

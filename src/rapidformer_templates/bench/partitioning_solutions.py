@@ -144,13 +144,13 @@ KEPT_WHOLE = 100_000
 def cut_each(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
     """ZeRO-3: this worker's part of each flattened parameter, of its gradient, its fp32 master and its moments."""
     share, small = _parts(parameters, workers)
-    return [Held(width * (share + small), FP32 * share, (FP32 + MOMENTS) * share + 2 * COUNTER)] * workers
+    return [Held(width * (share + small), width * share, (FP32 + MOMENTS) * share + 2 * COUNTER)] * workers
 
 
 def cut_each_on_host(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
     """ZeRO-3 with offload: gradients twice, as they are reduced and as the update on the host takes them."""
     share, small = _parts(parameters, workers)
-    return [Held(width * (share + small), 2 * FP32 * share, (FP32 + MOMENTS) * share)] * workers
+    return [Held(width * (share + small), (width + FP32) * share, (FP32 + MOMENTS) * share)] * workers
 
 
 SUB_GROUP, LEAST_ON_DISK = 25_000_000, 2**20 // FP32
@@ -161,7 +161,7 @@ def cut_each_on_disk(parameters: Sequence[Facts], workers: int, width: int) -> l
     """ZeRO-3 with NVMe: as with offload, but a sub-group's masters, their gradients and moments lie on the disk."""
     share, small = _parts(parameters, workers)
     in_memory = sum(size for size in _sub_groups(parameters, workers) if size < LEAST_ON_DISK)
-    gradients = FP32 * (share + in_memory)
+    gradients = width * share + FP32 * in_memory
     return [Held(width * (share + small), gradients, (FP32 + MOMENTS) * in_memory)] * workers
 
 
@@ -192,7 +192,7 @@ class Solution:
     Attributes:
         flags: what asks for it.
         formula: what each worker should hold.
-        peers: who has the same, by the names in ``partitioning_job``.
+        peers: who has the same, by the names in ``partitioning_peers``.
         published: samples/s and peak MB on 4 GPUs of 32 GB, or why there are none.
         offload: as in a plan's ``engine_options``; the folder of NVMe is added.
     """
@@ -214,7 +214,7 @@ ZERO = "--zero-{}-memory-optimization"
 
 SOLUTIONS = {
     "none": Solution((), replicated, ("accelerate DDP",), "out of memory"),
-    "mixed": Solution(("--mixed-precision",), replicated, (), (9.57, 25_061)),
+    "mixed": Solution((), replicated, (), (9.57, 25_061)),
     "oss": Solution(("--oss-memory-optimization",), owned, (), (6.02, 22_077)),
     "oss-sdp": Solution(("--oss-sdp-memory-optimization",), owned_with_gradients, (), (7.01, 17_113)),
     "fsdp": Solution(("--fsdp-memory-optimization",), cut_in_rows, ("accelerate FSDP", "torch fully_shard"), "N/A"),

@@ -25,7 +25,7 @@ from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.layout import canonical_name
 from rapidformer_templates.optimizer import OptimizerSpec, name_of_rule
 from rapidformer_templates.plan import Plan
-from rapidformer_templates.workers import Workers
+from rapidformer_templates.workers import Workers, open_group_alone
 
 
 class DeepSpeedEngine(SingleEngine):
@@ -164,9 +164,7 @@ def _join(workers: Workers) -> None:
     logger.setLevel(logging.WARNING if workers.is_main else logging.ERROR)
     if workers.device.type == "cpu":
         leave_out_shm_comm()
-    if not dist.is_initialized():
-        backend = "nccl" if workers.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    open_group_alone(workers.device)
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed()
 

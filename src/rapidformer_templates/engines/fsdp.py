@@ -17,7 +17,7 @@ from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.layout import find_layout
 from rapidformer_templates.plan import Plan
-from rapidformer_templates.workers import Workers
+from rapidformer_templates.workers import Workers, open_group_alone
 
 REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,6 +40,7 @@ class FSDPEngine(SingleEngine):
         for tensor in (*model.parameters(), *model.buffers()):
             if self.workers.world > 1:
                 dist.broadcast(tensor.detach(), src=0)
+        open_group_alone(self.workers.device)
         mesh = init_device_mesh(self.workers.device.type, (self.workers.world,))
         policy = MixedPrecisionPolicy()
         if self.compute_type is not None:
