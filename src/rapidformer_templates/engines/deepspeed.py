@@ -63,7 +63,8 @@ class DeepSpeedEngine(SingleEngine):
         self._parameters = [p for _, p in named]
         masters = None
         if self.compute_type is not None:
-            masters = Masters(model, self.compute_type, self.workers)
+            if any(p.dtype != self.compute_type for _, p in named):  # on a disk they are of that type already
+                masters = Masters(model, self.compute_type, self.workers)
             _compute_in(model, self.compute_type)
         for buffer in model.buffers():
             if self.workers.world > 1:

@@ -45,6 +45,7 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     """
     from deepspeed.runtime.zero.partition_parameters import Init
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+    from transformers.modeling_utils import set_zero3_state
 
     whole = _WholeAgain()
 
@@ -57,13 +58,43 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     if "nvme_path" not in config["zero_optimization"].get("offload_param", {}):
         # In fp32, so that the masters are exact; the swapper of parameters on a disk knows one type only.
         building |= {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
-    known_to_transformers = HfDeepSpeedConfig(building)  # its from_pretrained loads a tensor at a time then
+    # Its from_pretrained then loads a tensor at a time; set_zero3_state keeps it from cutting parameters itself,
+    # and from drawing other random numbers than without ZeRO.
+    known_to_transformers = HfDeepSpeedConfig(building)
     try:
-        with Cut(config_dict_or_path=building), whole:
+        with Cut(config_dict_or_path=building), _left_to_others(whole), set_zero3_state(), whole:
             yield
     finally:
         unset_hf_deepspeed_config()
         del known_to_transformers
+
+
+@contextmanager
+def _left_to_others(whole: _WholeAgain) -> Iterator[None]:
+    """Where somebody gathers parameters himself, as transformers does on its first worker alone, keep away.
+
+    What is whole is cut first: else two would hold a parameter, and the first to let go would cut it for both.
+    """
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    enter, leave = GatheredParameters.__enter__, GatheredParameters.__exit__
+
+    def gather(self: Any) -> Any:
+        whole.cut_again()
+        whole.pauses += 1
+        return enter(self)
+
+    def let_go(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            whole.pauses -= 1
+
+    GatheredParameters.__enter__, GatheredParameters.__exit__ = gather, let_go
+    try:
+        yield
+    finally:
+        GatheredParameters.__enter__, GatheredParameters.__exit__ = enter, leave
 
 
 class _WholeAgain(TorchFunctionMode):
@@ -75,26 +106,31 @@ class _WholeAgain(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pauses = 0
+        self.pauses = 0
         self._whole: dict[int, Any] = {}
         self._views: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self._pauses += 1
+        self.pauses += 1
         try:
             yield
         finally:
-            self._pauses -= 1
+            self.pauses -= 1
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if error[0] is None:  # after an error the other workers may be elsewhere
+            self.cut_again()
+
+    def cut_again(self) -> None:
+        """Cut every parameter that is whole."""
+        with self.paused():
             self._cut_again(keep=set(), even_with_views=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._pauses or func in HARMLESS:
+        if self.pauses or func in HARMLESS:
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         cut = {id(leaf): leaf for leaf in leaves if _is_cut(leaf)}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.reading import Part, read_dataset
@@ -54,6 +55,8 @@ class Seq2SeqLM(Task):
             do_sample=False,
             num_beams=1,
             use_cache=True,
+            # Workers that hold shards of the parameters must all make as many forwards as the slowest.
+            synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
         )
         return self._decoded(tokens.cpu().numpy())
 
