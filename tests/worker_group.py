@@ -42,6 +42,16 @@ def _worker(
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
 
 
+def why_no_nvme() -> str | None:
+    """Why NVMe offload is not tested here: its compiled part takes minutes to build, which no test should."""
+    from rapidformer_templates.deepspeed_parts import folder, is_built, problems
+
+    found = problems("async_io")
+    if found or not is_built("async_io", folder("cpu")):
+        return found or "DeepSpeed's async_io is not built: rapidformer doctor --build async_io"
+    return None
+
+
 def alone() -> Workers:
     """The only worker of a run without a group."""
     return Workers(0, 0, 1, torch.device("cpu"))

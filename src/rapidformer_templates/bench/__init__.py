@@ -1,1 +1,1 @@
-"""Benchmarks: ``rapidformer bench overhead``, ``peers`` and ``faults``. See docs/benchmarks.md."""
+"""Benchmarks: ``rapidformer bench NAME``; what each measures stands in docs/benchmarks.md."""

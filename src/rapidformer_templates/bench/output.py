@@ -20,7 +20,16 @@ from rich.table import Table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PACKAGES = ("rapidformer_templates", "torch", "transformers", "accelerate", "lightning-fabric", "numpy")
+PACKAGES = (
+    "rapidformer_templates",
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "fairscale",
+    "lightning-fabric",
+    "numpy",
+)
 """Packages on which a measurement may depend."""
 
 
