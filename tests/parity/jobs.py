@@ -120,12 +120,49 @@ class ClassJob(_Job):
         return BertForSequenceClassification(_bert())
 
 
+class FrozenJob(ClassJob):
+    """The embeddings and the first block are not trained."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        for part in (model.bert.embeddings, model.bert.encoder.layer[0]):
+            part.requires_grad_(False)
+        return model
+
+
+class WideJob(CausalJob):
+    """Large enough for DeepSpeed to swap its partitions to the disk."""
+
+    def make(self) -> torch.nn.Module:
+        sizes = {"n_positions": 64, "n_embd": 256, "n_layer": 2, "n_head": 2}
+        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **dropouts))
+
+
+class UnreachedJob(CausalJob):
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.spare = torch.nn.Linear(4, 4)
+        return model
+
+
+class BrokenJob(CausalJob):
+    """The loss becomes infinite in its third step, on the second worker only."""
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().compute_loss(model, batch)
+        broken = len(getattr(self, "curve", [])) == 2 and torch.distributed.get_rank() == 1
+        return loss * float("inf") if broken else loss
+
+
 JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classifier": ClassJob}
+OTHERS: dict[str, type[_Job]] = {"frozen": FrozenJob, "wide": WideJob, "unreached": UnreachedJob, "broken": BrokenJob}
+"""For single tests; not every engine is compared on them."""
 
 
 def train(job: str, double: bool, flags: str, save: str) -> dict[str, Any]:
     """The curve (loss and gradient norm of each step), final weights and summary of a run."""
-    kind = type(job, (JOBS[job],), {"double": double})
+    kind = type(job, ((OTHERS | JOBS)[job],), {"double": double})
     template = kind([*flags.split(), "--save", save, "--lr", "1e-3", "--log-interval", "1"])
     summary = template.fit()
     checkpoint = next(Path(save).glob("checkpoints/step-*"))

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from tests.parity import jobs
-from tests.parity.jobs import CausalJob, ClassJob, train
+from tests.parity.jobs import train
 from tests.worker_group import run_in_workers, why_no_nvme
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
@@ -35,48 +34,7 @@ BF16 = ("zero-1", "zero-2", "zero-3-all-cut", "zero-2-offload", "zero-3-offload"
 KINDS = ("causal", "frozen", "classifier")
 
 
-class FrozenJob(ClassJob):
-    """The embeddings and the first block are not trained."""
-
-    def make(self) -> torch.nn.Module:
-        model = super().make()
-        for part in (model.bert.embeddings, model.bert.encoder.layer[0]):
-            part.requires_grad_(False)
-        return model
-
-
-class WideJob(CausalJob):
-    """Large enough for DeepSpeed to swap its partitions to the disk."""
-
-    def make(self) -> torch.nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        sizes = {"n_positions": 64, "n_embd": 256, "n_layer": 2, "n_head": 2}
-        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **dropouts))
-
-
-class UnreachedJob(CausalJob):
-    def make(self) -> torch.nn.Module:
-        model = super().make()
-        model.spare = torch.nn.Linear(4, 4)
-        return model
-
-
-class BrokenJob(CausalJob):
-    """The loss becomes infinite in its third step, on the second worker only."""
-
-    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = super().compute_loss(model, batch)
-        broken = len(getattr(self, "curve", [])) == 2 and torch.distributed.get_rank() == 1
-        return loss * float("inf") if broken else loss
-
-
-jobs.JOBS |= {"frozen": FrozenJob, "wide": WideJob, "unreached": UnreachedJob, "broken": BrokenJob}
-
-
 def _train_all(workers: Any, folder: str) -> dict[tuple[str, str], Any]:
-    jobs.JOBS |= {"frozen": FrozenJob, "wide": WideJob, "unreached": UnreachedJob, "broken": BrokenJob}
     cases = [(job, name, flags) for job in KINDS for name, flags in LAYOUTS.items()]
     cases += [("causal", f"{name}-bf16", f"{LAYOUTS[name]} --mixed-precision bf16") for name in BF16]
     if not why_no_nvme():
