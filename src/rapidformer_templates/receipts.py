@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines.base import Engine
+from rapidformer_templates.engines.state import bytes_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
 from rapidformer_templates.layout import find_layout, shape_of
-
-
-def bytes_held(held: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
-    """Bytes of the storages that this rank holds, by kind; a storage counts once, for the first kind that has it."""
-    seen: set[int] = set()
-    sizes = dict.fromkeys(held, 0)
-    for kind, tensors in held.items():
-        for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                sizes[kind] += storage.nbytes()
-    return sizes
 
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -93,12 +80,12 @@ class Receipts:
     def _kept_by_forward(self, microbatch: MicroBatch) -> int:
         engine = self.engine
         batch = to_device(microbatch.batch, engine.workers.device)
-        weights = {StorageWeakRef(_local(p).untyped_storage()).cdata for p in engine.model.parameters()}
+        weights = {StorageWeakRef(local_part(p).untyped_storage()).cdata for p in engine.model.parameters()}
         kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def pack(tensor: torch.Tensor) -> None:
             """Count and let go: nothing is ever computed from this graph, so its memory is not needed."""
-            storage = _local(tensor).untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             reference = StorageWeakRef(storage)  # holds the identity, which is not given to another, but no data
             if reference.cdata not in weights:
                 kept[reference.cdata] = (reference, storage.nbytes())
@@ -132,7 +119,3 @@ class Receipts:
         values = self.measured()
         mine = {name: values[name] for name in HELD if name in values}
         return values | {"held_bytes_by_rank": self.engine.workers.gather(mine)}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

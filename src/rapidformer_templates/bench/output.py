@@ -8,8 +8,9 @@ import importlib.util
 import json
 import os
 import platform
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,11 @@ def _processor() -> str:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation; 0 of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def why_absent(module: str, package: str) -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates import deepspeed_parts
-from rapidformer_templates.bench.output import Advance, progress, put_out
+from rapidformer_templates.bench.output import Advance, progress, put_out, spread
 from rapidformer_templates.bench.partitioning_runs import WARMUP, Run, run_together
 from rapidformer_templates.bench.partitioning_show import draw, notes, table
 from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS, Facts, Held, Scale, Solution
@@ -129,10 +129,6 @@ class Report:
             row["expected"] = [vars(held) for held in self.expected[name]]
             row["bucket_bytes"] = self.bucket_bytes(name)
         return row
-
-
-def spread(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def facts_of(scale: Scale) -> list[Facts]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from rapidformer_templates.bench.output import spread
 from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS, Held
 
 if TYPE_CHECKING:
@@ -78,9 +79,8 @@ def _solutions(report: Report) -> Table:
 
 def _figures(report: Report, name: str) -> tuple[str, ...]:
     rates = report.rates(name)
-    sd = statistics.stdev(rates) if len(rates) > 1 else 0.0
     return (
-        f"{report.samples_per_second(name):.2f} ± {sd:.2f}",
+        f"{report.samples_per_second(name):.2f} ± {spread(rates):.2f}",
         f"{report.peak_mb(name):,.0f}",
         f"{report.memory_mb(name, 'setup_mb'):,.0f}",
         f"{report.memory_mb(name, 'before_mb'):,.0f}",
@@ -134,8 +134,7 @@ def _peers(report: Report) -> Table:
     made = _table("samples/s over a peer's, median of paired steps, mean ± sd over repeats", "peer", "ours", "ratio")
     for name, peer in _compared(report):
         ratios = report.ratios(name, peer)
-        sd = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
-        made.add_row(peer, name, f"{statistics.mean(ratios):.2f} ± {sd:.2f}")
+        made.add_row(peer, name, f"{statistics.mean(ratios):.2f} ± {spread(ratios):.2f}")
     return made
 
 
@@ -183,7 +182,7 @@ def draw(axes: Axes, report: Report) -> None:
     figure.set_size_inches(11, 1.2 + 0.32 * len(names))
     left, right = figure.subplots(1, 2, sharey=True)
     colours = ["tab:orange" if name in ours else "tab:blue" for name in names]
-    spreads = [statistics.stdev(rates) if len(rates := report.rates(name)) > 1 else 0.0 for name in names]
+    spreads = [spread(report.rates(name)) for name in names]
     speeds = left.barh(names, [report.samples_per_second(name) for name in names], xerr=spreads, color=colours)
     left.bar_label(speeds, fmt="%.2f", label_type="center", color="white", fontsize=8)
     left.set_xlabel("samples per second (orange: this library)")

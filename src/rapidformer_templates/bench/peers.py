@@ -21,7 +21,7 @@ from rich.table import Table
 
 from rapidformer_templates.bench import peers_job
 from rapidformer_templates.bench.demo_data import demo_model_folder, make_demo_data
-from rapidformer_templates.bench.output import Advance, progress, put_out
+from rapidformer_templates.bench.output import Advance, progress, put_out, spread
 from rapidformer_templates.errors import RapidformerError
 
 if TYPE_CHECKING:
@@ -124,10 +124,6 @@ def ratios(runs: dict[str, list[Run]], peer: str) -> list[float]:
     return [round(ours["samples_per_second"] / theirs["samples_per_second"], 3) for ours, theirs in pairs]
 
 
-def _spread(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def _table(runs: dict[str, list[Run]]) -> Table:
     table = Table(title="the demo's job, median ± standard deviation over the runs")
     table.add_column("solution")
@@ -143,7 +139,7 @@ def _table(runs: dict[str, list[Run]]) -> Table:
         cells = []
         for field, digits in columns.values():
             values = [run[field] for run in results]
-            cells.append(f"{statistics.median(values):.{digits}f} ± {_spread(values):.{digits}f}")
+            cells.append(f"{statistics.median(values):.{digits}f} ± {spread(values):.{digits}f}")
         table.add_row(name, *cells)
     return table
 
@@ -154,7 +150,7 @@ def _verdicts(runs: dict[str, list[Run]]) -> list[str]:
         values = ratios(runs, peer)
         ratio = statistics.median(values)
         reached = "reached" if ratio >= goal else "missed"
-        lines.append(f"{ratio:.2f} ± {_spread(values):.2f} × {peer}; goal {goal} ×: {reached}")
+        lines.append(f"{ratio:.2f} ± {spread(values):.2f} × {peer}; goal {goal} ×: {reached}")
     return lines
 
 
@@ -162,6 +158,6 @@ def _draw(axes: Axes, runs: dict[str, list[Run]]) -> None:
     speeds: dict[str, Any] = {name: [run["samples_per_second"] for run in results] for name, results in runs.items()}
     medians = [statistics.median(values) for values in speeds.values()]
     colours = ["tab:orange" if name == OURS else "tab:blue" for name in speeds]
-    axes.barh(list(speeds), medians, xerr=[_spread(values) for values in speeds.values()], color=colours)
+    axes.barh(list(speeds), medians, xerr=[spread(values) for values in speeds.values()], color=colours)
     axes.set_xlabel("training samples per second")
     axes.invert_yaxis()

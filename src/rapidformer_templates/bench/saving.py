@@ -31,7 +31,7 @@ from transformers import BertConfig, BertModel
 
 from rapidformer_templates import checkpoint
 from rapidformer_templates.async_save import AsyncSaver
-from rapidformer_templates.bench.output import Advance, progress, put_out
+from rapidformer_templates.bench.output import Advance, progress, put_out, spread
 from rapidformer_templates.engines.base import Piece
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.files import sync, unbuffered, write_at
@@ -265,10 +265,6 @@ def ratios(rows: list[Row], name: str) -> list[float]:
     return [disk / own for disk, own in zip(seconds[DISK], seconds[name], strict=True)]
 
 
-def _spread(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def _table(size: int, rows: list[Row]) -> Table:
     table = Table(title=f"{size / 1e9:.2f} GB on the disk, mean ± standard deviation")
     table.add_column("how")
@@ -278,10 +274,10 @@ def _table(size: int, rows: list[Row]) -> Table:
         speeds, own = row.speeds(size), ratios(rows, row.name)
         table.add_row(
             row.name,
-            f"{statistics.mean(speeds):.2f} ± {_spread(speeds):.2f}",
+            f"{statistics.mean(speeds):.2f} ± {spread(speeds):.2f}",
             f"{min(speeds):.2f}",
             f"{max(speeds):.2f}",
-            f"{statistics.mean(own):.2f} ± {_spread(own):.2f}",
+            f"{statistics.mean(own):.2f} ± {spread(own):.2f}",
         )
     return table
 
@@ -291,7 +287,7 @@ def _notes(rows: list[Row], stalls: Stalls) -> list[str]:
     return [
         f"{speed:.2f} × the disk's own write + fsync (median); goal {SPEED_GOAL} ×: {_verdict(speed >= SPEED_GOAL)}",
         f"--async-save: a step waits {statistics.median(stalls.steps) * 1000:.0f} ms, {stall:.2f} ± "
-        f"{_spread(stalls.ratios):.2f} × a copy of the same bytes (median); goal {STALL_GOAL} ×: "
+        f"{spread(stalls.ratios):.2f} × a copy of the same bytes (median); goal {STALL_GOAL} ×: "
         f"{_verdict(stall <= STALL_GOAL)}",
         f"  the first save of a process has to get its memory: {stalls.first * 1000:.0f} ms",
     ]
@@ -305,6 +301,6 @@ def _draw(axes: Axes, size: int, rows: list[Row]) -> None:
     speeds = [row.speeds(size) for row in rows]
     colours = ["tab:orange" if row.name in (OURS, OURS_ASYNC) else "tab:blue" for row in rows]
     means = [statistics.mean(values) for values in speeds]
-    axes.barh([row.name for row in rows], means, xerr=[_spread(values) for values in speeds], color=colours)
+    axes.barh([row.name for row in rows], means, xerr=[spread(values) for values in speeds], color=colours)
     axes.set_xlabel("GB/s, durable")
     axes.invert_yaxis()

@@ -15,15 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.deepspeed_parts import leave_out_shm_comm, prepare
 from rapidformer_templates.engines import zero_state
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.loss import reached_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.layout import canonical_name
-from rapidformer_templates.optimizer import OptimizerSpec, name_of_rule
+from rapidformer_templates.optimizer import OptimizerSpec
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.workers import Workers, open_group_alone
 
@@ -112,10 +111,7 @@ class DeepSpeedEngine(SingleEngine):
             RapidformerError: the loss does not reach a parameter that is to be trained.
         """
         self._looked = True
-        with self.measuring() as model:
-            loss = self.compute_loss(model, to_device(microbatch.batch, self.workers.device))
-        reached = reached_parameters(loss[0] if isinstance(loss, tuple) else loss)
-        missed = self.workers.sum(*(id(p) not in reached for p in self._parameters))
+        missed = self.workers.sum(*self._missed_by_loss(microbatch))
         names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
         unreached = [names[id(p)] for p, n in zip(self._parameters, missed, strict=True) if n == self.workers.world]
         if unreached:
@@ -135,13 +131,12 @@ class DeepSpeedEngine(SingleEngine):
         self._state.load(reader, optimizer_state=optimizer)
 
     def state(self) -> dict[str, Any]:
-        scaler = self._deepspeed.optimizer.loss_scaler
-        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1 if self.compute_type == torch.float16 else 0
-        scale = {"loss_scale": {"scale": float(scaler.cur_scale), "good_steps": good_steps}}
-        return {
-            "optimizer": name_of_rule(type(self.optimizer)),
-            **(scale if self.compute_type == torch.float16 else {}),
-        }
+        state = super().state()
+        if self.compute_type == torch.float16:
+            scaler = self._deepspeed.optimizer.loss_scaler
+            good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+            state["loss_scale"] = {"scale": float(scaler.cur_scale), "good_steps": good_steps}
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.compute_type == torch.float16 and "loss_scale" in state:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.state import bytes_held
 from rapidformer_templates.layout import find_layout
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.workers import Workers, open_group_alone
@@ -34,7 +34,6 @@ class FSDPEngine(SingleEngine):
         super().__init__(plan, workers, clip_grad=clip_grad)
         self.reshards = plan.engine_options.get("fsdp_reshard_after_forward", True)
         self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
-        self.receipts: dict[str, int] = {}
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -62,9 +61,8 @@ class FSDPEngine(SingleEngine):
 
     def _backward(self, loss: torch.Tensor) -> None:
         if not self.receipts:
-            held = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
-            storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-            self.receipts["parameter_bytes_in_backward"] = sum(storages.values())
+            held = bytes_held({"parameters": list(self.model.parameters())})
+            self.receipts["parameter_bytes_in_backward"] = held["parameters"]
         super()._backward(loss)
 
     def _settle(self) -> None:

@@ -178,6 +178,13 @@ class SingleEngine:
         with torch.random.fork_rng(devices=devices), self._precision():
             yield self.model
 
+    def _missed_by_loss(self, microbatch: MicroBatch) -> list[bool]:
+        """For each trained parameter, whether the loss of this batch does not reach it on this rank."""
+        with self.measuring() as model:
+            loss = self.compute_loss(model, to_device(microbatch.batch, self.workers.device))
+        reached = reached_parameters(loss[0] if isinstance(loss, tuple) else loss)
+        return [id(parameter) not in reached for parameter in self._parameters]
+
     def pieces(self, kind: str) -> Iterator[Piece]:
         return engine_state.pieces(self.model, self.optimizer, kind, self.workers)
 
@@ -212,10 +219,7 @@ class DDPEngine(SingleEngine):
         DDP waits for the gradient of each parameter unless it searches for unused ones in every
         step, which costs time and is needed for few models.
         """
-        with self.measuring() as model:
-            loss = self.compute_loss(model, to_device(microbatch.batch, self.workers.device))
-        reached = reached_parameters(loss[0] if isinstance(loss, tuple) else loss)
-        (unused,) = self.workers.sum(any(id(p) not in reached for p in self._parameters))
+        (unused,) = self.workers.sum(any(self._missed_by_loss(microbatch)))
         on_gpu = self.workers.device.type == "cuda"
         self._callable = self._ddp = DistributedDataParallel(
             self.model,

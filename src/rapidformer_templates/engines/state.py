@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,3 +159,21 @@ def full_weights(model: nn.Module, workers: Workers) -> dict[str, torch.Tensor] 
         if workers.is_main:
             weights[name] = whole.detach().cpu()
     return weights if workers.is_main else None
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_held(held: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
+    """Bytes of the storages that this rank holds, by kind; a storage counts once, for the first kind that has it."""
+    seen: set[int] = set()
+    sizes = dict.fromkeys(held, 0)
+    for kind, tensors in held.items():
+        for tensor in tensors:
+            storage = local_part(tensor).untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[kind] += storage.nbytes()
+    return sizes

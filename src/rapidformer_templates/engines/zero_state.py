@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ def as_built(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-class ZeroState:
+class ZeroState(ABC):
     """What the stages share. Stages 1 and 2 cut a flattened group of parameters, stage 3 each parameter.
 
     Attributes:
@@ -63,28 +64,26 @@ class ZeroState:
 
     # What differs between the stages.
 
-    @contextmanager
-    def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
+    @abstractmethod
+    def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
         """A flat partition of masters, with its optimizer state, in memory; ``write`` keeps what is done to it."""
-        raise NotImplementedError
-        yield
 
+    @abstractmethod
     def _publish(self) -> None:
         """Give the model the values of the masters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole(self, parameter: Any) -> torch.Tensor:
         """A parameter that is trained, whole and in fp32; a collective."""
-        raise NotImplementedError
 
     @contextmanager
     def _gathered(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
         """What is in no partition, whole: a frozen parameter or a buffer."""
         yield tensor
 
+    @abstractmethod
     def held(self) -> dict[str, list[torch.Tensor]]:
         """What this rank holds; see :meth:`Engine.held`."""
-        raise NotImplementedError
 
     # What they share.
 
@@ -95,9 +94,7 @@ class ZeroState:
     def _gradients(self) -> list[torch.Tensor]:
         """Those of the model, those of the masters, and what has been reduced to this rank's share."""
         shares = [part for part in self.optimizer.averaged_gradients.values() if part is not None]
-        held = [p.grad for p in self.model.parameters()] + [
-            getattr(p, "grad_accum", None) for p in self.model.parameters()
-        ]
+        held = [t for p in self.model.parameters() for t in (p.grad, getattr(p, "grad_accum", None))]
         return [t for t in [*tree_leaves(shares), *held] if isinstance(t, torch.Tensor)]
 
     def _buckets(self) -> list[torch.Tensor]:
