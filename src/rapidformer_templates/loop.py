@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates import checkpoint
 from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.data.loader import MicroBatch, load, train_requests
-from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.base import Engine, StepResult
 from rapidformer_templates.errors import ConfigError, Interrupted, NonFiniteLoss
 from rapidformer_templates.evaluation import Evaluator
@@ -73,7 +73,7 @@ class Loop:
 
     template: Trainer
     engine: Engine
-    order: SampleOrder
+    order: Order
     evaluator: Evaluator | None
     schedule: Schedule
     position: Position
@@ -113,7 +113,7 @@ class Loop:
             targets, samples, tokens, asked, saving = self.workers.sum(
                 sum(m.targets for m in here),
                 sum(len(m.samples) for m in here),
-                sum(_tokens(m) for m in here),
+                sum(m.tokens for m in here),
                 stop.asked,
                 self.saver is not None and self.saver.busy,
             )
@@ -125,6 +125,7 @@ class Loop:
                 result = self._step(step, microbatches, targets)
 
             # 4. Count.
+            self.receipts.count(microbatches)
             self.position.step = done = step + 1
             self.position.samples += int(samples)
             self.position.tokens += int(tokens)
@@ -247,16 +248,3 @@ class Loop:
         """Tell of a checkpoint that is whole."""
         if path:
             self.template.on_checkpoint(checkpoint.step_of(path), path)
-
-
-def _tokens(microbatch: MicroBatch) -> int:
-    """Tokens of a micro batch that are not padding."""
-    batch = microbatch.batch
-    get: Callable[[str], Any] | None = getattr(batch, "get", None)
-    if get is None:
-        return 0
-    mask = get("attention_mask")
-    if mask is not None:
-        return int(mask.sum())
-    ids = get("input_ids")
-    return int(ids.numel()) if ids is not None else 0

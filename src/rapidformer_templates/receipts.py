@@ -35,6 +35,27 @@ class Receipts:
         self.wanted = frozenset(wanted)
         self._activations: set[str] = set()
         self._early: dict[str, Any] = {}
+        self._shapes: set[tuple[int, ...]] = set()
+        self._tokens = [0, 0]
+
+    def count(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Note the shapes and the padding of a step's batches; called in every step."""
+        if "fill" in self.wanted:
+            self._shapes |= {microbatch.shape for microbatch in microbatches}
+            self._tokens[0] += sum(microbatch.tokens for microbatch in microbatches if not microbatch.idle)
+            self._tokens[1] += sum(microbatch.padded_tokens for microbatch in microbatches)
+
+    def _padding(self) -> dict[str, Any]:
+        """What :meth:`count` saw on all ranks: ``batch_shapes`` as (rows, tokens), ``fill`` and what it is made of."""
+        workers = self.engine.workers
+        useful, padded = workers.sum(*self._tokens)
+        shapes = sorted(set().union(*workers.gather(self._shapes)))
+        return {
+            "batch_shapes": [list(shape) for shape in shapes],
+            "useful_tokens": int(useful),
+            "padded_tokens": int(padded),
+            "fill": round(useful / max(padded, 1), 6),
+        }
 
     @contextmanager
     def watch(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
@@ -118,4 +139,5 @@ class Receipts:
         """:meth:`measured`, and the bytes that each rank holds; every rank must call it."""
         values = self.measured()
         mine = {name: values[name] for name in HELD if name in values}
-        return values | {"held_bytes_by_rank": self.engine.workers.gather(mine)}
+        padding = self._padding() if "fill" in self.wanted else {}
+        return values | padding | {"held_bytes_by_rank": self.engine.workers.gather(mine)}

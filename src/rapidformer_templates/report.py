@@ -33,11 +33,13 @@ def say(workers: Workers, line: str, *, loud: bool = False) -> None:
 def show_plan(plan: Plan) -> None:
     """The plan in a few lines."""
     sizes = plan.sizes
+    batch = f"{sizes.global_batch} samples a step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
+    if "dynamic-shape" in plan.switches:  # its batches are counted in tokens
+        batch = f"{sizes.data * sizes.accumulation} micro batches a step = {sizes.data} data-parallel"
     lines = [
         f"template   {plan.template} ({plan.values['template']['origin']})",
         f"plan       {sizes.world} × {plan.device}, {plan.precision}, {plan.engine.partition(':')[2]}",
-        f"batch      {sizes.global_batch} samples a step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
-        f" × {sizes.accumulation} accumulated",
+        f"batch      {batch} × {sizes.accumulation} accumulated",
         f"optimizer  {plan.optimizer}: {plan.optimizer_implementation}",
     ]
     if plan.switches:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.checkpoint import Reader, candidates, is_checkpoint, newest_whole
-from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.loop import Position
@@ -19,16 +19,14 @@ if TYPE_CHECKING:
     from rapidformer_templates.trainer import Trainer
 
 
-def take_up(
-    template: Trainer, engine: Engine, folder: RunFolder | None, order: SampleOrder, workers: Workers
-) -> Position:
+def take_up(template: Trainer, engine: Engine, folder: RunFolder | None, order: Order, workers: Workers) -> Position:
     """Put engine and random states where ``--resume`` or ``--load`` say; the run's position.
 
     Raises:
         CheckpointError: no checkpoint is whole, or it does not fit this run.
     """
     training = template.config.training
-    fresh = Position(data=_data_identity(order))
+    fresh = Position(data=order.identity())
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:
@@ -77,23 +75,12 @@ def _to_load(path: Path, workers: Workers) -> Path:
     return found
 
 
-def _data_identity(order: SampleOrder) -> dict[str, Any]:
-    """What the samples of a step depend on."""
-    return {
-        "--seed": order.seed,
-        "--global-batch-size": order.global_batch,
-        "training samples": order.size,
-        "by epochs": order.by_epochs,
-        "--group-by-length": order.lengths is not None,
-    }
-
-
 def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position, path: Path) -> None:
     """Refuse a checkpoint whose run would go on otherwise than it began."""
     changed = [
-        f"{name} was {saved.data.get(name)}, is {value}"
-        for name, value in fresh.data.items()
-        if saved.data.get(name) != value
+        f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}"
+        for name in fresh.data | saved.data
+        if saved.data.get(name) != fresh.data.get(name)
     ]
     if changed:
         raise CheckpointError(

@@ -45,6 +45,9 @@ FLAGS = [
 TUNING = [
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
+    "--max-shapes",
+    "--shape-multiple",
+    "--tokens-per-batch",
     "--zero-3-max-live-parameters",
     "--zero-3-param-persistence-threshold",
     "--zero-3-prefetch-bucket-size",

@@ -88,6 +88,12 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF028", "--deepspeed-config ds.json", on(GPUS, template="Finetuner")),
     ("RF034", "--resume", CPU),
     ("RF034", "--weights-only", CPU),
+    ("RF034", "--tokens-per-batch 4096", CPU),
+    ("RF034", "--max-shapes 0", CPU),
+    ("RF034", "--shape-multiple 1", CPU),
+    ("RF039", "--data-iterator dynamic-shape --task question_answering", on(CPU, template="Pretrainer")),
+    ("RF039", "--data-iterator dynamic-shape --group-by-length", on(CPU, template="Pretrainer")),
+    ("RF039", "--data-iterator dynamic-shape --no-group-by-length", on(CPU, template="Pretrainer")),
     ("RF090", "--optimizer adamw_anyprecision", GPUS),
 ]
 
@@ -104,6 +110,10 @@ ACCEPTED = [  # the nearest requests on the other side of each rule
     ("--train-iters 5 --micro-batch-size 4 --global-batch-size 16", CPU),
     ("--epochs 1 --micro-batch-size 8 --global-batch-size 16", CPU),
     ("--data-iterator dynamic-shape", on(CPU, template="Pretrainer")),
+    (
+        "--data-iterator dynamic-shape --tokens-per-batch 4096 --max-shapes 0 --shape-multiple 1 --task masked_lm",
+        on(CPU, template="Pretrainer"),
+    ),
     ("--tensor-model-parallel-size 8", GPUS),
     ("--pipeline-model-parallel-size 4 --num-layers 8", GPUS),
     ("--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 768", GPUS),

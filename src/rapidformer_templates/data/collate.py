@@ -6,6 +6,7 @@ a batch is one scatter into a padded array.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rapidformer_templates.targets import IGNORED
+from rapidformer_templates.data.shapes import Shape
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.targets import IGNORED, samples_in
 
 
 class Ragged:
@@ -66,7 +69,9 @@ class TokenizedSamples(Sequence[dict[str, Any]]):
 
 
 class PadCollate:
-    """Batches padded on the right to their longest row.
+    """Batches padded on the right to their longest row, or to a shape.
+
+    Rows that a shape has beyond the samples repeat the first one with -100 as its labels.
 
     Args:
         padding: for each field that is a row, the value that fills it up. Other fields become a
@@ -78,25 +83,51 @@ class PadCollate:
         self.padding = dict(padding)
         self.mask = mask
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Mapping[str, Any]], shape: Shape | None = None) -> dict[str, torch.Tensor]:
+        if shape is not None:
+            samples = samples + [self._without_targets(samples[0])] * (shape.rows - len(samples))
         batch: dict[str, torch.Tensor] = {}
         for name in samples[0]:
             column = [sample[name] for sample in samples]
             if name not in self.padding:
                 batch[name] = torch.tensor(column)
                 continue
-            padded, filled = pad_rows(column, self.padding[name])
+            padded, filled = pad_rows(column, self.padding[name], shape.length if shape else None)
             batch[name] = torch.from_numpy(padded)
             if self.mask and name == "input_ids":
                 batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))
         return batch
 
+    def _without_targets(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample with nothing to learn from it."""
+        labels = sample.get("labels")
+        if labels is None or np.asarray(labels).dtype.kind not in "iu":
+            raise DataError(
+                "a batch that is not full needs rows that count for nothing, and only whole-number labels can say so",
+                where="collate",
+                hint="give the samples such labels, or a collate function of your own that takes a shape",
+            )
+        return {**sample, "labels": np.full_like(labels, IGNORED, dtype=np.int64)}
 
-def pad_rows(rows: Sequence[np.ndarray], padding: int) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 array of shape (rows, longest), bool array that is True where it holds a value)."""
+
+def pad_rows(rows: Sequence[np.ndarray], padding: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 array of shape (rows, length), bool array that is True where it holds a value).
+
+    Args:
+        length: of the padded rows; None is the longest of them.
+
+    Raises:
+        DataError: a row is longer.
+    """
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     longest = max(1, int(lengths.max()))  # models cannot take zero tokens, and an empty text has none
-    filled = np.arange(longest) < lengths[:, None]
+    if length is not None and longest > length:
+        raise DataError(
+            f"a row of {longest:,} tokens does not fit into a batch of length {length:,}",
+            where="collate",
+            hint="the lengths of the samples must be those that augment() leaves: see Data.lengths",
+        )
+    filled = np.arange(length or longest) < lengths[:, None]
     padded = np.full(filled.shape, padding, dtype=np.int64)
     padded[filled] = np.concatenate(rows)
     return padded, filled
@@ -113,10 +144,14 @@ class CausalCollate:
         self.pad_token_id = pad_token_id
         self.mask = mask
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        padded, filled = pad_rows([sample["input_ids"] for sample in samples], self.pad_token_id)
+    def __call__(self, samples: list[Mapping[str, Any]], shape: Shape | None = None) -> dict[str, torch.Tensor]:
+        rows = [sample["input_ids"] for sample in samples]
+        if shape is not None:
+            rows += [rows[0]] * (shape.rows - len(samples))
+        padded, filled = pad_rows(rows, self.pad_token_id, shape.length if shape else None)
         labels = np.where(filled, padded, IGNORED)
         labels[:, 0] = IGNORED
+        labels[len(samples) :] = IGNORED
         batch = {"input_ids": torch.from_numpy(padded), "labels": torch.from_numpy(labels)}
         if self.mask:
             batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))
@@ -124,3 +159,37 @@ class CausalCollate:
 
 
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
+
+
+def check_pads_to_shape(collate: Callable[..., Any] | None) -> None:
+    """Look whether a collate function takes a shape.
+
+    Raises:
+        DataError: it does not.
+    """
+    if collate is None or "shape" not in inspect.signature(collate).parameters:
+        name = "the default one" if collate is None else getattr(collate, "__qualname__", type(collate).__name__)
+        raise DataError(
+            f"the collate function ({name}) cannot pad a batch to a shape",
+            where="--data-iterator dynamic-shape",
+            hint="take PadCollate or CausalCollate of rapidformer_templates.data.collate, or one with a second "
+            "parameter: collate(samples, shape=None), where shape is (rows, length)",
+        )
+
+
+def collate_to_shape(collate: Callable[..., Any], samples: list[Any], shape: Shape) -> Any:
+    """A batch of exactly that shape.
+
+    Raises:
+        DataError: it has another one.
+    """
+    batch = collate(samples, shape=shape)
+    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    made = (samples_in(batch), shape.length) if ids is None else tuple(ids.shape)
+    if made != tuple(shape):
+        raise DataError(
+            f"collate made a batch of {made[0]} rows × {made[-1]} tokens, not of {shape.rows} × {shape.length}",
+            where="collate(samples, shape)",
+            hint="pad the rows to shape[1] tokens, and add rows that count for nothing until there are shape[0]",
+        )
+    return batch

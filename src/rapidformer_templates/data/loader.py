@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,25 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
-from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.data.collate import collate_to_shape
+from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.types import Batch, Data
-
-
-@dataclass(frozen=True)
-class Request:
-    """The samples of one micro batch of one rank.
-
-    Attributes:
-        samples: indices into the data set.
-        key: with the place of a sample, what its random changes depend on.
-        places: for each sample, its place in the order (in an evaluation, its index).
-        idle: there was no sample left for this rank; the batch only keeps it in step with the others.
-    """
-
-    samples: list[int]
-    key: tuple[int, int]
-    places: list[int]
-    idle: bool = False
 
 
 @dataclass
@@ -41,12 +26,37 @@ class MicroBatch:
         samples: indices of its samples.
         targets: number of targets in it that the loss is a mean over.
         idle: it counts for nothing.
+        known_tokens: its tokens that are not padding, where the order of the data knows them.
     """
 
     batch: Batch
     samples: list[int]
     targets: float = 0
     idle: bool = False
+    known_tokens: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are not padding."""
+        if self.known_tokens is not None:
+            return self.known_tokens
+        mask = self._field("attention_mask")
+        return self.padded_tokens if mask is None else int(mask.sum())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the input tokens; empty where the batch has none."""
+        ids = self._field("input_ids")
+        return () if ids is None else tuple(ids.shape)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens with padding."""
+        return math.prod(self.shape) if self.shape else 0
+
+    def _field(self, name: str) -> torch.Tensor | None:
+        get: Callable[[str], torch.Tensor | None] | None = getattr(self.batch, "get", None)
+        return get(name) if get else None
 
     def pin_memory(self) -> MicroBatch:
         """This micro batch in page-locked memory; the loader calls it."""
@@ -68,24 +78,17 @@ class _Fetcher(Dataset[MicroBatch]):
         if self.augment:
             generators = (np.random.default_rng((*request.key, place)) for place in request.places)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
-        return MicroBatch(self.collate(items), request.samples, idle=request.idle)
+        batch = self.collate(items) if request.shape is None else collate_to_shape(self.collate, items, request.shape)
+        return MicroBatch(batch, request.samples, idle=request.idle, known_tokens=request.tokens)
 
 
 def train_requests(
-    order: SampleOrder, start: int, stop: int, *, rank: int, data_size: int, accumulation: int
+    order: Order, start: int, stop: int, *, rank: int, data_size: int, accumulation: int
 ) -> Iterator[Request]:
-    """The requests of one rank for steps ``start`` to ``stop``: ``accumulation`` of them a step.
-
-    A short global batch (the end of an epoch) is spread evenly, so that nothing is lost or doubled.
-    """
-    shares, key = data_size * accumulation, (order.seed, 2)
+    """The requests of one rank for steps ``start`` to ``stop``: ``accumulation`` of them a step."""
+    count = data_size * accumulation
     for step in range(start, stop):
-        samples, places = (column.tolist() for column in order.step(step))
-        for share in range(rank, shares, data_size):
-            first, end = len(samples) * share // shares, len(samples) * (share + 1) // shares
-            idle = first == end
-            piece = slice(0, 1) if idle else slice(first, end)
-            yield Request(samples[piece], key, places[piece], idle)
+        yield from order.requests(step, count, range(rank, count, data_size))
 
 
 def eval_requests(

@@ -6,11 +6,63 @@ The number of workers, the micro batch, loader processes and resumes cannot chan
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+from rapidformer_templates.data.shapes import Shape
+
 WINDOW = 50
 """Global batches that are sorted by length together: enough for little padding, few enough to stay random."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The samples of one micro batch of one rank.
+
+    Attributes:
+        samples: indices into the data set.
+        key: with the place of a sample, what its random changes depend on.
+        places: for each sample, its place in the order (in an evaluation, its index).
+        idle: there was no sample left for this rank; the batch only keeps it in step with the others.
+        shape: what the batch is padded to; None is its longest row.
+        tokens: of the samples without padding, where the order knows their lengths.
+    """
+
+    samples: list[int]
+    key: tuple[int, int]
+    places: list[int]
+    idle: bool = False
+    shape: Shape | None = None
+    tokens: int | None = None
+
+
+class Order(Protocol):
+    """What the loop asks of an order of the training samples.
+
+    Attributes:
+        seed: of everything that is random in it.
+        by_epochs: whether steps stop at the end of an epoch.
+        steps_per_epoch: optimizer steps of one pass over the data.
+    """
+
+    seed: int
+    by_epochs: bool
+    steps_per_epoch: int
+
+    def epoch(self, step: int) -> float:
+        """Passes over the data that are complete before ``step``."""
+
+    def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sample indices, positions) of the global batch of ``step``; positions never repeat in a run."""
+
+    def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
+        """Those of the ``count`` micro batches of a step whose numbers are in ``mine``."""
+
+    def identity(self) -> dict[str, Any]:
+        """What the samples of a step depend on: plain values, the same in a run that goes on."""
 
 
 class SampleOrder:
@@ -58,6 +110,25 @@ class SampleOrder:
         else:
             positions = self._grouped(epoch, index, end)
         return self._samples(positions), positions
+
+    def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
+        """The global batch cut into ``count`` even pieces, so that nothing of a short one is lost or doubled."""
+        samples, places = (column.tolist() for column in self.step(step))
+        for number in mine:
+            first, end = len(samples) * number // count, len(samples) * (number + 1) // count
+            idle = first == end
+            piece = slice(0, 1) if idle else slice(first, end)
+            yield Request(samples[piece], (self.seed, 2), places[piece], idle)
+
+    def identity(self) -> dict[str, Any]:
+        """What the samples of a step depend on."""
+        return {
+            "--seed": self.seed,
+            "--global-batch-size": self.global_batch,
+            "training samples": self.size,
+            "by epochs": self.by_epochs,
+            "--group-by-length": self.lengths is not None,
+        }
 
     def _slice(self, start: int, count: int, end: int | None) -> np.ndarray:
         stop = start + count if end is None else min(start + count, end)

@@ -22,17 +22,19 @@ class Data:
             a torch map-style data set); one item is one sample.
         collate: makes a batch of a list of samples. It must not draw random numbers: what is random
             belongs in ``augment``, so that a sample does not depend on the batch that it falls into.
+            Under ``--data-iterator dynamic-shape`` it is also called with ``shape=(rows, length)``, and
+            must pad to exactly that; rows beyond the samples must hold no target.
         augment: changes a training sample each time it is used, drawing from the generator that it is
             given (masking, for instance). The generator depends on the seed and on the sample's place
             in the order only, so workers, micro batches and resumes cannot change it. Validation
             samples get a generator that depends on the seed and the sample's index.
-        lengths: length of each training sample, for batches of like lengths; by default the lengths
-            of its ``input_ids``.
+        lengths: length of each training sample after ``augment``, for batches of like lengths; by
+            default the lengths of its ``input_ids``.
     """
 
     train: Sequence[Any] | None
     valid: Sequence[Any] | None = None
     test: Sequence[Any] | None = None
-    collate: Callable[[list[Any]], Batch] | None = None
+    collate: Callable[..., Batch] | None = None
     augment: Callable[[Any, np.random.Generator], Any] | None = None
     lengths: np.ndarray | None = None

@@ -9,10 +9,14 @@ from rapidformer_templates.switches._switch import Change, Example, Finding, Req
 from rapidformer_templates.switches.optimizers import missing_package, not_in_this_version
 
 # Flags that act only together with another one: (flag, its value when off, the other, a value to suggest for it).
+# The other is off when it is None or, of a choice, ``static``.
 ONLY_WITH = (
     ("moe_top_k", None, "num_experts", 8),
     ("weights_only", False, "load", "DIR"),
     ("resume", False, "save", "DIR"),
+    ("tokens_per_batch", None, "data_iterator", "dynamic-shape"),
+    ("max_shapes", None, "data_iterator", "dynamic-shape"),
+    ("shape_multiple", None, "data_iterator", "dynamic-shape"),
 )
 
 
@@ -102,7 +106,7 @@ def _sequence_fits(request: Request) -> list[Finding]:
 def _has_companion(request: Request) -> list[Finding]:
     findings = []
     for name, off, other, value in ONLY_WITH:
-        if request.config.get(name) and request.config.get(other) is None:
+        if request.config.get(name) != off and request.config.get(other) in (None, "static"):
             changes = (add({other: value}), drop({name: off}))
             message = f"{spelling(name)} acts only together with {spelling(other)}"
             findings.append(Finding(message, request.asked(name), changes=changes))

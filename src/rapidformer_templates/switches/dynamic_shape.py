@@ -1,13 +1,22 @@
-"""The dynamic-shape iterator: batches of varying length and size with a constant number of tokens."""
+"""The dynamic-shape iterator: batches of a few shapes, each with about the same number of tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._changes import drop, replace
 from rapidformer_templates.switches._checks import needs_template
-from rapidformer_templates.switches._switch import Example, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+
+# A compiler keeps one graph a shape; torch.compile gives up on a function after eight of them.
+MAX_SHAPES = 8
+# Lengths suit the matrix units of a GPU best in multiples of eight [S].
+MULTIPLE = 8
+# Tasks whose samples have one length each, and labels of whole numbers that a row of padding can do without.
+TASKS = (None, "pretraining", "masked_lm", "causal_lm", "sequence_classification", "token_classification")
 
 
 @dataclass(frozen=True)
@@ -15,11 +24,56 @@ class DynamicShapeFlags:
     """Acceleration"""
 
     data_iterator: Literal["static", "dynamic-shape"] = flag("static", "batches of one shape, or of varying shapes")
+    tokens_per_batch: int | None = flag(
+        None,
+        "dynamic shapes: most tokens of a micro batch with padding (default: micro batch × sequence length)",
+        minimum=1,
+    )
+    max_shapes: int | None = flag(
+        None, f"dynamic shapes: most distinct shapes (default: {MAX_SHAPES}; 0: no limit)", minimum=0
+    )
+    shape_multiple: int | None = flag(
+        None, f"dynamic shapes: lengths are padded to multiples of this (default: {MULTIPLE})", minimum=1
+    )
+
+
+def max_shapes(options: DynamicShapeFlags) -> int:
+    """Most distinct shapes; 0 is no limit."""
+    return MAX_SHAPES if options.max_shapes is None else options.max_shapes
+
+
+def multiple(options: DynamicShapeFlags) -> int:
+    """What padded lengths are multiples of."""
+    return options.shape_multiple or MULTIPLE
+
+
+def _notes(request: Request) -> Sequence[str]:
+    config, sizes = request.config, request.sizes
+    options, length = config.switches["dynamic-shape"], config.model.seq_length
+    budget: int | None = options.tokens_per_batch or (length and length * sizes.micro_batch)
+    tokens = f"{budget:,} tokens" if budget else f"{sizes.micro_batch} × the sequence length"
+    most = max_shapes(options)
+    count = f"at most {most} shapes" if most else "any number of shapes"
+    return (f"dynamic-shape: micro batches of up to {tokens}, {count}, lengths in multiples of {multiple(options)}",)
+
+
+def _one_length(request: Request) -> list[Finding]:
+    findings = []
+    if request.config.training.task not in TASKS:
+        message = f"dynamic-shape does not go with task {request.config.training.task}"
+        asked = (*request.asked("task"), *request.asked_for("dynamic-shape"))
+        findings.append(Finding(message, asked, switches=("dynamic-shape",)))
+    if request.config.data.group_by_length is not None:
+        message = "dynamic-shape forms its batches by length itself"
+        asked = (*request.asked("group_by_length"), *request.asked_for("dynamic-shape"))
+        changes = (drop({"group_by_length": None}), replace({"data_iterator": "static"}))
+        findings.append(Finding(message, asked, changes=changes))
+    return findings
 
 
 SWITCH = Switch(
     name="dynamic-shape",
-    summary="Batches of varying shapes.",
+    summary="Batches of a few shapes with a constant number of tokens, chosen for the least padding.",
     source="[R]",
     stage=Stage.DATA,
     options=DynamicShapeFlags,
@@ -27,15 +81,25 @@ SWITCH = Switch(
     on={"data_iterator": "dynamic-shape"},
     off={"data_iterator": "static"},
     templates=("Pretrainer",),
-    available=False,
+    notes=_notes,
+    receipt=("batch_shapes", "fill", "useful_tokens", "padded_tokens"),
     rules=(
         Rule(
             "RF007",
             "The dynamic-shape iterator only in the Pretrainer template.",
-            "its batches hold varying numbers of samples, so an epoch of a data set has no fixed number of steps",
+            "its batches hold varying numbers of samples, while recipes for fine-tuning count in samples a step",
             "[R]",
             needs_template("dynamic-shape"),
             Example("--template Finetuner --data-iterator dynamic-shape"),
+        ),
+        Rule(
+            "RF039",
+            "Dynamic shapes need samples of one length each, and order them by themselves.",
+            "a shape has one length; a task with a second one, or with targets that a row of padding cannot do "
+            "without, cannot be padded to it",
+            "[rapidformer_templates]",
+            _one_length,
+            Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),
         ),
     ),
 )

@@ -12,6 +12,7 @@ import torch
 from rapidformer_templates.architectures import objective_of
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.collate import CausalCollate, PadCollate
+from rapidformer_templates.data.documents import Documents
 from rapidformer_templates.data.masking import MaskTokens
 from rapidformer_templates.data.pretraining import (
     Corpus,
@@ -36,7 +37,8 @@ class Pretraining(Task):
 
     Causal: windows of the sequence length. Masked: ``[CLS]`` window ``[SEP]`` of that length in
     all, cut shorter with ``--short-seq-prob``, and masked; there is no next-sentence prediction
-    (RoBERTa's FULL-SENTENCES, Liu et al. 2019).
+    (RoBERTa's FULL-SENTENCES, Liu et al. 2019). With dynamic shapes, samples are documents of any
+    length, cut at the sequence length.
     """
 
     name = "pretraining"
@@ -55,6 +57,12 @@ class Pretraining(Task):
     def masks(self) -> bool:
         return self.objective == "masked"
 
+    @cached_property
+    def by_documents(self) -> bool:
+        """Whether each document is a sample, as dynamic shapes allow."""
+        options = self.config.switches.get("dynamic-shape")
+        return options is not None and options.data_iterator == "dynamic-shape"
+
     def check(self) -> None:
         corpus_files(self.config.data.data_path or ())
         assert self.seq_length > 0
@@ -68,7 +76,8 @@ class Pretraining(Task):
         if end is None or None in around[0]:
             needed = "[CLS] and [SEP] tokens" if self.masks else "end token"
             raise DataError(f"the tokenizer has no {needed}", where="--tokenizer-type", hint="use a tokenizer that has")
-        augment = MaskWindows(MaskTokens(tokenizer, flags.mask_prob), flags.short_seq_prob) if self.masks else None
+        short = 0.0 if self.by_documents else flags.short_seq_prob  # documents are cut before there are batches
+        augment = MaskWindows(MaskTokens(tokenizer, flags.mask_prob), short) if self.masks else None
         corpus = load_corpus(self.config, tokenizer, end)
         self.skipped = corpus.skipped
         train, valid, test = self._parts(corpus, around)
@@ -81,10 +90,11 @@ class Pretraining(Task):
         assert isinstance(pad, int)
         # Windows of one length need no padding mask, so that the flash kernel can be used.
         if self.masks:
-            return PadCollate({"input_ids": pad, "labels": IGNORED}, mask=self.config.data.short_seq_prob > 0)
-        return CausalCollate(pad, mask=False)
+            shorter = self.by_documents or self.config.data.short_seq_prob > 0
+            return PadCollate({"input_ids": pad, "labels": IGNORED}, mask=shorter)
+        return CausalCollate(pad, mask=False)  # no token looks at the padding to its right
 
-    def _parts(self, corpus: Corpus, around: tuple[list[int], list[int]]) -> list[Windows | None]:
+    def _parts(self, corpus: Corpus, around: tuple[list[int], list[int]]) -> list[Windows | Documents | None]:
         """The windows of the three parts.
 
         A corpus too small for a validation or test part has none (None); with shares of the user's
@@ -98,15 +108,25 @@ class Pretraining(Task):
             )
         shares = split_shares(flags.split)
         ranges = split_documents(shares, len(corpus.ends) - 1)
-        train, *held_out = (Windows(corpus, part, length, *around) for part in ranges)
+        train, *held_out = (self._samples(corpus, part, length, around) for part in ranges)
         if not len(train):
             raise self._too_small("training", ranges[0], corpus)
-        parts: list[Windows | None] = [train]
+        parts: list[Windows | Documents | None] = [train]
         for name, share, part, windows in zip(("validation", "test"), shares[1:], ranges[1:], held_out, strict=True):
             if not len(windows) and share > 0 and self.config.origin("split") != "default":
                 raise self._too_small(name, part, corpus)
             parts.append(windows if len(windows) else None)
         return parts
+
+    def _samples(
+        self, corpus: Corpus, part: tuple[int, int], length: int, around: tuple[list[int], list[int]]
+    ) -> Windows | Documents:
+        if not self.by_documents:
+            return Windows(corpus, part, length, *around)
+        # ``around`` ends a masked sample itself; a causal one learns from the end token where to stop.
+        short = self.config.data.short_seq_prob if self.masks else 0.0
+        seed = self.config.training.seed
+        return Documents(corpus, part, length, *around, dropped=len(around[1]), short_probability=short, seed=seed)
 
     def _too_small(self, name: str, part: tuple[int, int], corpus: Corpus) -> DataError:
         tokens = int(corpus.ends[part[1]] - corpus.ends[part[0]])

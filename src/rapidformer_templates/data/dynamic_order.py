@@ -1,0 +1,129 @@
+"""The order of ``--data-iterator dynamic-shape``: batches formed by length, and which of them make up a step."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.shapes import Shape, share_out
+
+
+class DynamicOrder:
+    """Batches of a few shapes, in random order; a function of the seed and the step alone.
+
+    An epoch is a permutation of the samples, sorted by shape and cut into batches: which samples share
+    a batch, and the order of the batches, are drawn anew in each epoch. How many batches of which
+    shape there are is the same in all of them, so that any step is found without a look at earlier ones.
+
+    A step is a fixed number of batches. By iterations, steps run on over the borders of the epochs; by
+    epochs, each epoch is divided into steps by itself, as evenly as can be, and where a step has a batch
+    less than others, a worker idles. Nothing is lost or doubled.
+
+    An epoch costs O(samples) when its first step is asked for, a step O(its samples).
+
+    Args:
+        lengths: of the samples, tokens; none above the longest shape.
+        shapes: what batches are padded to, shortest first.
+        micro_batches: batches a step, over all workers.
+        seed: of the permutations.
+        by_epochs: whether steps stop at the end of an epoch.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, shapes: Sequence[Shape], micro_batches: int, seed: int, *, by_epochs: bool
+    ) -> None:
+        self.size = len(lengths)
+        self.lengths = lengths
+        self.shapes = list(shapes)
+        self.micro_batches = micro_batches
+        self.seed = seed
+        self.by_epochs = by_epochs
+        kinds = np.searchsorted([shape.length for shape in shapes], lengths)
+        self._kinds = kinds.astype(np.min_scalar_type(len(shapes)))  # up to 16 bits are sorted in linear time
+        shares = share_out(shapes, np.bincount(kinds, minlength=len(shapes)).tolist())
+        # Each shape has full batches and perhaps one that is not; all are slices of the sorted samples.
+        samples = [n for shape, share in zip(shapes, shares, strict=True) for n in (shape.rows, share.rest)]
+        times = [n for share in shares for n in (share.full, share.batches - share.full)]
+        self._ends = np.cumsum(np.repeat(samples, times))
+        self._shape_of = np.repeat(np.arange(len(shapes)), [share.batches for share in shares])
+        self.batches = len(self._ends)
+        self.steps_per_epoch = math.ceil(self.batches / micro_batches)
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    @property
+    def fill(self) -> float:
+        """The share of an epoch's tokens that are not padding."""
+        padded = sum(self.shapes[kind].tokens for kind in self._shape_of)
+        return float(self.lengths.sum() / padded)
+
+    def epoch(self, step: int) -> float:
+        """Passes over the data that are complete before ``step``, counted in batches."""
+        if self.by_epochs:
+            return step / self.steps_per_epoch
+        return step * self.micro_batches / self.batches
+
+    def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sample indices, positions) of the batches of ``step``, those with the longest rows first."""
+        parts = [self._samples(epoch, batch) for epoch, batch in self._step(step)]
+        return np.concatenate([samples for samples, _ in parts]), np.concatenate([places for _, places in parts])
+
+    def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
+        """Those of the batches of a step whose numbers are in ``mine``.
+
+        Batches come by the length of their rows: workers that take neighbours at a time wait little for one another.
+        """
+        assert count == self.micro_batches
+        batches = self._step(step)
+        for number in mine:
+            idle = number >= len(batches)
+            epoch, batch = batches[-1 if idle else number]
+            samples, places = self._samples(epoch, batch)
+            if idle:
+                samples, places = samples[:1], places[:1]
+            tokens = int(self.lengths[samples].sum())
+            shape = self.shapes[self._shape_of[batch]]
+            yield Request(samples.tolist(), (self.seed, 2), places.tolist(), idle, shape, tokens)
+
+    def identity(self) -> dict[str, Any]:
+        """What the samples of a step depend on."""
+        return {
+            "--data-iterator": "dynamic-shape",
+            "--seed": self.seed,
+            "micro batches a step": self.micro_batches,
+            "training samples": self.size,
+            "by epochs": self.by_epochs,
+            "shapes": [list(shape) for shape in self.shapes],
+            "checksum of the lengths": zlib.crc32(self.lengths.astype(np.int64).tobytes()),
+        }
+
+    def _step(self, step: int) -> list[tuple[int, int]]:
+        """(epoch, batch) of each batch of a step, those with the longest rows first."""
+        if self.by_epochs:
+            epoch, index = divmod(step, self.steps_per_epoch)
+            first, end = (epoch * self.batches + self.batches * i // self.steps_per_epoch for i in (index, index + 1))
+        else:
+            first, end = step * self.micro_batches, (step + 1) * self.micro_batches
+        places = [divmod(n, self.batches) for n in range(first, end)]
+        drawn = [(epoch, int(self._drawn(epoch)[1][place])) for epoch, place in places]
+        return sorted(drawn, key=lambda batch: -self._shape_of[batch[1]])
+
+    def _samples(self, epoch: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sample indices, positions) of a batch."""
+        first, end = int(self._ends[batch - 1]) if batch else 0, int(self._ends[batch])
+        return self._drawn(epoch)[0][first:end], np.arange(first, end) + epoch * self.size
+
+    def _drawn(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(samples sorted by shape, order of the batches) of an epoch."""
+        if epoch not in self._epochs:
+            for old in [e for e in self._epochs if e < epoch - 1]:  # a step seldom touches more than two
+                del self._epochs[old]
+            samples = np.random.default_rng((self.seed, 0, epoch)).permutation(self.size)
+            by_shape = samples[np.argsort(self._kinds[samples], kind="stable")]
+            order = np.random.default_rng((self.seed, 1, epoch)).permutation(self.batches)
+            self._epochs[epoch] = (by_shape, order)
+        return self._epochs[epoch]
