@@ -100,14 +100,15 @@ class PadCollate:
 
     def _without_targets(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """The sample with nothing to learn from it."""
-        labels = sample.get("labels")
-        if labels is None or np.asarray(labels).dtype.kind not in "iu":
+        targets = [name for name in sample if "label" in name]
+        if not targets or any(np.asarray(sample[name]).dtype.kind not in "iu" for name in targets):
             raise DataError(
                 "a batch that is not full needs rows that count for nothing, and only whole-number labels can say so",
                 where="collate",
                 hint="give the samples such labels, or a collate function of your own that takes a shape",
             )
-        return {**sample, "labels": np.full_like(labels, IGNORED, dtype=np.int64)}
+        # The index makes a number of an array without dimensions.
+        return {**sample, **{name: np.full_like(sample[name], IGNORED, dtype=np.int64)[()] for name in targets}}
 
 
 def pad_rows(rows: Sequence[np.ndarray], padding: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:

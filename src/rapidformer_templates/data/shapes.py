@@ -64,7 +64,7 @@ def choose_shapes(lengths: np.ndarray, budget: int, max_shapes: int, multiple: i
     distinct = np.flatnonzero(counts)
     if max_shapes == 0 or max_shapes >= len(distinct):
         return _shapes(distinct, budget)
-    candidates = [_shapes(distinct[ends - 1], budget) for ends in _best_ends(distinct, counts[distinct], max_shapes)]
+    candidates = [_shapes(distinct[ends - 1], budget) for ends in least_padding(distinct, counts[distinct], max_shapes)]
     return min(candidates, key=lambda shapes: padded_tokens(shapes, share_out(shapes, per_shape(shapes, counts))))
 
 
@@ -108,7 +108,7 @@ def padded_tokens(shapes: Sequence[Shape], shares: Sequence[Share]) -> int:
     return sum(shape.tokens * share.batches for shape, share in zip(shapes, shares, strict=True))
 
 
-def _best_ends(lengths: np.ndarray, counts: np.ndarray, most: int) -> list[np.ndarray]:
+def least_padding(lengths: np.ndarray, counts: np.ndarray, most: int) -> list[np.ndarray]:
     """For 1, 2, … ``most`` shapes, the ends of the groups of distinct lengths that pad least.
 
     A group is padded to its last length. With C the samples of the first p lengths, the cost of the

@@ -1,0 +1,58 @@
+"""Documents as samples: against cutting each of them by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rapidformer_templates.data.documents import Documents
+
+SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=20)
+
+
+def _stream(sizes: list[int]) -> SimpleNamespace:
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    return SimpleNamespace(tokens=np.arange(ends[-1]), ends=ends)
+
+
+@given(SIZES, st.integers(1, 12), st.integers(0, 1), st.integers(0, 5))
+@settings(max_examples=100, deadline=None)
+def test_documents_are_cut_as_by_hand(sizes: list[int], length: int, dropped: int, first: int) -> None:
+    stream = _stream(sizes)
+    part = (min(first, len(sizes)), len(sizes))
+    expected = []
+    for document in range(*part):
+        tokens = list(range(stream.ends[document], stream.ends[document + 1]))
+        tokens = tokens[: len(tokens) - dropped]
+        expected += [tokens[i : i + length] for i in range(0, len(tokens), length)]
+    documents = Documents(stream, part, length, dropped=dropped)
+    assert [sample["input_ids"].tolist() for sample in documents] == expected
+    assert documents.lengths.tolist() == [len(tokens) for tokens in expected]
+
+
+@given(SIZES, st.integers(1, 12), st.sampled_from([0.3, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_short_samples_lose_nothing(sizes: list[int], length: int, probability: float) -> None:
+    stream = _stream(sizes)
+    plain = Documents(stream, (0, len(sizes)), length, [-1], [-2])
+    short = Documents(stream, (0, len(sizes)), length, [-1], [-2], short_probability=probability, seed=3)
+    rows = [sample["input_ids"].tolist() for sample in short]
+    assert all(row[0] == -1 and row[-1] == -2 and len(row) > 2 for row in rows)
+    assert [token for row in rows for token in row[1:-1]] == stream.tokens.tolist()
+    assert short.lengths.tolist() == [len(row) for row in rows]
+    if probability == 1:
+        assert len(short) == sum(2 if size > 3 else 1 for size in plain.lengths.tolist())
+
+
+def test_the_asked_share_is_cut_and_by_the_seed() -> None:
+    stream = _stream([100] * 5000)
+    counts = [len(Documents(stream, (0, 5000), 100, short_probability=0.1, seed=seed)) for seed in (1, 2)]
+    assert counts[0] != counts[1]
+    assert counts[0] == pytest.approx(5500, abs=100)
+    heads = Documents(stream, (0, 5000), 100, short_probability=1.0, seed=1).lengths[::2]
+    assert (heads.min(), heads.max()) == (1, 99)
+    assert heads.mean() == pytest.approx(50, abs=2)
