@@ -6,6 +6,7 @@ Each job is a pair of hooks; :func:`train` runs one with any flags and returns i
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates import Data, Trainer
+from rapidformer_templates import Data, Pretrainer, Trainer
 from rapidformer_templates.run_folder import read_metrics
 
 VOCABULARY = 67
@@ -34,9 +35,11 @@ def _sequences(count: int = 61) -> list[dict[str, Any]]:
     return samples
 
 
-def _pad(samples: list[dict[str, Any]], *, classes: bool) -> dict[str, torch.Tensor]:
-    longest = max(len(s["input_ids"]) for s in samples)
-    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+def _pad(
+    samples: list[dict[str, Any]], shape: tuple[int, int] | None = None, *, classes: bool
+) -> dict[str, torch.Tensor]:
+    rows, longest = shape or (len(samples), max(len(s["input_ids"]) for s in samples))
+    ids = torch.zeros(rows, longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
     labels = torch.full_like(ids, -100)
     for row, sample in enumerate(samples):
@@ -56,7 +59,7 @@ class _Job(Trainer):
 
     def build_data(self) -> Data:
         samples = _sequences()
-        return Data(train=samples, valid=samples[:13], collate=lambda samples: _pad(samples, classes=self.classes))
+        return Data(train=samples, valid=samples[:13], collate=partial(_pad, classes=self.classes))
 
     def build_model(self) -> torch.nn.Module:
         model = self.make()
@@ -155,8 +158,23 @@ class BrokenJob(CausalJob):
         return loss * float("inf") if broken else loss
 
 
+class PretrainedCausalJob(CausalJob, Pretrainer):
+    """In the template that dynamic shapes need."""
+
+
+class PretrainedMaskedJob(MaskedJob, Pretrainer):
+    """In the template that dynamic shapes need."""
+
+
 JOBS: dict[str, type[_Job]] = {"causal": CausalJob, "masked": MaskedJob, "classifier": ClassJob}
-OTHERS: dict[str, type[_Job]] = {"frozen": FrozenJob, "wide": WideJob, "unreached": UnreachedJob, "broken": BrokenJob}
+OTHERS: dict[str, type[_Job]] = {
+    "frozen": FrozenJob,
+    "wide": WideJob,
+    "unreached": UnreachedJob,
+    "broken": BrokenJob,
+    "pretrained-causal": PretrainedCausalJob,
+    "pretrained-masked": PretrainedMaskedJob,
+}
 """For single tests; not every engine is compared on them."""
 
 
