@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rapidformer_templates import Pretrainer
 from rapidformer_templates.data.documents import Documents
+from tests.data.conftest import WORDS, write_jsonl
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=20)
 
@@ -56,3 +59,33 @@ def test_the_asked_share_is_cut_and_by_the_seed() -> None:
     heads = Documents(stream, (0, 5000), 100, short_probability=1.0, seed=1).lengths[::2]
     assert (heads.min(), heads.max()) == (1, 99)
     assert heads.mean() == pytest.approx(50, abs=2)
+
+
+@pytest.mark.parametrize(("model", "folder"), [("gpt2", "gpt_folder"), ("bert", "bert_folder")])
+def test_a_corpus_is_trained_on_document_by_document(
+    model: str, folder: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The black box from a raw corpus; lengths are known beforehand although some sequences are short."""
+    draw = np.random.default_rng(0)
+    texts = [" ".join(draw.choice(WORDS, draw.integers(1, 60))) for _ in range(300)]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", ({"text": text} for text in texts))
+    template = Pretrainer(
+        f"--model-type {model} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --dropout 0 --seq-length 32"
+        f" --tokenizer-type HuggingFaceTokenizer --tokenizer-path {request.getfixturevalue(folder)}"
+        f" --data-path {corpus} --split 9,1 --data-iterator dynamic-shape --tokens-per-batch 512 --max-shapes 4"
+        f" --short-seq-prob 0.5 --epochs 2 --lr 1e-2 --save {tmp_path / 'run'} --device cpu".split()
+    )
+    summary = template.fit()
+    train, augment = template.data.train, template.data.augment
+    assert isinstance(train, Documents)
+    # 270 documents, halves of half of them for BERT, and the pieces of those above 32 tokens.
+    assert summary["samples"] == 2 * len(train)
+    assert len(train) > (400 if model == "bert" else 300)
+    samples = [augment(train[i], draw) if augment else train[i] for i in range(len(train))]
+    assert [len(sample["input_ids"]) for sample in samples] == train.lengths.tolist()
+    assert summary["tokens"] == summary["receipts"]["useful_tokens"] == 2 * train.lengths.sum()
+    assert train.lengths.max() == 32
+    assert 0.7 < summary["receipts"]["fill"] < 1
+    assert len(summary["receipts"]["batch_shapes"]) <= 4
+    if model == "gpt2":  # a document keeps its end token, by which the model learns where to stop
+        assert sum(sample["input_ids"][-1] == template.tokenizer.eos_token_id for sample in samples) == 270

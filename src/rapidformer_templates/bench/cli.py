@@ -60,6 +60,12 @@ def _partitioning(options: argparse.Namespace) -> int:
     return partitioning.main(options)
 
 
+def _padding(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import padding
+
+    return padding.main(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)
@@ -67,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
-    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults|saving|partitioning")
+    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults|saving|partitioning|padding")
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
     overhead.add_argument("--rounds", type=_positive, default=60, help="pairs of turns a loop (default: 60)")
@@ -99,6 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     saving.set_defaults(run=_saving)
 
     _add_partitioning(commands.add_parser("partitioning", parents=[output], help="speed and memory of each solution"))
+
+    padding = commands.add_parser("padding", parents=[output], help="useful tokens/s of each way to batch")
+    padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
+    padding.add_argument("--steps", type=_positive, default=6, help="optimizer steps a turn (default: 6)")
+    padding.set_defaults(run=_padding)
     return parser
 
 
