@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
     padding = commands.add_parser("padding", parents=[output], help="useful tokens/s of each way to batch")
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
-    padding.add_argument("--steps", type=_positive, default=6, help="optimizer steps a turn (default: 6)")
+    padding.add_argument("--steps", type=_positive, default=3, help="optimizer steps a turn (default: 3)")
     padding.set_defaults(run=_padding)
     return parser
 
