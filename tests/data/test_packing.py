@@ -177,7 +177,11 @@ def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tenso
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
 
 
-@pytest.fixture(scope="module", params=PACKABLE)
+EVERY_DAY = {"gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen2"}
+KINDS = [kind if kind in EVERY_DAY else pytest.param(kind, marks=pytest.mark.slow) for kind in PACKABLE]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return _model(request.param)
 

@@ -104,9 +104,9 @@ class ChatReader:
             raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
         if counts.cut:
             note = f"{name}: {counts.cut:,} of {counts.texts:,} samples are cut to {length} tokens"
-            self.notes.append(note + (f"; {lost:,} are left out, as none of an answer is left" if lost else ""))
+            self.notes.append(note + (f"; {lost:,}, of whose answers nothing is left, are not used" if lost else ""))
         elif lost:
-            self.notes.append(f"{name}: {lost:,} of {counts.texts:,} samples are left out: their answer has no token")
+            self.notes.append(f"{name}: {lost:,} of {counts.texts:,} samples are not used: their answers have no token")
         if counts.split and self.answers_only:
             self.notes.append(
                 f"{name}: {counts.split:,} answers begin inside a token that begins in their prompt; "
