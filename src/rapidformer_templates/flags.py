@@ -82,7 +82,7 @@ class DataFlags:
     split: str = flag("969,30,1", "train, valid and test shares of a pretraining corpus", metavar="T,V,T")
     data_impl: Literal["mmap", "lazy", "cached", "infer"] = flag("mmap", "how an indexed corpus is read")
     data_path: tuple[str, ...] | None = flag(
-        None, "pretraining corpus: files, a prefix, or a blend '0.3 A 0.7 B'", metavar="PATH"
+        None, "pretraining corpus: text files, indexed prefixes, or a blend '0.3 A 0.7 B'", metavar="PATH"
     )
     data_dir: str | None = flag(None, "fine-tuning: folder with the files", metavar="DIR")
     data_name: str | None = flag(
@@ -97,6 +97,9 @@ class DataFlags:
     skip_bad_lines: bool = flag(False, "leave out lines that cannot be read, and count them")
     data_cache_dir: str | None = flag(
         None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR"
+    )
+    keep_documents_apart: bool = flag(
+        False, "causal pretraining: no token sees another document (default: samples run on over their borders)"
     )
     mask_prob: float = flag(0.15, "share of tokens that masked-LM pretraining hides", minimum=0)
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)

@@ -219,6 +219,14 @@ def load_object(path: str) -> Any:
 
 def _order(template: Trainer, samples: Any) -> SampleOrder:
     training, group = template.config.training, template.config.data.group_by_length
+    in_order = getattr(samples, "in_order", False)
+    if group and in_order:
+        hint = "leave it out: samples of a corpus are all of one length"
+        raise ConfigError(
+            "a corpus comes in its own order",
+            where=f"--group-by-length ({template.config.origin('group_by_length')})",
+            hint=hint,
+        )
     if group is None:
         group = training.fine_tunes and not template.config.data.pack_sequences  # packed rows have one length
     return SampleOrder(
@@ -226,7 +234,9 @@ def _order(template: Trainer, samples: Any) -> SampleOrder:
         template.plan.sizes.global_batch,
         training.seed,
         by_epochs=training.epochs is not None,
-        lengths=sample_lengths(samples, template.data, training=True) if group else None,
+        lengths=sample_lengths(samples, template.data, training=True) if group and not in_order else None,
+        in_order=in_order,
+        identity=getattr(samples, "identity", None),
     )
 
 

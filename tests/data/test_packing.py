@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rapidformer_templates.cli import main
-from rapidformer_templates.config import RunConfig
+from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.packing import PACKABLE, PackedRows, assign_rows, check_packable_model
 from rapidformer_templates.data.tasks import load_task
@@ -187,7 +187,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def test_loss_and_gradients_are_those_of_the_samples_alone(model: PreTrainedModel) -> None:
-    check_packable_model(model.train())
+    check_packable_model(model.train(), "--pack-sequences")
     samples = _samples([9, 20, 1, 13, 6, 17, 3, 8], labels=True)
     batch = _packed_batch(samples)
     assert len(batch["input_ids"]) == 3  # several rows in a batch, several samples in a row, padding at an end
@@ -225,8 +225,8 @@ def test_no_sample_sees_another(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def test_a_refused_architecture_does_mix_samples(kind: str) -> None:
     model = _model(kind).eval()
-    with pytest.raises(ModelError, match=f"{kind} does not keep packed samples apart") as caught:
-        check_packable_model(model)
+    with pytest.raises(ModelError, match=f"{kind} does not keep what shares a row apart") as caught:
+        check_packable_model(model, "--pack-sequences")
     assert "llama" in str(caught.value.hint)
     batch = _packed_batch(_samples([9, 20]))
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
@@ -238,8 +238,8 @@ def test_a_refused_architecture_does_mix_samples(kind: str) -> None:
 def test_attention_that_takes_no_mask_is_refused() -> None:
     model = _model("gpt2")
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ModelError, match="flash_attention_2 takes no mask"):
-        check_packable_model(model)
+    with pytest.raises(ModelError, match="flash_attention_2 does not keep"):
+        check_packable_model(model, "--pack-sequences")
 
 
 def _words(count: int, seed: int) -> str:
@@ -278,9 +278,11 @@ def test_task_packs_both_parts(flags: dict[str, Any], configure: Callable[..., R
 def test_an_architecture_that_mixes_samples_is_refused_before_work_starts(
     flags: dict[str, Any], configure: Callable[..., RunConfig]
 ) -> None:
-    task = load_task(configure(task="causal_lm", pack_sequences=True, **(flags | {"model_type": "opt"})))
-    with pytest.raises(ModelError, match="opt does not keep packed samples apart"):
-        task.check()
+    flags |= {"model_type": "opt", "data_path": (str(Path(flags["data_dir"]) / "train.jsonl"),)}
+    for task, flag in (("causal_lm", "pack_sequences"), ("pretraining", "keep_documents_apart")):
+        with pytest.raises(ModelError, match="opt does not keep what shares a row apart") as caught:
+            load_task(configure(task=task, **{flag: True}, **flags)).check()
+        assert caught.value.where == spelling(flag)
 
 
 def _command(flags: dict[str, Any], **more: Any) -> list[str]:

@@ -145,4 +145,44 @@ class CausalCollate:
         return batch
 
 
+class WindowCollate:
+    """Batches of windows of one length for causal language models, each token the target of the one before it.
+
+    A window has one token more than the model is given: its last token is a target only. So the targets
+    are shifted here (``shift_labels`` of transformers, shape (samples, tokens)); ``labels`` only switch
+    the loss on. All windows are of one length, so there is no padding and no mask.
+
+    Args:
+        keeps_documents_apart: no token sees another document: positions begin anew with each document,
+            by which transformers masks the attention, and its first token is no target.
+    """
+
+    def __init__(self, *, keeps_documents_apart: bool = False) -> None:
+        self.keeps_documents_apart = keeps_documents_apart
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        tokens = _stacked(samples, "input_ids")
+        inputs = torch.from_numpy(tokens[:, :-1].astype(np.int64))
+        targets = tokens[:, 1:].astype(np.int64)
+        batch = {"input_ids": inputs, "labels": inputs}
+        if self.keeps_documents_apart:
+            documents = _stacked(samples, "documents")
+            begins = np.diff(documents, axis=1) != 0
+            targets[begins] = IGNORED
+            batch["position_ids"] = torch.from_numpy(_positions(begins[:, :-1]))
+        return batch | {"shift_labels": torch.from_numpy(targets)}
+
+
+def _stacked(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """The rows of one length as one array; a single copy."""
+    return np.concatenate([sample[name] for sample in samples]).reshape(len(samples), -1)
+
+
+def _positions(begins: np.ndarray) -> np.ndarray:
+    """Place of each token in its document, int64; ``begins`` says so of all but the first token of a row."""
+    places = np.arange(begins.shape[1] + 1)
+    starts = np.where(np.pad(begins, ((0, 0), (1, 0))), places, 0)
+    return places - np.maximum.accumulate(starts, axis=1)
+
+
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]

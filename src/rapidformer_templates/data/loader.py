@@ -133,12 +133,14 @@ def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: b
 
 
 def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | None:
-    """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``."""
+    """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``.
+
+    A set whose ``lengths`` are None has none: they are all alike, or not known beforehand.
+    """
     if training and data.lengths is not None:
         return np.asarray(data.lengths)
-    own = getattr(samples, "lengths", None)
-    if own is not None and not callable(own):
-        return np.asarray(own)
+    if hasattr(samples, "lengths") and not callable(samples.lengths):
+        return None if samples.lengths is None else np.asarray(samples.lengths)
     if len(samples) and isinstance(samples[0], Mapping) and "input_ids" in samples[0]:
         return np.fromiter((len(samples[i]["input_ids"]) for i in range(len(samples))), np.int64, len(samples))
     return None

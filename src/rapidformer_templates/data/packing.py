@@ -102,28 +102,30 @@ class PackedRows(TokenizedSamples):
         return int(self.counts[rows].sum()), int(self.lengths[rows].sum())
 
 
-def check_packable(model_type: str, attention: str | None = None) -> None:
-    """Raise a :class:`ModelError` when a model would let packed samples see each other.
+def check_packable(model_type: str, flag: str, attention: str | None = None) -> None:
+    """Raise a :class:`ModelError` when a model would let the samples of a row see each other.
 
     Args:
         model_type: as in the model's ``config.json``.
+        flag: what asks for it.
         attention: transformers' name of the attention implementation, once the model is built.
     """
     if model_type not in PACKABLE:
         raise ModelError(
-            f"{model_type} does not keep packed samples apart (or was never verified to)",
-            where="--pack-sequences",
+            f"{model_type} does not keep what shares a row apart (or was never verified to)",
+            where=flag,
             hint=f"leave it out, or choose one of {', '.join(PACKABLE)}",
         )
     if attention is not None and attention not in PACKABLE_ATTENTION:
         raise ModelError(
-            f"the attention implementation {attention} takes no mask that keeps packed samples apart",
-            where="--pack-sequences",
+            f"the attention implementation {attention} does not keep what shares a row apart",
+            where=flag,
             hint=f"leave it out, or build the model with one of {', '.join(PACKABLE_ATTENTION)}",
         )
 
 
-def check_packable_model(model: nn.Module) -> None:
-    """Raise a :class:`ModelError` when a built model would let packed samples see each other."""
+def check_packable_model(model: nn.Module, flag: str) -> None:
+    """:func:`check_packable` of a built model."""
     settings = getattr(model, "config", None)
-    check_packable(getattr(settings, "model_type", type(model).__name__), getattr(settings, "_attn_implementation", ""))
+    kind = getattr(settings, "model_type", type(model).__name__)
+    check_packable(kind, flag, getattr(settings, "_attn_implementation", ""))

@@ -35,11 +35,11 @@ class CausalLM(Task):
     def check(self) -> None:
         super().check()
         if self.packs:
-            check_packable(self.model_config.model_type)
+            check_packable(self.model_config.model_type, "--pack-sequences")
 
     def check_model(self, model: nn.Module) -> None:
         if self.packs:
-            check_packable_model(model)
+            check_packable_model(model, "--pack-sequences")
 
     @property
     def packs(self) -> bool:
