@@ -103,7 +103,16 @@ class DataFlags:
     )
     mask_prob: float = flag(0.15, "share of tokens that masked-LM pretraining hides", minimum=0)
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)
-    group_by_length: bool | None = flag(None, "batches of samples of like length (default: in fine-tuning)")
+    loss_on: Literal["answers", "all"] | None = flag(
+        None,
+        "causal_lm: tokens that are learned (default: the answers of chat and instruction data, all of plain text)",
+    )
+    pack_sequences: bool = flag(
+        False, "causal_lm: several samples in a row of --seq-length tokens, kept apart; batch sizes count rows"
+    )
+    group_by_length: bool | None = flag(
+        None, "batches of samples of like length (default: in fine-tuning, unless samples are packed)"
+    )
     dataloader_num_workers: int | None = flag(None, "loader processes a rank (default: by device and data)", minimum=0)
     dataloader_pin_memory: bool | None = flag(None, "page-locked host memory (default: on a GPU)")
 

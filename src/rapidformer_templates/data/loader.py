@@ -41,12 +41,20 @@ class MicroBatch:
         samples: indices of its samples.
         targets: number of targets in it that the loss is a mean over.
         idle: it counts for nothing.
+        size: (samples, tokens) in it where one item of the data set holds several samples; None where
+            they can be read off the batch.
     """
 
     batch: Batch
     samples: list[int]
     targets: float = 0
     idle: bool = False
+    size: tuple[int, int] | None = None
+
+    @property
+    def sample_count(self) -> int:
+        """Samples in it."""
+        return self.size[0] if self.size else len(self.samples)
 
     def pin_memory(self) -> MicroBatch:
         """This micro batch in page-locked memory; the loader calls it."""
@@ -59,6 +67,7 @@ class _Fetcher(Dataset[MicroBatch]):
 
     def __init__(self, samples: Any, data: Data) -> None:
         self.samples = samples
+        self.size_of: Callable[[list[int]], tuple[int, int]] | None = getattr(samples, "size_of", None)
         self.augment = data.augment
         self.collate = data.collate or default_collate
 
@@ -68,7 +77,8 @@ class _Fetcher(Dataset[MicroBatch]):
         if self.augment:
             generators = (np.random.default_rng((*request.key, place)) for place in request.places)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
-        return MicroBatch(self.collate(items), request.samples, idle=request.idle)
+        size = self.size_of(request.samples) if self.size_of else None
+        return MicroBatch(self.collate(items), request.samples, idle=request.idle, size=size)
 
 
 def train_requests(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from rapidformer_templates.architectures import objective_of
 from rapidformer_templates.config import RunConfig
@@ -17,6 +18,7 @@ from rapidformer_templates.data.corpora import Corpus, check_corpora, load_corpo
 from rapidformer_templates.data.gpt import GPTSamples
 from rapidformer_templates.data.index_cache import IndexCache, cache_root
 from rapidformer_templates.data.masking import MaskTokens
+from rapidformer_templates.data.packing import check_packable, check_packable_model
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.types import Data
@@ -62,6 +64,12 @@ class Pretraining(Task):
     def check(self) -> None:
         check_corpora(self.config.data.data_path or ())
         assert self.seq_length > 0
+        if self.config.data.keep_documents_apart:
+            check_packable(self.model_config.model_type, "--keep-documents-apart")
+
+    def check_model(self, model: nn.Module) -> None:
+        if self.config.data.keep_documents_apart:
+            check_packable_model(model, "--keep-documents-apart")
 
     def build_data(self) -> Data:
         tokenizer, flags = self.tokenizer, self.config.data
