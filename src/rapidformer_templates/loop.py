@@ -112,7 +112,7 @@ class Loop:
             here = [m for m in microbatches if not m.idle]
             targets, samples, tokens, asked, saving = self.workers.sum(
                 sum(m.targets for m in here),
-                sum(len(m.samples) for m in here),
+                sum(m.sample_count for m in here),
                 sum(m.tokens for m in here),
                 stop.asked,
                 self.saver is not None and self.saver.busy,

@@ -26,7 +26,7 @@ def take_up(template: Trainer, engine: Engine, folder: RunFolder | None, order: 
         CheckpointError: no checkpoint is whole, or it does not fit this run.
     """
     training = template.config.training
-    fresh = Position(data=order.identity())
+    fresh = Position(data=order.depends_on())
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:

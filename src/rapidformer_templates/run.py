@@ -12,11 +12,7 @@ from rapidformer_templates import ladder, launch
 from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.checkpoint import Reader, folder_of
 from rapidformer_templates.configure import resolve_plan
-from rapidformer_templates.data.collate import check_pads_to_shape
-from rapidformer_templates.data.dynamic_order import DynamicOrder
-from rapidformer_templates.data.loader import sample_lengths
-from rapidformer_templates.data.order import Order, SampleOrder
-from rapidformer_templates.data.shapes import choose_shapes
+from rapidformer_templates.data.order import Order
 from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import ConfigError, DataError
@@ -26,6 +22,7 @@ from rapidformer_templates.host_memory import give_freed_memory_back, keep_freed
 from rapidformer_templates.layout import find_layout
 from rapidformer_templates.loop import Intervals, Loop, Position
 from rapidformer_templates.meter import Meter
+from rapidformer_templates.ordering import build_order
 from rapidformer_templates.progress import Progress
 from rapidformer_templates.random_state import seed_all
 from rapidformer_templates.receipts import Receipts
@@ -33,7 +30,7 @@ from rapidformer_templates.report import say, show_plan, show_results, summarise
 from rapidformer_templates.resume import take_up
 from rapidformer_templates.run_folder import MetricsFile, RunFolder
 from rapidformer_templates.signals import StopRequest, stop_request
-from rapidformer_templates.switches import REGISTRY, dynamic_shape
+from rapidformer_templates.switches import REGISTRY
 from rapidformer_templates.workers import Workers, join
 
 if TYPE_CHECKING:
@@ -96,7 +93,7 @@ def train(template: Trainer, workers: Workers, stop: StopRequest) -> dict[str, A
     engine = _build_engine(template, workers)
 
     # 3. Where the run starts: at the beginning, or where its checkpoint left it.
-    order = _order(template, samples, workers)
+    order = build_order(template, samples, workers)
     position = take_up(template, engine, folder, order, workers)
 
     # 4. The loop.
@@ -127,6 +124,8 @@ def _build_data(template: Trainer, workers: Workers) -> Sequence[Any]:
     skipped = template.task.skipped if template.uses_task else []
     if skipped:
         say(workers, f"left out {len(skipped)} lines that cannot be read: {'; '.join(skipped[:5])}", loud=True)
+    for note in template.task.notes if template.uses_task else []:
+        say(workers, f"note       {note}")
     samples = template.data.train
     if samples is None or len(samples) == 0:
         raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
@@ -141,6 +140,8 @@ def _build_engine(template: Trainer, workers: Workers) -> Engine:
     with engine.build_context():
         model = template.build_model()
     template.model_was_built(model)
+    if template.uses_task:
+        template.task.check_model(model)
     layout = find_layout(model)
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
@@ -214,47 +215,6 @@ def load_object(path: str) -> Any:
     """What ``module:name`` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
-
-
-def _order(template: Trainer, samples: Any, workers: Workers) -> Order:
-    training, group = template.config.training, template.config.data.group_by_length
-    if "dynamic-shape" in template.plan.switches:
-        return _dynamic_order(template, samples, workers)
-    group = training.fine_tunes if group is None else group
-    return SampleOrder(
-        len(samples),
-        template.plan.sizes.global_batch,
-        training.seed,
-        by_epochs=training.epochs is not None,
-        lengths=sample_lengths(samples, template.data, training=True) if group else None,
-    )
-
-
-def _dynamic_order(template: Trainer, samples: Any, workers: Workers) -> DynamicOrder:
-    config, sizes = template.config, template.plan.sizes
-    check_pads_to_shape(template.data.collate)
-    lengths = sample_lengths(samples, template.data, training=True)
-    if lengths is None or len(lengths) != len(samples):
-        count = "no" if lengths is None else f"{len(lengths):,}"
-        raise DataError(
-            f"there are {count} lengths for {len(samples):,} training samples",
-            where="--data-iterator dynamic-shape",
-            hint="give the length of each in Data.lengths: build_data()",
-        )
-    options = config.switches["dynamic-shape"]
-    longest = template.task.seq_length if template.uses_task else config.model.seq_length or int(lengths.max())
-    budget = options.tokens_per_batch or sizes.micro_batch * longest
-    shapes = choose_shapes(lengths, budget, dynamic_shape.max_shapes(options), dynamic_shape.multiple(options))
-    order = DynamicOrder(
-        lengths,
-        shapes,
-        sizes.data * sizes.accumulation,
-        config.training.seed,
-        by_epochs=config.training.epochs is not None,
-    )
-    shown = ", ".join(f"{shape.rows} × {shape.length}" for shape in shapes[:16]) + (", …" if len(shapes) > 16 else "")
-    say(workers, f"shapes     {len(shapes)} (rows × tokens): {shown}; {order.fill:.1%} of the tokens are not padding")
-    return order
 
 
 def _best_metric(template: Trainer, evaluator: Evaluator | None) -> tuple[str, bool] | None:

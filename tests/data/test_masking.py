@@ -56,8 +56,8 @@ def test_masking_depends_on_its_generator_only(bert_folder: Path) -> None:
 
 def test_short_windows_keep_their_ends(bert_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bert_folder)
-    row = np.asarray([2, *range(10, 40), 3])
-    cut = MaskWindows(MaskTokens(tokenizer, 0.0), 0.25)
+    row = np.arange(10, 40, dtype=np.uint16)
+    cut = MaskWindows(MaskTokens(tokenizer, 0.0), (2, 3), 0.25)
     rows = [cut({"input_ids": row}, np.random.default_rng(i))["input_ids"] for i in range(2000)]
     lengths = np.asarray([len(r) for r in rows])
     assert all(r[0] == 2 and r[-1] == 3 for r in rows)

@@ -92,6 +92,8 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF034", "--max-shapes 0", CPU),
     ("RF034", "--shape-multiple 1", CPU),
     ("RF039", "--data-iterator dynamic-shape --task question_answering", on(CPU, template="Pretrainer")),
+    ("RF039", "--data-iterator dynamic-shape --keep-documents-apart", on(CPU, template="Pretrainer")),
+    ("RF039", "--data-iterator dynamic-shape --pack-sequences", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --group-by-length", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --no-group-by-length", on(CPU, template="Pretrainer")),
     ("RF090", "--optimizer adamw_anyprecision", GPUS),

@@ -58,8 +58,8 @@ class DynamicOrder:
     @property
     def fill(self) -> float:
         """The share of an epoch's tokens that are not padding."""
-        padded = sum(self.shapes[kind].tokens for kind in self._shape_of)
-        return float(self.lengths.sum() / padded)
+        tokens = np.array([shape.tokens for shape in self.shapes])
+        return float(self.lengths.sum() / tokens[self._shape_of].sum())
 
     def epoch(self, step: int) -> float:
         """Passes over the data that are complete before ``step``, counted in batches."""
@@ -89,7 +89,7 @@ class DynamicOrder:
             shape = self.shapes[self._shape_of[batch]]
             yield Request(samples.tolist(), (self.seed, 2), places.tolist(), idle, shape, tokens)
 
-    def identity(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         """What the samples of a step depend on."""
         return {
             "--data-iterator": "dynamic-shape",

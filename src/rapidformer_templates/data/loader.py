@@ -26,20 +26,26 @@ class MicroBatch:
         samples: indices of its samples.
         targets: number of targets in it that the loss is a mean over.
         idle: it counts for nothing.
-        known_tokens: its tokens that are not padding, where the order of the data knows them.
+        size: (samples, tokens) in it, where the order or the data set knows them; None where they can be
+            read off the batch.
     """
 
     batch: Batch
     samples: list[int]
     targets: float = 0
     idle: bool = False
-    known_tokens: int | None = None
+    size: tuple[int, int] | None = None
+
+    @property
+    def sample_count(self) -> int:
+        """Samples in it."""
+        return self.size[0] if self.size else len(self.samples)
 
     @property
     def tokens(self) -> int:
         """Tokens that are not padding."""
-        if self.known_tokens is not None:
-            return self.known_tokens
+        if self.size:
+            return self.size[1]
         mask = self._field("attention_mask")
         return self.padded_tokens if mask is None else int(mask.sum())
 
@@ -69,6 +75,7 @@ class _Fetcher(Dataset[MicroBatch]):
 
     def __init__(self, samples: Any, data: Data) -> None:
         self.samples = samples
+        self.size_of: Callable[[list[int]], tuple[int, int]] | None = getattr(samples, "size_of", None)
         self.augment = data.augment
         self.collate = data.collate or default_collate
 
@@ -78,8 +85,11 @@ class _Fetcher(Dataset[MicroBatch]):
         if self.augment:
             generators = (np.random.default_rng((*request.key, place)) for place in request.places)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
-        batch = self.collate(items) if request.shape is None else collate_to_shape(self.collate, items, request.shape)
-        return MicroBatch(batch, request.samples, idle=request.idle, known_tokens=request.tokens)
+        if request.shape is not None:
+            batch = collate_to_shape(self.collate, items, request.shape)
+            return MicroBatch(batch, request.samples, idle=request.idle, size=(len(items), request.tokens))
+        size = self.size_of(request.samples) if self.size_of else None
+        return MicroBatch(self.collate(items), request.samples, idle=request.idle, size=size)
 
 
 def train_requests(
@@ -126,12 +136,14 @@ def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: b
 
 
 def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | None:
-    """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``."""
+    """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``.
+
+    A set whose ``lengths`` are None has none: they are all alike, or not known beforehand.
+    """
     if training and data.lengths is not None:
         return np.asarray(data.lengths)
-    own = getattr(samples, "lengths", None)
-    if own is not None and not callable(own):
-        return np.asarray(own)
+    if hasattr(samples, "lengths") and not callable(samples.lengths):
+        return None if samples.lengths is None else np.asarray(samples.lengths)
     if len(samples) and isinstance(samples[0], Mapping) and "input_ids" in samples[0]:
         return np.fromiter((len(samples[i]["input_ids"]) for i in range(len(samples))), np.int64, len(samples))
     return None

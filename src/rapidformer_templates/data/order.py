@@ -28,7 +28,7 @@ class Request:
         places: for each sample, its place in the order (in an evaluation, its index).
         idle: there was no sample left for this rank; the batch only keeps it in step with the others.
         shape: what the batch is padded to; None is its longest row.
-        tokens: of the samples without padding, where the order knows their lengths.
+        tokens: of the samples without padding, where a shape is given.
     """
 
     samples: list[int]
@@ -36,7 +36,7 @@ class Request:
     places: list[int]
     idle: bool = False
     shape: Shape | None = None
-    tokens: int | None = None
+    tokens: int = 0
 
 
 class Order(Protocol):
@@ -61,7 +61,7 @@ class Order(Protocol):
     def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
         """Those of the ``count`` micro batches of a step whose numbers are in ``mine``."""
 
-    def identity(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         """What the samples of a step depend on: plain values, the same in a run that goes on."""
 
 
@@ -79,16 +79,28 @@ class SampleOrder:
         by_epochs: whether batches stop at the end of an epoch.
         lengths: lengths of the samples, to put those of like lengths into one batch; None for plain
             random batches.
+        in_order: the set is in its own order, which goes on over its epochs: sample ``p`` is at position ``p``.
+        identity: what the samples depend on beside the seed, in words, where the set tells.
     """
 
     def __init__(
-        self, size: int, global_batch: int, seed: int, *, by_epochs: bool, lengths: np.ndarray | None = None
+        self,
+        size: int,
+        global_batch: int,
+        seed: int,
+        *,
+        by_epochs: bool,
+        lengths: np.ndarray | None = None,
+        in_order: bool = False,
+        identity: str | None = None,
     ) -> None:
         self.size = size
         self.global_batch = global_batch
         self.seed = seed
         self.by_epochs = by_epochs
         self.lengths = lengths
+        self.in_order = in_order
+        self.identity = identity
         self.steps_per_epoch = math.ceil(size / global_batch)
         self._permutations: dict[int, np.ndarray] = {}
         self._window: tuple[tuple[int, int], list[np.ndarray]] = ((-1, -1), [])
@@ -120,7 +132,7 @@ class SampleOrder:
             piece = slice(0, 1) if idle else slice(first, end)
             yield Request(samples[piece], (self.seed, 2), places[piece], idle)
 
-    def identity(self) -> dict[str, Any]:
+    def depends_on(self) -> dict[str, Any]:
         """What the samples of a step depend on."""
         return {
             "--seed": self.seed,
@@ -128,7 +140,7 @@ class SampleOrder:
             "training samples": self.size,
             "by epochs": self.by_epochs,
             "--group-by-length": self.lengths is not None,
-        }
+        } | ({"the corpus": self.identity} if self.identity else {})
 
     def _slice(self, start: int, count: int, end: int | None) -> np.ndarray:
         stop = start + count if end is None else min(start + count, end)
@@ -148,6 +160,8 @@ class SampleOrder:
         return self._window[1][place]
 
     def _samples(self, positions: np.ndarray) -> np.ndarray:
+        if self.in_order:
+            return positions
         first, last = int(positions.min()) // self.size, int(positions.max()) // self.size
         if first == last:  # nearly always, and several times faster
             return self._permutation(first)[positions - first * self.size]

@@ -18,6 +18,13 @@ MULTIPLE = 8
 # Tasks whose samples have one length each, and labels of whole numbers that a row of padding can do without.
 TASKS = (None, "pretraining", "masked_lm", "causal_lm", "sequence_classification", "token_classification")
 
+# What cannot be asked for besides: field → its value when off, and why.
+OWN_BATCHES = {
+    "group_by_length": (None, "forms its batches by length itself"),
+    "pack_sequences": (False, "has nothing to gain from packed rows: they are all of one length"),
+    "keep_documents_apart": (False, "keeps documents apart: each is a sample of its own"),
+}
+
 
 @dataclass(frozen=True)
 class DynamicShapeFlags:
@@ -63,11 +70,11 @@ def _one_length(request: Request) -> list[Finding]:
         message = f"dynamic-shape does not go with task {request.config.training.task}"
         asked = (*request.asked("task"), *request.asked_for("dynamic-shape"))
         findings.append(Finding(message, asked, switches=("dynamic-shape",)))
-    if request.config.data.group_by_length is not None:
-        message = "dynamic-shape forms its batches by length itself"
-        asked = (*request.asked("group_by_length"), *request.asked_for("dynamic-shape"))
-        changes = (drop({"group_by_length": None}), replace({"data_iterator": "static"}))
-        findings.append(Finding(message, asked, changes=changes))
+    for name, (off, reason) in OWN_BATCHES.items():
+        if request.config.get(name) != off:
+            asked = (*request.asked(name), *request.asked_for("dynamic-shape"))
+            changes = (drop({name: off}), replace({"data_iterator": "static"}))
+            findings.append(Finding(f"dynamic-shape {reason}", asked, changes=changes))
     return findings
 
 

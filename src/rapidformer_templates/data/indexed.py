@@ -1,0 +1,271 @@
+"""Megatron's indexed data sets: ``PREFIX.bin`` with tokens, ``PREFIX.idx`` with where each document stands.
+
+The format, all little-endian. ``.bin``: the tokens of all sequences, one after another. ``.idx``:
+
+====================  ==================================================================
+9 bytes               ``MMIDIDX\\0\\0``
+uint64                version, 1
+uint8                 type of the tokens, see :data:`TYPES`
+uint64, uint64        number of sequences, length of the document table
+int32 per sequence    its length, tokens
+int64 per sequence    where it begins in ``.bin``, bytes
+int64 per entry       document table: the first sequence of each document, and the number of sequences
+int8 per sequence     mode (multimodal sets only; read past)
+====================  ==================================================================
+
+A document is one sequence, or several where a corpus was split into sentences. Everything that can be
+wrong with the two files is looked for when a set is opened: a reader that trusts the pointers of a cut
+file would train on other tokens without a word.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from rapidformer_templates.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+TYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    6: np.dtype(np.float64),
+    7: np.dtype(np.float32),
+    8: np.dtype(np.uint16),
+}
+"""Code in the header → type of the tokens."""
+
+CHUNK = 1 << 22
+"""Entries of a table that are checked at a time; it bounds the memory."""
+
+Access = Literal["mmap", "lazy", "cached", "infer"]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def prefix_of(path: str | Path) -> str:
+    """``P`` of ``P``, ``P.bin`` or ``P.idx``."""
+    text = str(path)
+    return text[:-4] if text.endswith((".bin", ".idx")) else text
+
+
+def is_indexed(path: str | Path) -> bool:
+    """Whether one of the two files of a set is there."""
+    prefix = prefix_of(path)
+    return bin_path(prefix).is_file() or idx_path(prefix).is_file()
+
+
+def type_for(vocabulary: int) -> np.dtype[Any]:
+    """The type that Megatron-LM gives to tokens below ``vocabulary``: uint16 below 65,500, else int32."""
+    return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
+
+
+class _Tokens(Protocol):
+    """Tokens by slices ``[start:stop]``, counted in tokens."""
+
+    def __getitem__(self, span: slice) -> np.ndarray: ...
+
+
+class _FileTokens:
+    """Tokens that are read from the file at each access, for file systems that cannot be mapped."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._dtype = dtype
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        size = self._dtype.itemsize
+        data = os.pread(self._descriptor, (span.stop - span.start) * size, span.start * size)
+        return np.frombuffer(data, dtype=self._dtype)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+class IndexedDataset:
+    """An indexed data set, open for reading. ``len`` is its number of sequences, an item one sequence's tokens.
+
+    Args:
+        prefix: the path without ``.bin`` or ``.idx``.
+        access: ``mmap`` maps the tokens into memory; ``cached`` reads them into it; ``lazy`` reads each
+            sequence from the file when it is asked for; ``infer`` maps them, or reads them lazily where
+            the file system cannot map.
+
+    Attributes:
+        lengths: tokens of each sequence, int32, shape (sequences,).
+        pointers: byte at which each begins, int64, shape (sequences,).
+        documents: first sequence of each document, and the number of sequences, int64, shape (documents + 1,).
+        dtype: type of the tokens.
+        tokens: the tokens of all sequences, by slices.
+
+    Raises:
+        DataError: a file is missing, of another format or version, cut, or the two do not fit together.
+    """
+
+    lengths: np.ndarray
+    pointers: np.ndarray
+    documents: np.ndarray
+    dtype: np.dtype[Any]
+    tokens: _Tokens
+
+    def __init__(self, prefix: str | Path, access: Access = "mmap") -> None:
+        self.prefix = prefix_of(prefix)
+        self.access = access
+        for path in (idx_path(self.prefix), bin_path(self.prefix)):
+            if not path.is_file():
+                hint = "an indexed data set is two files, PREFIX.bin and PREFIX.idx; rapidformer data preprocess"
+                raise DataError(f"{path} does not exist", where=self.prefix, hint=f"{hint} makes them")
+        self._read_index()
+        self._check()
+        self.tokens = self._open_tokens()
+
+    def _read_index(self) -> None:
+        path = idx_path(self.prefix)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(HEADER.size)
+        if head.startswith(OLD_MAGIC):
+            hint = "make the set anew from its text with rapidformer data preprocess"
+            raise DataError("the index has the older format TNTIDX, not MMIDIDX", where=str(path), hint=hint)
+        if not MAGIC.startswith(head[: len(MAGIC)]):
+            raise DataError("this is no index of Megatron's format (MMIDIDX)", where=str(path), hint=_ANEW)
+        if len(head) < HEADER.size:
+            raise DataError(f"the index is cut: {size} bytes are less than its head", where=str(path), hint=_ANEW)
+        _, version, code, sequences, entries = HEADER.unpack(head)
+        if version != VERSION:
+            raise DataError(f"the index has version {version}; only {VERSION} is known", where=str(path), hint=_ANEW)
+        if code not in TYPES:
+            raise DataError(f"the index names no known type of tokens (code {code})", where=str(path), hint=_ANEW)
+        self.dtype = TYPES[code]
+        needed = HEADER.size + 12 * sequences + 8 * entries
+        if size not in (needed, needed + sequences):
+            what = "cut" if size < needed else "too long"
+            counts = f"{sequences:,} sequences and {entries:,} entries of documents"
+            message = f"the index is {what}: {counts} need {needed:,} bytes, the file has {size:,}"
+            raise DataError(message, where=str(path), hint=_ANEW)
+        with path.open("rb") as file:
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        place = HEADER.size
+        self.lengths = np.frombuffer(buffer, "<i4", sequences, place)
+        self.pointers = np.frombuffer(buffer, "<i8", sequences, place + 4 * sequences)
+        self.documents = np.frombuffer(buffer, "<i8", entries, place + 12 * sequences)
+        # Views that give Python's integers: for single sequences they are several times faster than numpy's.
+        tables, split = memoryview(buffer)[place:], 4 * sequences
+        self._sizes, self._starts = tables[:split].cast("i"), tables[split : 3 * split].cast("q")
+        self._shift = self.dtype.itemsize.bit_length() - 1
+
+    def _check(self) -> None:
+        """Compare the three tables with each other and with the size of the tokens; vectorised, flat in memory."""
+        idx, size = idx_path(self.prefix), bin_path(self.prefix).stat().st_size
+        if len(self.documents) < 1 or self.documents[0] != 0 or self.documents[-1] != len(self.lengths):
+            raise DataError("the document table does not cover the sequences", where=str(idx), hint=_ANEW)
+        for first in range(0, len(self.documents) - 1, CHUNK):
+            steps = np.diff(self.documents[first : first + CHUNK + 1])
+            _refuse(steps <= 0, first, "has no tokens, or begins before the one ahead of it", "document", idx)
+        end = 0
+        for first in range(0, len(self.lengths), CHUNK):
+            lengths = self.lengths[first : first + CHUNK].astype(np.int64)
+            _refuse(lengths == 0, first, "has no tokens", "sequence", idx)
+            _refuse(lengths < 0, first, "has a negative length", "sequence", idx)
+            ends = end + np.cumsum(lengths) * self.dtype.itemsize
+            begins = ends - lengths * self.dtype.itemsize
+            wrong = self.pointers[first : first + CHUNK] != begins
+            _refuse(wrong, first, "begins elsewhere than where the one ahead of it ends", "sequence", idx)
+            end = int(ends[-1])
+        if size != end:
+            what = f"is cut: {size:,} bytes of {end:,}" if size < end else f"is too long: {size:,} bytes, not {end:,}"
+            raise DataError(f"the file of tokens {what}", where=str(bin_path(self.prefix)), hint=_ANEW)
+
+    def _open_tokens(self) -> _Tokens:
+        path = bin_path(self.prefix)
+        if self.access == "cached":
+            return np.fromfile(path, dtype=self.dtype)
+        if not len(self.lengths):
+            return np.empty(0, dtype=self.dtype)
+        if self.access == "lazy":
+            return _FileTokens(path, self.dtype)
+        try:
+            with path.open("rb") as file:
+                buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            if self.access == "infer":
+                return _FileTokens(path, self.dtype)
+            hint = "read it with --data-impl lazy, or copy it to a local disk"
+            raise DataError(f"the file cannot be mapped: {error}", where=str(path), hint=hint) from error
+        return np.frombuffer(buffer, dtype=self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = self._starts[index] >> self._shift
+        return self.tokens[start : start + self._sizes[index]]
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all sequences."""
+        return bin_path(self.prefix).stat().st_size // self.dtype.itemsize
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A memory map would travel to a loader process as a copy of the whole file.
+        return {"prefix": self.prefix, "access": self.access}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.prefix, self.access = state["prefix"], state["access"]
+        self._read_index()
+        self.tokens = self._open_tokens()
+
+
+_ANEW = "make the set anew with rapidformer data preprocess, or copy both files again"
+
+
+def _refuse(wrong: np.ndarray, first: int, message: str, what: str, path: Path) -> None:
+    if wrong.any():
+        raise DataError(f"{what} {first + int(wrong.argmax()):,} {message}", where=str(path), hint=_ANEW)
+
+
+def check_vocabulary(dataset: IndexedDataset, size: int, largest: int | None = None) -> int:
+    """The largest token of a set, which must be below ``size``.
+
+    Args:
+        dataset: the set, whose tokens are all read, 2 to 4 GB a second.
+        size: of the vocabulary that the model has.
+        largest: the largest token where it is known, so that nothing is read.
+
+    Raises:
+        DataError: a token is negative or beyond the vocabulary; the first such sequence is named.
+    """
+    if largest is not None and 0 <= largest < size:
+        return largest
+    largest = -1
+    for start in range(0, dataset.token_count, CHUNK):
+        tokens = dataset.tokens[start : min(start + CHUNK, dataset.token_count)]
+        wrong = (tokens < 0) | (tokens >= size)
+        if wrong.any():
+            place = start + int(wrong.argmax())
+            sequence = int(np.searchsorted(dataset.pointers, place * dataset.dtype.itemsize, side="right")) - 1
+            raise DataError(
+                f"token {dataset.tokens[place : place + 1][0]} in sequence {sequence:,} is not in the vocabulary "
+                f"of {size:,} tokens",
+                where=str(bin_path(dataset.prefix)),
+                hint="the set was made with another tokenizer: give the one that made it, or make the set anew",
+            )
+        largest = max(largest, int(tokens.max()))
+    return largest
