@@ -98,7 +98,9 @@ class DataFlags:
     data_cache_dir: str | None = flag(
         None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR"
     )
-    mask_prob: float = flag(0.15, "share of tokens that masked-LM pretraining hides", minimum=0)
+    mask_prob: float = flag(0.15, "share of tokens that masked-LM and T5 pretraining hide", minimum=0)
+    whole_word_mask: bool = flag(False, "mask the tokens of a word together")
+    mean_span_length: float = flag(3.0, "mean length of the spans that T5 pretraining hides, tokens", minimum=1)
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)
     group_by_length: bool | None = flag(None, "batches of samples of like length (default: in fine-tuning)")
     dataloader_num_workers: int | None = flag(None, "loader processes a rank (default: by device and data)", minimum=0)
