@@ -107,7 +107,14 @@ def alive(pid: int) -> bool:
 
 def start(**environment: str) -> subprocess.Popen[str]:
     environment = {**os.environ, **environment}
-    return subprocess.Popen([sys.executable, "-c", STARTER], env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", STARTER],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job has SIGINT ignored, and hands that on to its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rapidformer_templates import launch
+from rapidformer_templates.errors import Interrupted, ReportedError
 from rapidformer_templates.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,3 +146,18 @@ def test_second_run_does_not_overwrite_the_first(script: Path, tmp_path: Path) -
     assert "already holds a run" in said
     assert "--resume goes on with it, --overwrite empties it" in said
     assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def _failure(exit_status: int, told: dict[str, Any] | None = None) -> Any:
+    return SimpleNamespace(exitcode=exit_status, error_file_data=told or {}, timestamp=100, local_rank=0)
+
+
+def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:
+    """The launcher ends the others with SIGTERM; one that saves before it goes was not asked by the user."""
+    failures = [_failure(75), _failure(1, {"message": "error: out of memory", "told_at": 50.0})]
+    with pytest.raises(ReportedError, match="out of memory"):
+        launch._raise_first(failures, 0.0, asked=False)
+    with pytest.raises(Interrupted):
+        launch._raise_first(failures, 0.0, asked=True)
+    with pytest.raises(Interrupted):  # a scheduler that signals every process itself
+        launch._raise_first([_failure(75), _failure(75)], 0.0, asked=False)

@@ -82,7 +82,7 @@ class DataFlags:
     split: str = flag("969,30,1", "train, valid and test shares of a pretraining corpus", metavar="T,V,T")
     data_impl: Literal["mmap", "lazy", "cached", "infer"] = flag("mmap", "how an indexed corpus is read")
     data_path: tuple[str, ...] | None = flag(
-        None, "pretraining corpus: files, a prefix, or a blend '0.3 A 0.7 B'", metavar="PATH"
+        None, "pretraining corpus: text files, indexed prefixes, or a blend '0.3 A 0.7 B'", metavar="PATH"
     )
     data_dir: str | None = flag(None, "fine-tuning: folder with the files", metavar="DIR")
     data_name: str | None = flag(
@@ -98,11 +98,23 @@ class DataFlags:
     data_cache_dir: str | None = flag(
         None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR"
     )
+    keep_documents_apart: bool = flag(
+        False, "causal pretraining: no token sees another document (default: samples run on over their borders)"
+    )
     mask_prob: float = flag(0.15, "share of tokens that masked-LM and T5 pretraining hide", minimum=0)
     whole_word_mask: bool = flag(False, "mask the tokens of a word together")
     mean_span_length: float = flag(3.0, "mean length of the spans that T5 pretraining hides, tokens", minimum=1)
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)
-    group_by_length: bool | None = flag(None, "batches of samples of like length (default: in fine-tuning)")
+    loss_on: Literal["answers", "all"] | None = flag(
+        None,
+        "causal_lm: tokens that are learned (default: the answers of chat and instruction data, all of plain text)",
+    )
+    pack_sequences: bool = flag(
+        False, "causal_lm: several samples in a row of --seq-length tokens, kept apart; batch sizes count rows"
+    )
+    group_by_length: bool | None = flag(
+        None, "batches of samples of like length (default: in fine-tuning, unless samples are packed)"
+    )
     dataloader_num_workers: int | None = flag(None, "loader processes a rank (default: by device and data)", minimum=0)
     dataloader_pin_memory: bool | None = flag(None, "page-locked host memory (default: on a GPU)")
 

@@ -96,16 +96,18 @@ def run_workers(command: Sequence[str], count: int, port: int | None = None) -> 
         envs={rank: _environment(rank, count, meeting_port) for rank in range(count)},
         logs_specs=DefaultLogsSpecs(log_dir=folder),
     )
+    asked = False
     try:
         result = None
         while result is None:
             try:
                 result = processes.wait(period=0.1)
-            except SignalException as asked:
+            except SignalException as signalled:
+                asked = True
                 for pid in processes.pids().values():
-                    _send(pid, asked.sigval)
+                    _send(pid, signalled.sigval)
         if result.is_failed():
-            _raise_first(list(result.failures.values()), started)
+            _raise_first(list(result.failures.values()), started, asked=asked)
     finally:
         processes.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -132,11 +134,19 @@ def _send(pid: int, number: int) -> None:
         return  # it has ended by itself, and its result is about to be read
 
 
-def _raise_first(failures: list[ProcessFailure], started: float) -> NoReturn:
-    """Raise what went wrong first; workers that failed because a peer was gone are not the cause."""
-    if any(f.exitcode == Interrupted.exit_status for f in failures):
+def _raise_first(failures: list[ProcessFailure], started: float, *, asked: bool) -> NoReturn:
+    """Raise what went wrong first; workers that failed because a peer was gone are not the cause.
+
+    Args:
+        failures: of all workers that failed.
+        started: when they were started, s.
+        asked: whether we were asked to end. If not, a worker that was asked to end may have been so by
+            the launcher, because another one had failed.
+    """
+    others = [f for f in failures if f.exitcode != Interrupted.exit_status]
+    if not others or (asked and len(others) < len(failures)):
         raise Interrupted("the run was asked to end; it has saved a checkpoint", hint="go on with --resume")
-    first = min(failures, key=_when)
+    first = min(others, key=_when)
     if TOLD in first.error_file_data:
         raise ReportedError(first.error_file_data["message"], first.exitcode if first.exitcode > 0 else 1)
     how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with status {first.exitcode}"

@@ -112,7 +112,7 @@ class Loop:
             here = [m for m in microbatches if not m.idle]
             targets, samples, tokens, asked, saving = self.workers.sum(
                 sum(m.targets for m in here),
-                sum(len(m.samples) for m in here),
+                sum(m.sample_count for m in here),
                 sum(_tokens(m) for m in here),
                 stop.asked,
                 self.saver is not None and self.saver.busy,
@@ -251,6 +251,8 @@ class Loop:
 
 def _tokens(microbatch: MicroBatch) -> int:
     """Tokens of a micro batch that are not padding."""
+    if microbatch.size:
+        return microbatch.size[1]
     batch = microbatch.batch
     get: Callable[[str], Any] | None = getattr(batch, "get", None)
     if get is None:

@@ -85,7 +85,7 @@ def _data_identity(order: SampleOrder) -> dict[str, Any]:
         "training samples": order.size,
         "by epochs": order.by_epochs,
         "--group-by-length": order.lengths is not None,
-    }
+    } | ({"the corpus": order.identity} if order.identity else {})
 
 
 def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position, path: Path) -> None:

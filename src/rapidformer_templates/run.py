@@ -124,6 +124,8 @@ def _build_data(template: Trainer, workers: Workers) -> Sequence[Any]:
     skipped = template.task.skipped if template.uses_task else []
     if skipped:
         say(workers, f"left out {len(skipped)} lines that cannot be read: {'; '.join(skipped[:5])}", loud=True)
+    for note in template.task.notes if template.uses_task else []:
+        say(workers, f"note       {note}")
     samples = template.data.train
     if samples is None or len(samples) == 0:
         raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
@@ -138,6 +140,8 @@ def _build_engine(template: Trainer, workers: Workers) -> Engine:
     with engine.build_context():
         model = template.build_model()
     template.model_was_built(model)
+    if template.uses_task:
+        template.task.check_model(model)
     layout = find_layout(model)
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
@@ -215,13 +219,24 @@ def load_object(path: str) -> Any:
 
 def _order(template: Trainer, samples: Any) -> SampleOrder:
     training, group = template.config.training, template.config.data.group_by_length
-    group = training.fine_tunes if group is None else group
+    in_order = getattr(samples, "in_order", False)
+    if group and in_order:
+        hint = "leave it out: samples of a corpus are all of one length"
+        raise ConfigError(
+            "a corpus comes in its own order",
+            where=f"--group-by-length ({template.config.origin('group_by_length')})",
+            hint=hint,
+        )
+    if group is None:
+        group = training.fine_tunes and not template.config.data.pack_sequences  # packed rows have one length
     return SampleOrder(
         len(samples),
         template.plan.sizes.global_batch,
         training.seed,
         by_epochs=training.epochs is not None,
-        lengths=sample_lengths(samples, template.data, training=True) if group else None,
+        lengths=sample_lengths(samples, template.data, training=True) if group and not in_order else None,
+        in_order=in_order,
+        identity=getattr(samples, "identity", None),
     )
 
 

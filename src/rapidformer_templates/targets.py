@@ -18,12 +18,15 @@ def count_targets(batch: Any, *, shifted: bool) -> float:
     """Labels that are not -100; without labels, the samples.
 
     Args:
-        batch: a mapping with ``labels`` of shape (samples,) or (samples, tokens), or anything else.
+        batch: a mapping with ``labels`` of shape (samples,) or (samples, tokens), or anything else. Labels
+            that are shifted already (``shift_labels``) are the ones that count.
         shifted: the model compares token ``t`` with label ``t + 1``, so each sample's first label is none.
     """
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if labels is None:
         return samples_in(batch)
+    if "shift_labels" in batch:
+        labels, shifted = batch["shift_labels"], False
     if labels.is_floating_point():
         return len(labels)  # a regression: its loss is a mean over the samples
     if shifted and labels.ndim > 1:

@@ -13,13 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AlbertTokenizer, AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast, RobertaTokenizer
 
 from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.masking import MaskedWindows, MaskTokens, word_starts
+from rapidformer_templates.data.masking import MaskTokens, word_starts
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.tasks.pretraining import MaskWindows
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.targets import IGNORED
-
-from .conftest import TINY, write_jsonl
+from tests.data.conftest import TINY, write_jsonl
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP, MASK = 2, 3, 4
@@ -73,8 +72,8 @@ def test_masking_depends_on_its_generator_only(bert_folder: Path) -> None:
 
 def test_short_windows_keep_their_ends(bert_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bert_folder)
-    row = np.asarray([2, *range(10, 40), 3])
-    cut = MaskWindows(MaskTokens(tokenizer, 0.0), 0.25)
+    row = np.arange(10, 40, dtype=np.uint16)
+    cut = MaskWindows(MaskTokens(tokenizer, 0.0), (2, 3), 0.25)
     rows = [cut({"input_ids": row}, np.random.default_rng(i))["input_ids"] for i in range(2000)]
     lengths = np.asarray([len(r) for r in rows])
     assert all(r[0] == 2 and r[-1] == 3 for r in rows)
@@ -208,56 +207,6 @@ def test_small_token_types_are_enough(pieces: BertTokenizer) -> None:
     assert np.array_equal(small["labels"], large["labels"])
     assert np.array_equal(small["input_ids"], large["input_ids"])
     assert (small["labels"] == IGNORED).any()
-
-
-# Windows
-
-
-class Windows:
-    """Raw windows in an order of their own; each epoch they are others."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, position: int) -> dict[str, np.ndarray]:
-        return {"input_ids": (WORD + position % 50 + np.arange(30)).astype(np.uint16)}
-
-
-def windows(mask: MaskTokens, short: float, seed: int = 5) -> MaskedWindows:
-    return MaskedWindows(Windows(), mask, cls_token_id=CLS, sep_token_id=SEP, short_probability=short, seed=seed)
-
-
-def test_windows_are_framed_and_cut_short(pieces: BertTokenizer) -> None:
-    samples, count = windows(MaskTokens(pieces, 0.0), 0.25), 3000
-    assert len(samples) == 10
-    rows = [samples[p]["input_ids"] for p in range(count)]
-    for position, row in enumerate(rows):
-        assert (row[0], row[-1]) == (CLS, SEP)
-        assert row[1:-1].tolist() == Windows()[position]["input_ids"][: len(row) - 2].tolist()
-    lengths = np.asarray([len(row) - 2 for row in rows])
-    assert abs((lengths < 30).mean() - 0.25 * 29 / 30) < 4 * np.sqrt(0.2417 * 0.7583 / count)
-    for length in range(1, 30):
-        assert abs((lengths == length).mean() - 0.25 / 30) < 5 * np.sqrt(0.25 / 30 / count)
-    always = windows(MaskTokens(pieces, 0.0), 1.0)
-    assert {len(always[p]["input_ids"]) - 2 for p in range(1000)} == set(range(1, 31))
-
-
-def test_windows_are_masked_by_seed_and_position_only(pieces: BertTokenizer) -> None:
-    mask = MaskTokens(pieces, 0.3)
-    samples, plain = windows(mask, 0.2), windows(MaskTokens(pieces, 0.0), 0.2)
-    backwards = [samples[p] for p in reversed(range(40))][::-1]
-    for position in range(40):
-        sample, ids = samples[position], plain[position]["input_ids"]
-        assert np.array_equal(sample["input_ids"], backwards[position]["input_ids"])
-        restored = np.where(sample["labels"] != IGNORED, sample["labels"], sample["input_ids"])
-        assert np.array_equal(restored, ids)
-    assert not np.array_equal(samples[0]["labels"], samples[50]["labels"])  # the same window later
-    assert not np.array_equal(samples[0]["labels"], windows(mask, 0.2, seed=6)[0]["labels"])
-
-
-def test_a_share_of_short_windows_must_be_one(pieces: BertTokenizer) -> None:
-    with pytest.raises(DataError, match=r"1\.2 is not a share"):
-        windows(MaskTokens(pieces, 0.15), 1.2)
 
 
 # Flags

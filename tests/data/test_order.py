@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer_templates.data.loader import Request, eval_requests, train_requests
-from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.data.order import WINDOW, SampleOrder
 
 SIZES = st.integers(1, 60)
 BATCHES = st.integers(1, 16)
@@ -105,3 +105,21 @@ def test_evaluation_sees_each_sample_once_with_equal_work(grouped: bool) -> None
     assert len({len(requests) for requests in ranks}) == 1
     seen = [sample for requests in ranks for request in requests if not request.idle for sample in request.samples]
     assert sorted(seen) == list(range(21))
+
+
+def test_grouped_epochs_are_drawn_anew() -> None:
+    """Other batches in each epoch, in an order that says nothing of the lengths."""
+    lengths = np.random.default_rng(6).lognormal(4, 0.8, 4000).astype(np.int64) + 1
+    order = SampleOrder(4000, 8, 5, by_epochs=True, lengths=lengths)
+    mates: list[dict[int, set[int]]] = []
+    for epoch in range(2):
+        batches = [
+            order.step(epoch * order.steps_per_epoch + step)[0].tolist() for step in range(order.steps_per_epoch)
+        ]
+        mates.append({sample: set(batch) - {sample} for batch in batches for sample in batch})
+        means = [lengths[batch].mean() for batch in batches]
+        # 500 places: random ones correlate with a standard deviation of 0.045.
+        for places in (np.arange(len(means)), np.arange(len(means)) % WINDOW):
+            assert abs(np.corrcoef(places, means)[0, 1]) < 0.2
+    kept = np.mean([len(mates[0][sample] & mates[1][sample]) / 7 for sample in range(4000)])
+    assert kept < 0.1

@@ -6,20 +6,19 @@ import math
 import pickle
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AlbertConfig, AlbertForPreTraining, BertConfig, BertForPreTraining, BertTokenizer
+from transformers import BertTokenizer
 
-from rapidformer_templates.architectures import pair_label_of
 from rapidformer_templates.data import sentence_pairs
-from rapidformer_templates.data.collate import PadCollate
+from rapidformer_templates.data.blend import Blend
+from rapidformer_templates.data.index_cache import IndexCache
 from rapidformer_templates.data.indexed import IndexedDataset
 from rapidformer_templates.data.indexed_writer import IndexedWriter
 from rapidformer_templates.data.masking import MaskTokens
@@ -28,13 +27,12 @@ from rapidformer_templates.data.sentence_pairs import (
     SentencePairs,
     _cut_at_random,
     lay_out,
-    pair_loss,
     truncated_lengths,
 )
-from rapidformer_templates.errors import DataError, RapidformerError
+from rapidformer_templates.errors import DataError
 from rapidformer_templates.targets import IGNORED
 
-PAD, CLS, SEP, FIRST, FEW, WORDS = 0, 2, 3, 5, 2000, 20_000
+CLS, SEP, FIRST, FEW, WORDS = 2, 3, 5, 2000, 20_000
 Corpus = list[list[int]]
 """The lengths of each document's sentences."""
 
@@ -278,8 +276,7 @@ def test_a_sample_depends_on_seed_and_position_only(tokenizer: BertTokenizer, tm
         assert all(np.array_equal(sample[name], backwards[position][name]) for name in sample)
     other = make(dataset, mask, seed=8)
     assert any(not np.array_equal(pairs[p]["input_ids"], other[p]["input_ids"]) for p in range(5))
-    with pytest.raises(IndexError):
-        pairs[-1]
+    assert np.array_equal(pairs[-1]["input_ids"], pairs[len(pairs) - 1]["input_ids"])
 
 
 def test_masks_hide_tokens_of_the_pair(tokenizer: BertTokenizer, no_mask: MaskTokens, tmp_path: Path) -> None:
@@ -312,27 +309,39 @@ def test_no_tables_travel_to_loader_processes(no_mask: MaskTokens, tmp_path: Pat
     assert abs(sizes[0] - sizes[1]) < 50
 
 
-def test_tables_come_from_the_cache(no_mask: MaskTokens, tmp_path: Path) -> None:
-    made: dict[str, np.ndarray] = {}
-    calls: list[str] = []
-
-    def cache(name: str, build: Callable[[], np.ndarray]) -> np.ndarray:
-        calls.append(name)
-        if name not in made:
-            made[name] = build()
-        return made[name]
-
-    dataset = write(some_corpus(20), tmp_path)
+def test_tables_come_from_the_cache(no_mask: MaskTokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, cache = write(some_corpus(20), tmp_path), IndexCache(tmp_path / "tables")
     pairs = make(dataset, no_mask, cache=cache)
-    for position in range(2 * len(pairs)):
-        pairs[position]
-    assert len(calls) == len(set(calls)) == 3  # the chunks, and the order of two epochs
+    positions = range(2 * len(pairs))
+    expected = [pairs[p]["input_ids"].tolist() for p in positions]
+    folders = sorted(path for path in (tmp_path / "tables").iterdir() if path.is_dir())
+    assert len(folders) == 3  # the chunks, and the order of two epochs
+    monkeypatch.setattr(sentence_pairs, "lay_out", None)
+    again = pickle.loads(pickle.dumps(make(dataset, no_mask, cache=cache)))
+    assert [again[p]["input_ids"].tolist() for p in positions] == expected
+    monkeypatch.undo()
     changes = [{"seed": 8}, {"short_probability": 0.1}, {"seq_length": 44}, {"documents": (1, 20)}]
-    for change in changes:
-        known = set(made)
+    for i, change in enumerate(changes):
         make(dataset, no_mask, cache=cache, **change)[0]
-        assert len(set(made) - known) == 2, change  # none is taken for another's
-    assert len(made) == 3 + 2 * len(changes)
+        folders = [path for path in (tmp_path / "tables").iterdir() if path.is_dir()]
+        assert len(folders) == 3 + 2 * (i + 1), change  # none is taken for another's
+
+
+def test_what_a_resumed_run_is_compared_by(no_mask: MaskTokens, tmp_path: Path) -> None:
+    pairs = make(write([[1, 2], [3, 4]], tmp_path), no_mask)
+    assert pairs.identity == "2 sentence pairs of up to 43 tokens"
+
+
+def test_sets_of_pairs_blend(no_mask: MaskTokens, tmp_path: Path) -> None:
+    sets = []
+    for i in range(2):
+        (tmp_path / str(i)).mkdir()
+        sets.append(make(write(some_corpus(10, i), tmp_path / str(i)), no_mask, seed=i))
+    blend = Blend(sets, ["0.25", "0.75"])
+    sources, places = blend.origin(np.arange(40))
+    for position in range(40):
+        expected = sets[sources[position]][int(places[position])]
+        assert np.array_equal(blend[position]["input_ids"], expected["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -373,72 +382,3 @@ def test_the_example_of_the_documentation_runs(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert all(line.startswith("[CLS] ") and line.count("[SEP]") == 2 for line in lines)
-
-
-# In transformers' models
-
-
-COLLATE = PadCollate({"input_ids": PAD, "token_type_ids": 0, "labels": IGNORED})
-SIZES = {
-    "vocab_size": FIRST + FEW, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 32, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
-def models() -> Iterator[tuple[str, Any]]:
-    torch.manual_seed(0)
-    yield "next_sentence_label", BertForPreTraining(BertConfig(**SIZES)).eval()
-    yield "sentence_order_label", AlbertForPreTraining(AlbertConfig(**SIZES, embedding_size=8)).eval()
-
-
-def test_models_take_the_batches_and_their_losses_are_ours(tokenizer: BertTokenizer, tmp_path: Path) -> None:
-    dataset, mask = write(some_corpus(30), tmp_path), MaskTokens(tokenizer, 0.15, at_least_one=True)
-    for label, model in models():
-        assert pair_label_of(model.config.model_type) == label
-        pairs = make(dataset, mask, label=label)
-        samples = [pairs[p] for p in range(12)]
-        assert {sample[label] for sample in samples} == {0, 1}
-        batch = COLLATE(samples)
-        masked = int((batch["labels"] != IGNORED).sum())
-        with torch.no_grad():
-            reference = model(**batch).loss
-            total, count = pair_loss(model, batch, label, masked / 12)
-        assert count == masked
-        assert torch.isfinite(reference)
-        # With the batch's own mean number of masked tokens the two agree.
-        torch.testing.assert_close(total / count, reference)
-
-
-def test_the_loss_does_not_depend_on_padding_or_on_how_a_batch_is_cut(tokenizer: BertTokenizer, tmp_path: Path) -> None:
-    dataset, mask = write(some_corpus(30), tmp_path), MaskTokens(tokenizer, 0.15, at_least_one=True)
-    for label, model in models():
-        model.double()
-        pairs = make(dataset, mask, label=label, short_probability=0.5)
-        samples = [pairs[p] for p in range(8)]
-        assert len({len(sample["input_ids"]) for sample in samples}) > 1
-        weight = mask.probability * pairs.mean_tokens
-        with torch.no_grad():
-            whole = pair_loss(model, COLLATE(samples), label, weight)
-            cuts = [pair_loss(model, COLLATE(samples[i:j]), label, weight) for i, j in ((0, 1), (1, 4), (4, 8))]
-        torch.testing.assert_close(sum(total for total, _ in cuts), whole[0])
-        assert sum(count for _, count in cuts) == whole[1]
-
-
-@pytest.mark.parametrize("model_type", ["bert", "big_bird", "ernie", "megatron-bert", "mobilebert"])
-def test_architectures_with_next_sentences(model_type: str) -> None:
-    assert pair_label_of(model_type) == "next_sentence_label"
-
-
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        ("roberta", "no head that tells"),
-        ("electra", "no head that tells"),
-        ("gpt2", "no head that tells"),
-        ("fnet", "no padding mask"),
-    ],
-)
-def test_architectures_without_a_head_for_pairs_are_refused(model_type: str, message: str) -> None:
-    with pytest.raises(RapidformerError, match=message) as error:
-        pair_label_of(model_type)
-    assert error.value.hint

@@ -60,6 +60,12 @@ def _partitioning(options: argparse.Namespace) -> int:
     return partitioning.main(options)
 
 
+def _reading(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import reading
+
+    return reading.main(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)
@@ -67,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
-    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults|saving|partitioning")
+    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults|saving|partitioning|reading")
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
     overhead.add_argument("--rounds", type=_positive, default=60, help="pairs of turns a loop (default: 60)")
@@ -97,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     saving.add_argument("--repeats", type=_positive, default=8, help="saves in each way (default: 8)")
     saving.add_argument("--folder", type=Path, metavar="DIR", help="on the disk in question (default: temporary files)")
     saving.set_defaults(run=_saving)
+
+    reading = commands.add_parser("reading", parents=[output], help="how fast an indexed data set is read")
+    reading.add_argument("--repeats", type=_positive, default=10, help="turns of each reader (default: 10)")
+    reading.add_argument("--megatokens", type=_size, default=60, help="size of the corpus (default: 60)")
+    reading.add_argument("--samples", type=_positive, default=10**8, help="in the large index (default: 10^8)")
+    reading.add_argument("--folder", type=Path, metavar="DIR", help="where to make the corpus (default: temporary)")
+    reading.set_defaults(run=_reading)
 
     _add_partitioning(commands.add_parser("partitioning", parents=[output], help="speed and memory of each solution"))
     return parser

@@ -22,8 +22,17 @@ class Ragged:
     def __init__(self, rows: Iterable[Sequence[int] | np.ndarray]) -> None:
         rows = list(rows)
         lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-        self.values = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(lengths.sum()))
-        self.lengths = lengths
+        self._hold(np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(lengths.sum())), lengths)
+
+    @classmethod
+    def from_flat(cls, values: np.ndarray, lengths: np.ndarray) -> Ragged:
+        """Rows of these lengths that stand one behind the other in ``values``."""
+        ragged = cls.__new__(cls)
+        ragged._hold(values.astype(np.int32, copy=False), lengths)
+        return ragged
+
+    def _hold(self, values: np.ndarray, lengths: np.ndarray) -> None:
+        self.values, self.lengths = values, lengths
         # Python integers: slicing by them is twice as fast as by numpy's.
         self.ends: list[int] = [0, *np.cumsum(lengths).tolist()]
 
@@ -32,6 +41,13 @@ class Ragged:
 
     def __getitem__(self, row: int) -> np.ndarray:
         return self.values[self.ends[row] : self.ends[row + 1]]
+
+    def gather(self, rows: np.ndarray) -> np.ndarray:
+        """The values of some rows, one behind the other, in one indexing of the flat array."""
+        lengths = self.lengths[rows]
+        shifts = np.asarray(self.ends)[rows] - (np.cumsum(lengths) - lengths)
+        gathered: np.ndarray = self.values[np.arange(lengths.sum()) + np.repeat(shifts, lengths)]
+        return gathered
 
 
 class TokenizedSamples(Sequence[dict[str, Any]]):
@@ -42,8 +58,8 @@ class TokenizedSamples(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, fields: Mapping[str, Ragged | list[Any]]) -> None:
-        self._fields = dict(fields)
-        self._count = len(next(iter(self._fields.values())))
+        self.fields = dict(fields)
+        self._count = len(next(iter(self.fields.values())))
 
     def __len__(self) -> int:
         return self._count
@@ -51,7 +67,7 @@ class TokenizedSamples(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._count:
             index = range(self._count)[index]  # negative indices count from the end; beyond it is an IndexError
-        return {name: values[index] for name, values in self._fields.items()}
+        return {name: values[index] for name, values in self.fields.items()}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -60,23 +76,29 @@ class TokenizedSamples(Sequence[dict[str, Any]]):
 
     def lengths_of(self, name: str) -> np.ndarray:
         """Length of the rows of one field."""
-        field = self._fields[name]
+        return self.rows_of(name).lengths
+
+    def rows_of(self, name: str) -> Ragged:
+        """The rows of one field."""
+        field = self.fields[name]
         assert isinstance(field, Ragged)
-        return field.lengths
+        return field
 
 
 class PadCollate:
-    """Batches padded on the right to their longest row.
+    """Batches padded on the right to their longest row, or to one length.
 
     Args:
         padding: for each field that is a row, the value that fills it up. Other fields become a
             tensor of one value a sample.
         mask: add ``attention_mask``, 1 on tokens and 0 on padding, shape (samples, tokens).
+        length: the length of all rows; None is that of the longest in the batch.
     """
 
-    def __init__(self, padding: Mapping[str, int], *, mask: bool = True) -> None:
+    def __init__(self, padding: Mapping[str, int], *, mask: bool = True, length: int | None = None) -> None:
         self.padding = dict(padding)
         self.mask = mask
+        self.length = length
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         batch: dict[str, torch.Tensor] = {}
@@ -85,17 +107,17 @@ class PadCollate:
             if name not in self.padding:
                 batch[name] = torch.tensor(column)
                 continue
-            padded, filled = pad_rows(column, self.padding[name])
+            padded, filled = pad_rows(column, self.padding[name], self.length)
             batch[name] = torch.from_numpy(padded)
             if self.mask and name == "input_ids":
                 batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))
         return batch
 
 
-def pad_rows(rows: Sequence[np.ndarray], padding: int) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 array of shape (rows, longest), bool array that is True where it holds a value)."""
+def pad_rows(rows: Sequence[np.ndarray], padding: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 array of shape (rows, length or longest), bool array that is True where it holds a value)."""
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    longest = max(1, int(lengths.max()))  # models cannot take zero tokens, and an empty text has none
+    longest = length or max(1, int(lengths.max()))  # models cannot take zero tokens, and an empty text has none
     filled = np.arange(longest) < lengths[:, None]
     padded = np.full(filled.shape, padding, dtype=np.int64)
     padded[filled] = np.concatenate(rows)
@@ -121,6 +143,46 @@ class CausalCollate:
         if self.mask:
             batch["attention_mask"] = torch.from_numpy(filled.astype(np.int64))
         return batch
+
+
+class WindowCollate:
+    """Batches of windows of one length for causal language models, each token the target of the one before it.
+
+    A window has one token more than the model is given: its last token is a target only. So the targets
+    are shifted here (``shift_labels`` of transformers, shape (samples, tokens)); ``labels`` only switch
+    the loss on. All windows are of one length, so there is no padding and no mask.
+
+    Args:
+        keeps_documents_apart: no token sees another document: positions begin anew with each document,
+            by which transformers masks the attention, and its first token is no target.
+    """
+
+    def __init__(self, *, keeps_documents_apart: bool = False) -> None:
+        self.keeps_documents_apart = keeps_documents_apart
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        tokens = _stacked(samples, "input_ids")
+        inputs = torch.from_numpy(tokens[:, :-1].astype(np.int64))
+        targets = tokens[:, 1:].astype(np.int64)
+        batch = {"input_ids": inputs, "labels": inputs}
+        if self.keeps_documents_apart:
+            documents = _stacked(samples, "documents")
+            begins = np.diff(documents, axis=1) != 0
+            targets[begins] = IGNORED
+            batch["position_ids"] = torch.from_numpy(_positions(begins[:, :-1]))
+        return batch | {"shift_labels": torch.from_numpy(targets)}
+
+
+def _stacked(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """The rows of one length as one array; a single copy."""
+    return np.concatenate([sample[name] for sample in samples]).reshape(len(samples), -1)
+
+
+def _positions(begins: np.ndarray) -> np.ndarray:
+    """Place of each token in its document, int64; ``begins`` says so of all but the first token of a row."""
+    places = np.arange(begins.shape[1] + 1)
+    starts = np.where(np.pad(begins, ((0, 0), (1, 0))), places, 0)
+    return places - np.maximum.accumulate(starts, axis=1)
 
 
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]

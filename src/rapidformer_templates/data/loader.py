@@ -41,12 +41,20 @@ class MicroBatch:
         samples: indices of its samples.
         targets: number of targets in it that the loss is a mean over.
         idle: it counts for nothing.
+        size: (samples, tokens) in it where one item of the data set holds several samples; None where
+            they can be read off the batch.
     """
 
     batch: Batch
     samples: list[int]
     targets: float = 0
     idle: bool = False
+    size: tuple[int, int] | None = None
+
+    @property
+    def sample_count(self) -> int:
+        """Samples in it."""
+        return self.size[0] if self.size else len(self.samples)
 
     def pin_memory(self) -> MicroBatch:
         """This micro batch in page-locked memory; the loader calls it."""
@@ -59,6 +67,7 @@ class _Fetcher(Dataset[MicroBatch]):
 
     def __init__(self, samples: Any, data: Data) -> None:
         self.samples = samples
+        self.size_of: Callable[[list[int]], tuple[int, int]] | None = getattr(samples, "size_of", None)
         self.augment = data.augment
         self.collate = data.collate or default_collate
 
@@ -68,7 +77,8 @@ class _Fetcher(Dataset[MicroBatch]):
         if self.augment:
             generators = (np.random.default_rng((*request.key, place)) for place in request.places)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
-        return MicroBatch(self.collate(items), request.samples, idle=request.idle)
+        size = self.size_of(request.samples) if self.size_of else None
+        return MicroBatch(self.collate(items), request.samples, idle=request.idle, size=size)
 
 
 def train_requests(
@@ -123,12 +133,14 @@ def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: b
 
 
 def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | None:
-    """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``."""
+    """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``.
+
+    A set whose ``lengths`` are None has none: they are all alike, or not known beforehand.
+    """
     if training and data.lengths is not None:
         return np.asarray(data.lengths)
-    own = getattr(samples, "lengths", None)
-    if own is not None and not callable(own):
-        return np.asarray(own)
+    if hasattr(samples, "lengths") and not callable(samples.lengths):
+        return None if samples.lengths is None else np.asarray(samples.lengths)
     if len(samples) and isinstance(samples[0], Mapping) and "input_ids" in samples[0]:
         return np.fromiter((len(samples[i]["input_ids"]) for i in range(len(samples))), np.int64, len(samples))
     return None

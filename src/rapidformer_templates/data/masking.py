@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -112,65 +112,6 @@ def _parts(steps: list[Any]) -> Iterator[Mapping[str, Any]]:
         if step is not None:
             yield step
             yield from _parts(step.get("pretokenizers", []) + step.get("decoders", []))
-
-
-class RawWindows(Protocol):
-    """Windows of the token stream in an order of their own.
-
-    ``len`` is their number in an epoch; item ``p`` ≥ 0, of epoch ``p // len``, holds the tokens under ``input_ids``.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, position: int, /) -> Mapping[str, Any]: ...
-
-
-class MaskedWindows:
-    """Masked windows ``[CLS] … [SEP]`` of a token stream (RoBERTa's FULL-SENTENCES, Liu et al. 2019).
-
-    A sample depends on the seed and its position only.
-
-    Args:
-        windows: two tokens shorter than the sequence length.
-        mask: hides tokens.
-        cls_token_id, sep_token_id: put around each window.
-        short_probability: share of windows of which a beginning is used, from 1 token to all, evenly drawn.
-        seed: of cuts and masks.
-
-    Raises:
-        DataError: the share is not from 0 to 1.
-    """
-
-    lengths = None
-    TAG = 16
-    """Sets these draws apart from others with the same seed."""
-
-    def __init__(
-        self,
-        windows: RawWindows,
-        mask: MaskTokens,
-        *,
-        cls_token_id: int,
-        sep_token_id: int,
-        short_probability: float,
-        seed: int,
-    ) -> None:
-        check_short_probability(short_probability)
-        self.windows = windows
-        self.mask = mask
-        self.cls, self.sep = cls_token_id, sep_token_id
-        self.short_probability = short_probability
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, position: int) -> dict[str, np.ndarray]:
-        generator = np.random.default_rng((self.seed, self.TAG, position))
-        tokens = self.windows[position]["input_ids"]
-        if generator.random() < self.short_probability:
-            tokens = tokens[: int(generator.integers(1, len(tokens) + 1))]
-        return self.mask({"input_ids": np.concatenate([[self.cls], tokens, [self.sep]])}, generator)
 
 
 def check_short_probability(share: float) -> None:

@@ -27,16 +27,28 @@ class SampleOrder:
         by_epochs: whether batches stop at the end of an epoch.
         lengths: lengths of the samples, to put those of like lengths into one batch; None for plain
             random batches.
+        in_order: the set is in its own order, which goes on over its epochs: sample ``p`` is at position ``p``.
+        identity: what the samples depend on beside the seed, in words, where the set tells.
     """
 
     def __init__(
-        self, size: int, global_batch: int, seed: int, *, by_epochs: bool, lengths: np.ndarray | None = None
+        self,
+        size: int,
+        global_batch: int,
+        seed: int,
+        *,
+        by_epochs: bool,
+        lengths: np.ndarray | None = None,
+        in_order: bool = False,
+        identity: str | None = None,
     ) -> None:
         self.size = size
         self.global_batch = global_batch
         self.seed = seed
         self.by_epochs = by_epochs
         self.lengths = lengths
+        self.in_order = in_order
+        self.identity = identity
         self.steps_per_epoch = math.ceil(size / global_batch)
         self._permutations: dict[int, np.ndarray] = {}
         self._window: tuple[tuple[int, int], list[np.ndarray]] = ((-1, -1), [])
@@ -77,6 +89,8 @@ class SampleOrder:
         return self._window[1][place]
 
     def _samples(self, positions: np.ndarray) -> np.ndarray:
+        if self.in_order:
+            return positions
         first, last = int(positions.min()) // self.size, int(positions.max()) // self.size
         if first == last:  # nearly always, and several times faster
             return self._permutation(first)[positions - first * self.size]

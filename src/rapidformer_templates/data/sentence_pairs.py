@@ -11,22 +11,20 @@ at each position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn.functional import cross_entropy
 
 from rapidformer_templates.architectures import PairLabel
+from rapidformer_templates.data.index_cache import IndexCache, Tables, identity, key_of
 from rapidformer_templates.data.indexed import IndexedDataset
 from rapidformer_templates.data.masking import MaskTokens, check_short_probability
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import IGNORED
 
-Cache = Callable[[str, Callable[[], np.ndarray]], np.ndarray]
-"""Gives the table of a name, which it may have kept; else the function makes it."""
+TABLES_VERSION = 1
+"""Part of the tables' names: raise it when their meaning changes."""
 
 SAMPLES, CHUNKS, ORDERS = 18, 19, 20
 """Set these draws apart from one another, and from others with the same seed."""
@@ -35,12 +33,7 @@ BLOCK = 1 << 20
 """Sentences that are laid out at a time (or one document, if it has more); it bounds the memory."""
 
 
-def in_memory(name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """A :data:`Cache` that keeps nothing."""
-    return make()
-
-
-class SentencePairs:
+class SentencePairs(Sequence[dict[str, Any]]):
     """Pairs ``[CLS] A [SEP] B [SEP]`` of a set whose sequences are sentences.
 
     ``len`` is the number of samples of an epoch; item ``p`` ≥ 0 is of epoch ``p // len``. A sample is a
@@ -58,8 +51,7 @@ class SentencePairs:
         label: ``next_sentence_label``: B is of another document where it does not follow;
             ``sentence_order_label``: A and B changed places.
         seed: of everything random.
-        cache: keeps the table of chunks and the order of each epoch. Its names tell parameters apart, not
-            data sets.
+        cache: keeps the chunks and the order of each epoch.
 
     Attributes:
         single: documents of one sentence, which give no pair (but may be a B of another document's A).
@@ -69,7 +61,9 @@ class SentencePairs:
             no second document to take a B from.
     """
 
+    in_order = True
     lengths = None
+    """Not known beforehand: a B of another document may be shorter."""
 
     def __init__(
         self,
@@ -83,7 +77,7 @@ class SentencePairs:
         short_probability: float,
         seed: int,
         label: PairLabel = "next_sentence_label",
-        cache: Cache = in_memory,
+        cache: IndexCache | None = None,
     ) -> None:
         if seq_length < 5:
             message = f"a pair of sentences does not fit into {seq_length} tokens"
@@ -97,7 +91,7 @@ class SentencePairs:
         self.short_probability = short_probability
         self.seed = seed
         self.label = label
-        self.cache = cache
+        self.cache = cache or IndexCache()
         self._orders: dict[int, np.ndarray] = {}
         self._check()
 
@@ -107,7 +101,7 @@ class SentencePairs:
         self.single = int((sizes == 1).sum())
         if self.single == last - first:
             message = f"none of the {last - first:,} documents has two sentences"
-            hint = "make the set with a sequence for each sentence, or train on windows instead of pairs"
+            hint = "make the set with rapidformer data preprocess --split-sentences, or train on windows of the text"
             raise DataError(message, where=self.dataset.prefix, hint=hint)
         if last - first < 2 and self.label == "next_sentence_label":
             message = "there is one document only, so that none is left to take another second sentence from"
@@ -116,15 +110,20 @@ class SentencePairs:
     @cached_property
     def chunks(self) -> np.ndarray:
         """First sentence, the one after the last, and target length of each chunk; int64, shape (chunks, 3)."""
-        name = f"pairs-{self._name}"
-        return self.cache(
-            name, lambda: lay_out(self.dataset, self.documents, self.content, self.short_probability, self.seed)
-        )
+
+        def make() -> Tables:
+            return {"chunks": lay_out(self.dataset, self.documents, self.content, self.short_probability, self.seed)}
+
+        return self.cache(self._name("chunks"), make)["chunks"]
+
+    def _name(self, *table: Any) -> str:
+        facts = [identity(self.dataset.prefix), self.documents, self.content, self.short_probability, self.seed]
+        return "pairs-" + key_of([TABLES_VERSION, *facts, *table])
 
     @property
-    def _name(self) -> str:
-        first, last = self.documents
-        return f"{first}-{last}-{self.content}-{self.short_probability}-{self.seed}"
+    def identity(self) -> str:
+        """What the samples depend on beside the seed; a resumed run must have the same."""
+        return f"{len(self)} sentence pairs of up to {self.content + 3} tokens"
 
     @property
     def mean_tokens(self) -> float:
@@ -135,9 +134,9 @@ class SentencePairs:
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def __getitem__(self, position: int) -> dict[str, Any]:
+    def __getitem__(self, position: Any) -> Any:
         if position < 0:
-            raise IndexError("positions count from 0")
+            position = range(len(self))[position]
         first, end, target = self.chunks[self._order(position // len(self))[position % len(self)]].tolist()
         generator = np.random.default_rng((self.seed, SAMPLES, position))
         cut = int(generator.integers(first + 1, end))
@@ -158,9 +157,8 @@ class SentencePairs:
             for old in [e for e in self._orders if e < epoch - 1]:  # a batch may reach over the border of two
                 del self._orders[old]
             generator = np.random.default_rng((self.seed, ORDERS, epoch))
-            self._orders[epoch] = self.cache(
-                f"pairs-order-{self._name}-{epoch}", lambda: generator.permutation(len(self))
-            )
+            tables = self.cache(self._name("order", epoch), lambda: {"order": generator.permutation(len(self))})
+            self._orders[epoch] = tables["order"]
         return self._orders[epoch]
 
     def _read(self, first: int, end: int) -> np.ndarray:
@@ -265,19 +263,3 @@ def _cut_at_random(tokens: np.ndarray, length: int, generator: np.random.Generat
         return tokens
     front = int(generator.binomial(len(tokens) - length, 0.5))
     return tokens[front : front + length]
-
-
-def pair_loss(model: Any, batch: dict[str, torch.Tensor], label: PairLabel, weight: float) -> tuple[Any, int]:
-    """(sum of both losses over the batch, number of masked tokens).
-
-    Transformers adds the mean over masked tokens and the mean over samples, which no sum over micro
-    batches gives. Here each sample's pair counts as ``weight`` masked tokens; with their mean number a
-    sample (``mask.probability * pairs.mean_tokens``) both means weigh the same over a global batch, and
-    the loss does not depend on how that is cut.
-    """
-    inputs = {name: values for name, values in batch.items() if name not in ("labels", label)}
-    outputs = model(**inputs)
-    labels, targets = batch["labels"].flatten(), batch[label]
-    pairs = outputs.sop_logits if label == "sentence_order_label" else outputs.seq_relationship_logits
-    masked = cross_entropy(outputs.prediction_logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
-    return masked + weight * cross_entropy(pairs, targets, reduction="sum"), int((labels != IGNORED).sum())

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.data.masking import RawWindows
 from rapidformer_templates.errors import DataError
 
 
@@ -94,45 +95,30 @@ def sentinels_of(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
 
 
 class SpanCorruption:
-    """Windows with hidden spans: ``input_ids``, and ``labels`` for the decoder (transformers shifts them itself).
-
-    A sample depends on the seed and its position only.
+    """Hide spans of a window: ``input_ids``, and ``labels`` for the decoder (transformers shifts them itself).
 
     Args:
-        windows: of ``sizes.window`` tokens each.
-        sizes: see :func:`span_sizes`.
+        sizes: of windows and spans, see :func:`span_sizes`.
         sentinels: the tokens that stand for the first span, the second, …; see :func:`sentinels_of`.
         eos_token_id: the end of inputs and labels.
-        seed: of the spans.
 
     Raises:
         DataError: there are fewer sentinels than spans.
     """
 
-    lengths = None
-    TAG = 17
-    """Sets these draws apart from others with the same seed."""
-
-    def __init__(
-        self, windows: RawWindows, sizes: SpanSizes, *, sentinels: np.ndarray, eos_token_id: int, seed: int
-    ) -> None:
+    def __init__(self, sizes: SpanSizes, sentinels: np.ndarray, eos_token_id: int) -> None:
         if sizes.spans > len(sentinels):
             message = f"a window has {sizes.spans} spans, the tokenizer only {len(sentinels)} sentinel tokens"
             hint = "use a shorter --seq-length or a greater --mean-span-length"
             raise DataError(message, where=f"--seq-length {sizes.inputs}", hint=hint)
-        self.windows = windows
         self.sizes = sizes
         self.sentinels = sentinels
         self.end = [eos_token_id]
-        self.seed = seed
 
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, position: int) -> dict[str, np.ndarray]:
-        tokens = self.windows[position]["input_ids"]
+    def __call__(self, sample: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+        tokens = sample["input_ids"]
         assert len(tokens) == self.sizes.window
-        hidden = hidden_spans(self.sizes, np.random.default_rng((self.seed, self.TAG, position)))
+        hidden = hidden_spans(self.sizes, generator)
         return {"input_ids": self._behind_sentinels(tokens, hidden), "labels": self._behind_sentinels(tokens, ~hidden)}
 
     def _behind_sentinels(self, tokens: np.ndarray, hidden: np.ndarray) -> np.ndarray:

@@ -19,7 +19,9 @@ class Data:
 
     Attributes:
         train, valid, test: anything with ``len`` and integer indexing (a list, a ``datasets.Dataset``,
-            a torch map-style data set); one item is one sample.
+            a torch map-style data set); one item is one sample. A training set with ``in_order = True``
+            is taken in its own order, without shuffling: it must have an item for every index from 0
+            on, where ``index // len`` is the epoch.
         collate: makes a batch of a list of samples. It must not draw random numbers: what is random
             belongs in ``augment``, so that a sample does not depend on the batch that it falls into.
         augment: changes a training sample each time it is used, drawing from the generator that it is

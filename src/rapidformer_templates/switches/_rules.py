@@ -118,6 +118,32 @@ def _in_this_version(request: Request) -> list[Finding]:
     return [*later, *not_in_this_version(request)]
 
 
+def _packs_samples(request: Request) -> list[Finding]:
+    data, task = request.config.data, request.config.training.task
+    if not data.pack_sequences or task == "causal_lm":
+        return []
+    message = f"packed samples need --task causal_lm, not {task or 'data of your own'}"
+    changes = (drop({"pack_sequences": False}), replace({"task": "causal_lm"}))
+    return [Finding(message, request.asked("pack_sequences", "task"), changes=changes)]
+
+
+def _groups_packed_rows(request: Request) -> list[Finding]:
+    if not (request.config.data.pack_sequences and request.config.data.group_by_length):
+        return []
+    asked = request.asked("group_by_length", "pack_sequences")
+    changes = (drop({"group_by_length": None}), drop({"pack_sequences": False}))
+    return [Finding("--group-by-length has nothing to group in packed rows", asked, changes=changes)]
+
+
+def _learns_answers(request: Request) -> list[Finding]:
+    asked, task = request.config.data.loss_on, request.config.training.task
+    if asked is None or task == "causal_lm":
+        return []
+    message = f"--loss-on {asked} needs --task causal_lm, not {task or 'data of your own'}"
+    changes = (drop({"loss_on": None}), replace({"task": "causal_lm"}))
+    return [Finding(message, request.asked("loss_on", "task"), changes=changes)]
+
+
 RULES = (
     Rule(
         "RF008",
@@ -206,6 +232,31 @@ RULES = (
         "[rapidformer_templates]",
         _has_companion,
         Example("--moe-top-k 2"),
+    ),
+    Rule(
+        "RF050",
+        "Sequence packing is for --task causal_lm.",
+        "packed samples are kept apart by a causal block-diagonal mask; other tasks look both ways, have one label a "
+        "row, or have rows of one length already",
+        "[rapidformer_templates]",
+        _packs_samples,
+        Example("--task sequence_classification --pack-sequences"),
+    ),
+    Rule(
+        "RF051",
+        "Packed rows are not grouped by length.",
+        "each of them is as long as the others",
+        "[rapidformer_templates]",
+        _groups_packed_rows,
+        Example("--task causal_lm --pack-sequences --group-by-length"),
+    ),
+    Rule(
+        "RF052",
+        "--loss-on is for --task causal_lm.",
+        "in other tasks the labels of the data set say what is learned",
+        "[rapidformer_templates]",
+        _learns_answers,
+        Example("--task masked_lm --loss-on answers"),
     ),
     Rule(
         "RF090",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.config import RunConfig
@@ -35,6 +36,7 @@ class Task(ABC):
             :meth:`predict`.
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
             :meth:`build_data`.
+        notes: what people should know of the data; set by :meth:`build_data`.
     """
 
     name: ClassVar[str]
@@ -46,6 +48,7 @@ class Task(ABC):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.skipped: list[str] = []
+        self.notes: list[str] = []
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -81,6 +84,13 @@ class Task(ABC):
     def build_model(self) -> PreTrainedModel:
         """The model with a head for the data; called after :meth:`build_data`, seeded by the caller."""
         return build_model(self.config, self.auto_class, self.tokenizer, **self.config_overrides())
+
+    def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most tasks suit every model
+        """Look at whether the built model, which may be the user's own, can use the batches of this task.
+
+        Raises:
+            ModelError: it cannot.
+        """
 
     def config_overrides(self) -> dict[str, Any]:
         """Attributes of the model's configuration that the data decides, such as ``num_labels``."""

@@ -1,4 +1,4 @@
-"""Causal language modelling: each text is continued token by token."""
+"""Causal language modelling: each text is continued token by token; of conversations, the answers."""
 
 from __future__ import annotations
 
@@ -7,35 +7,90 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from rapidformer_templates.data.collate import CausalCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.chat import Columns, find_columns
+from rapidformer_templates.data.chat_samples import ChatReader
+from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
 from rapidformer_templates.data.reading import Part, read_dataset
-from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, texts_of, tokenized
+from rapidformer_templates.data.tasks.base import Task, as_data, texts_of, tokenized
 from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import DataError
 from rapidformer_templates.targets import IGNORED
 
 
 class CausalLM(Task):
-    """Each text is one sample, with an end token and cut to the sequence length; metric: token accuracy."""
+    """Each text, conversation or prompt with its completion is one sample, cut to the sequence length.
+
+    Texts and completions get an end token. Of plain text every token is learned, of the others the
+    answers (``--loss-on``). With ``--pack-sequences`` several samples share a row. Metric: token accuracy.
+    """
 
     name = "causal_lm"
     auto_class = "AutoModelForCausalLM"
     best_metric = "eval_loss"
     greater_is_better = False
 
+    def check(self) -> None:
+        super().check()
+        if self.packs:
+            check_packable(self.model_config.model_type, "--pack-sequences")
+
+    def check_model(self, model: nn.Module) -> None:
+        if self.packs:
+            check_packable_model(model, "--pack-sequences")
+
+    @property
+    def packs(self) -> bool:
+        """Whether several samples share a row."""
+        return self.config.data.pack_sequences
+
     def build_data(self) -> Data:
         raw = read_dataset(self.config)
-        self.skipped = raw.skipped
-        column = raw.train.column("text_column", self.config.data.text_column, TEXT_COLUMNS)
-        sets = {name: self._samples(part, column) for name, part in raw.parts().items()}
-        assert isinstance(self.tokenizer.pad_token_id, int)
-        return as_data(sets, CausalCollate(self.tokenizer.pad_token_id))
+        self.skipped, self.notes = raw.skipped, []
+        columns = find_columns(raw.train, self.config.data)
+        sets = {name: self._samples(name, part, columns.of(part)) for name, part in raw.parts().items()}
+        pad = self.tokenizer.pad_token_id
+        assert isinstance(pad, int)
+        if self.packs:
+            packed = {name: self._packed(name, samples) for name, samples in sets.items()}
+            padding = {"input_ids": pad, "labels": IGNORED, "position_ids": 0}
+            # One shape for all batches: rows are nearly full, and graphs are compiled once.
+            return as_data(packed, PadCollate(padding, mask=False, length=self.seq_length))
+        if "labels" in sets["train"].fields:
+            return as_data(sets, PadCollate({"input_ids": pad, "labels": IGNORED}))
+        return as_data(sets, CausalCollate(pad))
 
-    def _samples(self, part: Part, column: str) -> TokenizedSamples:
-        rows = tokenized(self.tokenizer, texts_of(part, part.column("text_column", column, ())))["input_ids"]
-        return TokenizedSamples(
-            {"input_ids": Ragged(self._ended(rows[i])[: self.seq_length] for i in range(len(rows)))}
+    def _samples(self, name: str, part: Part, columns: Columns) -> TokenizedSamples:
+        asked = self.config.data.loss_on
+        if columns.kind == "text":
+            if asked == "answers":
+                hint = "plain text has no answers: give messages, or prompt and completion; or leave it out"
+                raise DataError(f"the column '{columns.names[0]}' holds plain text", where="--loss-on", hint=hint)
+            rows = tokenized(self.tokenizer, texts_of(part, columns.names[0]))["input_ids"]
+            return TokenizedSamples(
+                {"input_ids": Ragged(self._ended(rows[i])[: self.seq_length] for i in range(len(rows)))}
+            )
+        reader = ChatReader(
+            self.tokenizer,
+            self.seq_length,
+            answers_only=asked != "all",
+            skip_bad=self.config.data.skip_bad_lines,
+            skipped=self.skipped,
+            notes=self.notes,
         )
+        return reader.samples(name, part, columns)
+
+    def _packed(self, name: str, samples: TokenizedSamples) -> PackedRows:
+        stream = {"train": 4, "valid": 5, "test": 6}[name]  # 0 to 3 are those of the order and of random changes
+        generator = np.random.default_rng((self.config.training.seed, stream))
+        packed = PackedRows(samples, self.seq_length, generator)
+        self.notes.append(
+            f"{name}: {len(samples):,} samples are packed into {len(packed):,} rows of {self.seq_length} tokens, "
+            f"{packed.lengths.mean() / self.seq_length:.1%} filled; batch sizes count rows"
+        )
+        return packed
 
     def _ended(self, row: np.ndarray) -> np.ndarray:
         """A text with the end token, by which the model learns where to stop."""

@@ -1,0 +1,89 @@
+"""Tables of the sample order: made once, then memory-mapped by every process that needs them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rapidformer_templates.config import RunConfig
+from rapidformer_templates.data.indexed import bin_path, idx_path
+from rapidformer_templates.errors import DataError
+
+Tables = dict[str, np.ndarray]
+
+
+def cache_root(config: RunConfig) -> Path:
+    """``--data-cache-dir``, else ``rapidformer_templates`` in the user's cache folder (the XDG standard)."""
+    if config.data.data_cache_dir:
+        return Path(config.data.data_cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rapidformer_templates"
+
+
+def identity(prefix: str) -> list[Any]:
+    """What tells one version of an indexed data set from another: place, sizes and times of its files."""
+    stats = [path.stat() for path in (idx_path(prefix), bin_path(prefix))]
+    return [str(Path(prefix).resolve()), *[(s.st_size, s.st_mtime_ns) for s in stats]]
+
+
+def key_of(facts: Any) -> str:
+    """A short name that changes when a fact does."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+class IndexCache:
+    """Groups of tables in a folder. Several processes may ask at once: the first makes them, the others wait.
+
+    Args:
+        root: the folder; None keeps tables in the memory of each process.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root
+
+    def __call__(self, name: str, make: Callable[[], Tables]) -> Tables:
+        """The tables of the group ``name``, made by ``make`` on first use.
+
+        Raises:
+            DataError: the folder cannot be written to.
+        """
+        if self.root is None:
+            return make()
+        folder = self.root / name
+        try:
+            if not folder.is_dir():
+                self.root.mkdir(parents=True, exist_ok=True)
+                with locked(self.root / f"{name}.lock"):
+                    if not folder.is_dir():
+                        _write(folder, make())
+            files = sorted(folder.glob("*.npy"))
+            # Plain views: an item of numpy's memmap class costs several times as much.
+            return {file.stem: np.asarray(np.load(file, mmap_mode="r")) for file in files}
+        except OSError as error:
+            hint = "free some space, or choose another folder with --data-cache-dir"
+            raise DataError(f"the sample index cannot be kept: {error}", where=str(self.root), hint=hint) from error
+
+
+def _write(folder: Path, tables: Tables) -> None:
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a process that was killed
+    temporary.mkdir()
+    for name, table in tables.items():
+        np.save(temporary / f"{name}.npy", table)
+    temporary.rename(folder)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Alone among processes; the lock goes with the process, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,131 @@
+"""Packing: several samples in one row, kept apart by a block-diagonal mask, so that no row needs padding.
+
+A row holds samples one behind the other, and ``position_ids`` that start from 0 in each. Given no
+attention mask, transformers' models of today read the borders off the positions and mask all that
+lies beyond a sample's own; :data:`PACKABLE` names those of which that was verified. Padding at
+the end of a row stands at position 0, so that each padded token is alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import numpy as np
+from torch import nn
+
+from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.targets import IGNORED
+
+PACKABLE = (
+    "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "gemma", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode",
+    "gpt_neox", "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo",
+    "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""Architectures whose packed loss, gradients and logits were seen to be those of the samples alone."""
+
+PACKABLE_ATTENTION = ("sdpa", "eager")
+"""Attention that takes the mask; the flash attention of transformers finds the borders of a single row only."""
+
+
+def assign_rows(lengths: np.ndarray, capacity: int, generator: np.random.Generator) -> np.ndarray:
+    """The row of each sample, by best fit decreasing: the longest first, each into the fullest row that has room.
+
+    Samples of one length are taken in random order. Time O(n log n): a row is found by bisection
+    in the distinct free spaces, of which there are at most ``capacity``.
+
+    Args:
+        lengths: tokens of each sample, from 0 to ``capacity``.
+        capacity: tokens of a row.
+
+    Returns:
+        Row numbers from 0 without gaps, shape (samples,).
+    """
+    assert lengths.max(initial=0) <= capacity
+    order = generator.permutation(len(lengths))
+    order = order[np.argsort(-lengths[order], kind="stable")]
+    open_rows: dict[int, list[int]] = {}  # by the space that they have left
+    spaces: list[int] = []  # the keys of it, in order
+    rows, count = np.empty(len(lengths), dtype=np.int64), 0
+    for sample, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        place = bisect_left(spaces, length)
+        if place == len(spaces):
+            space, row, count = capacity, count, count + 1
+        else:
+            space = spaces[place]
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                del open_rows[space], spaces[place]
+        rows[sample] = row
+        left = space - length
+        if left not in open_rows:
+            open_rows[left] = []
+            insort(spaces, left)
+        open_rows[left].append(row)
+    return rows
+
+
+class PackedRows(TokenizedSamples):
+    """Rows of several samples each, with ``input_ids``, ``labels`` and ``position_ids``.
+
+    Which samples share a row is drawn once, so that every epoch has the same number of steps; the
+    order of the rows is drawn anew in each. The label of each sample's first token is -100, as is
+    that of a sample alone: targets and their mean are those of the samples.
+
+    Args:
+        samples: with ``input_ids`` and, unless every token is learned, ``labels``.
+        capacity: tokens of a row; no sample is longer.
+        generator: draws which of the samples of one length go where.
+
+    Attributes:
+        counts: samples in each row.
+    """
+
+    def __init__(self, samples: TokenizedSamples, capacity: int, generator: np.random.Generator) -> None:
+        ids = samples.rows_of("input_ids")
+        rows = assign_rows(ids.lengths, capacity, generator)
+        order = np.argsort(rows, kind="stable")
+        lengths = ids.lengths[order]
+        starts = np.cumsum(lengths) - lengths
+        values = ids.gather(order)
+        labels = samples.rows_of("labels").gather(order) if "labels" in samples.fields else values.copy()
+        labels[starts[lengths > 0]] = IGNORED
+        positions = np.arange(len(values)) - np.repeat(starts, lengths)
+        self.counts = np.bincount(rows)
+        of_row = np.add.reduceat(lengths, np.cumsum(self.counts) - self.counts)
+        fields = {"input_ids": values, "labels": labels, "position_ids": positions}
+        super().__init__({name: Ragged.from_flat(flat, of_row) for name, flat in fields.items()})
+
+    def size_of(self, rows: list[int]) -> tuple[int, int]:
+        """(samples, tokens) in some rows."""
+        return int(self.counts[rows].sum()), int(self.lengths[rows].sum())
+
+
+def check_packable(model_type: str, flag: str, attention: str | None = None) -> None:
+    """Raise a :class:`ModelError` when a model would let the samples of a row see each other.
+
+    Args:
+        model_type: as in the model's ``config.json``.
+        flag: what asks for it.
+        attention: transformers' name of the attention implementation, once the model is built.
+    """
+    if model_type not in PACKABLE:
+        raise ModelError(
+            f"{model_type} does not keep what shares a row apart (or was never verified to)",
+            where=flag,
+            hint=f"leave it out, or choose one of {', '.join(PACKABLE)}",
+        )
+    if attention is not None and attention not in PACKABLE_ATTENTION:
+        raise ModelError(
+            f"the attention implementation {attention} does not keep what shares a row apart",
+            where=flag,
+            hint=f"leave it out, or build the model with one of {', '.join(PACKABLE_ATTENTION)}",
+        )
+
+
+def check_packable_model(model: nn.Module, flag: str) -> None:
+    """:func:`check_packable` of a built model."""
+    settings = getattr(model, "config", None)
+    kind = getattr(settings, "model_type", type(model).__name__)
+    check_packable(kind, flag, getattr(settings, "_attn_implementation", ""))

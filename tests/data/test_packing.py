@@ -1,0 +1,327 @@
+"""Packed rows: nothing lost, nothing seen from the neighbours, and the loss and gradients of the samples alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rapidformer_templates.cli import main
+from rapidformer_templates.config import RunConfig, spelling
+from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.packing import PACKABLE, PackedRows, assign_rows, check_packable_model
+from rapidformer_templates.data.tasks import load_task
+from rapidformer_templates.errors import ModelError, Refused
+from rapidformer_templates.targets import IGNORED, count_targets
+from tests.data.conftest import TINY, WORDS, write_jsonl
+
+CAPACITY = 32
+
+
+def _generator(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def _fewest_rows(lengths: list[int], capacity: int) -> int:
+    """The least number of rows, by trying every row for every sample (but equally full rows only once)."""
+    best = len(lengths)
+
+    def place(index: int, loads: list[int]) -> None:
+        nonlocal best
+        if len(loads) >= best:
+            return
+        if index == len(lengths):
+            best = len(loads)
+            return
+        for load in {load for load in loads if load + lengths[index] <= capacity}:
+            row = loads.index(load)
+            place(index + 1, [*loads[:row], load + lengths[index], *loads[row + 1 :]])
+        place(index + 1, [*loads, lengths[index]])
+
+    place(0, [])
+    return best
+
+
+@given(st.integers(1, 20), st.lists(st.integers(0, 20), min_size=1, max_size=300), st.integers(0, 9))
+@settings(max_examples=150, deadline=None)
+def test_each_sample_is_in_one_row_and_no_row_is_too_full(capacity: int, raw: list[int], seed: int) -> None:
+    lengths = np.minimum(raw, capacity)
+    rows = assign_rows(lengths, capacity, _generator(seed))
+    loads = np.bincount(rows, weights=lengths)
+    assert loads.max() <= capacity
+    assert set(rows.tolist()) == set(range(len(loads)))
+    # Best fit opens a row for what fits nowhere else: no two rows would go into one.
+    smallest_two = np.sort(loads)[:2]
+    assert len(loads) < 2 or smallest_two.sum() > capacity
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_rows_are_near_the_fewest_possible(lengths: list[int], seed: int) -> None:
+    count = int(assign_rows(np.array(lengths), 12, _generator(seed)).max()) + 1
+    fewest = _fewest_rows(lengths, 12)
+    assert fewest <= count <= Fraction(11, 9) * fewest + 1
+
+
+def test_rows_of_real_lengths_are_full_and_drawn_by_the_seed() -> None:
+    lengths = np.minimum(_generator(4).lognormal(4, 0.8, 20_000).astype(np.int64) + 1, 512)
+    rows = assign_rows(lengths, 512, _generator(1))
+    assert lengths.sum() / (512 * (rows.max() + 1)) > 0.995
+    assert rows.tolist() == assign_rows(lengths, 512, _generator(1)).tolist()
+    assert rows.tolist() != assign_rows(lengths, 512, _generator(2)).tolist()
+    # Neighbours in the file are not neighbours in the rows.
+    together = [a == b for a, b in pairwise(rows.tolist())]
+    assert sum(together) < 0.01 * len(together)
+
+
+def _samples(lengths: list[int], *, labels: bool = False, seed: int = 0) -> TokenizedSamples:
+    draw = _generator(seed)
+    ids = [draw.integers(2, 90, n) for n in lengths]
+    fields: dict[str, Any] = {"input_ids": Ragged(ids)}
+    if labels:  # some tokens are not learned
+        fields["labels"] = Ragged(np.where(draw.random(len(row)) < 0.5, row, IGNORED) for row in ids)
+    return TokenizedSamples(fields)
+
+
+def _parts(row: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    """The samples of a packed row: positions start anew in each."""
+    starts = [*np.flatnonzero(row["position_ids"] == 0).tolist(), len(row["position_ids"])]
+    for start, stop in pairwise(starts):
+        yield {name: values[start:stop] for name, values in row.items()}
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_rows_hold_the_samples_and_their_labels(labels: bool) -> None:
+    lengths = [1, 9, 30, 32, 2, 2, 7, 15, 16, 1, 5, 0, 11]
+    samples = _samples(lengths, labels=labels)
+    packed = PackedRows(samples, CAPACITY, _generator())
+    parts = [part for row in packed for part in _parts(row)]
+    found = sorted((part["input_ids"].tolist(), part["labels"].tolist()) for part in parts)
+    wanted = []
+    for sample in samples:
+        row = sample.get("labels", sample["input_ids"]).tolist()
+        if row:
+            wanted.append((sample["input_ids"].tolist(), [IGNORED, *row[1:]]))
+    assert found == sorted(wanted)
+    assert all(part["position_ids"].tolist() == list(range(len(part["input_ids"]))) for part in parts)
+    assert packed.size_of(list(range(len(packed)))) == (len(lengths), sum(lengths))
+    assert packed.size_of([0])[1] == len(packed[0]["input_ids"])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    # Windows shorter than the samples: they must count from a sample's own positions.
+    "mistral": {"sliding_window": 4},
+    "mixtral": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "phi3": {"sliding_window": 4},
+    "starcoder2": {"sliding_window": 4},
+    "ministral": {"sliding_window": 4},
+    "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+}
+NORMS_IN_FLOAT32 = ("cohere", "cohere2", "gemma", "gemma3_text", "helium")
+"""Architectures whose norms multiply by their weight in float32, whatever the model's type is."""
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "max_position_embeddings": 64, "vocab_size": 96, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+def _model(kind: str) -> PreTrainedModel:
+    default = CONFIG_MAPPING[kind]()
+    names = dict(CONFIG_MAPPING[kind].attribute_map)
+    values = {names.get(name, name): value for name, value in SIZES.items() if hasattr(default, name)}
+    values |= {name: 0.0 for name, value in default.to_dict().items() if "drop" in name and isinstance(value, float)}
+    values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    values |= OPTIONS.get(kind, {})
+    settings = CONFIG_MAPPING[kind](**values)
+    settings.use_cache = False
+    torch.manual_seed(0)
+    # The fused experts know no float64.
+    model = AutoModelForCausalLM.from_config(settings, experts_implementation="eager").double()
+    for parameter in model.parameters():  # the usual small start would let a leak vanish among the rounding
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def _packed_batch(samples: TokenizedSamples) -> dict[str, torch.Tensor]:
+    packed = PackedRows(samples, CAPACITY, _generator(1))
+    collate = PadCollate({"input_ids": 0, "labels": IGNORED, "position_ids": 0}, mask=False, length=CAPACITY)
+    return collate([packed[row] for row in range(len(packed))])
+
+
+def _gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return gradients
+
+
+def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The sum over the targets in float64; transformers' own loss is a mean in float32."""
+    inputs = {name: values for name, values in batch.items() if name != "labels"}
+    logits = model(**inputs).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+EVERY_DAY = {"gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen2"}
+KINDS = [kind if kind in EVERY_DAY else pytest.param(kind, marks=pytest.mark.slow) for kind in PACKABLE]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return _model(request.param)
+
+
+def test_loss_and_gradients_are_those_of_the_samples_alone(model: PreTrainedModel) -> None:
+    check_packable_model(model.train(), "--pack-sequences")
+    samples = _samples([9, 20, 1, 13, 6, 17, 3, 8], labels=True)
+    batch = _packed_batch(samples)
+    assert len(batch["input_ids"]) == 3  # several rows in a batch, several samples in a row, padding at an end
+    loss = _loss(model, batch)
+    assert model(**batch).loss.item() == pytest.approx(loss.item() / count_targets(batch, shifted=True), abs=1e-5)
+    loss.backward()
+    packed = _gradients(model)
+    alone, targets = 0.0, 0.0
+    for sample in samples:
+        one = {name: torch.from_numpy(row.astype(np.int64))[None] for name, row in sample.items()}
+        part = _loss(model, one)
+        part.backward()
+        alone, targets = alone + part.item(), targets + count_targets(one, shifted=True)
+    assert targets == count_targets(batch, shifted=True) > 20
+    assert loss.item() == pytest.approx(alone, abs=1e-10)
+    worst = max((a - b).abs().max().item() for a, b in zip(packed, _gradients(model), strict=True))
+    assert worst < (1e-5 if model.config.model_type in NORMS_IN_FLOAT32 else 1e-10)
+
+
+@torch.no_grad()
+def test_no_sample_sees_another(model: PreTrainedModel) -> None:
+    model.eval()
+    batch = _packed_batch(_samples([9, 20, 1, 13, 6, 17, 3, 8]))
+    before = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    blocks = (batch["position_ids"] == 0).cumsum(dim=1)
+    changed = batch["input_ids"].clone()
+    here = blocks == 1  # the first sample of each row
+    changed[here] = (changed[here] + 5) % 90
+    after = model(input_ids=changed, position_ids=batch["position_ids"]).logits
+    assert torch.equal(before[~here], after[~here])
+    assert not torch.isclose(before[here], after[here]).all(dim=-1).any()
+
+
+@pytest.mark.parametrize("kind", ["opt", "bloom"])
+@torch.no_grad()
+def test_a_refused_architecture_does_mix_samples(kind: str) -> None:
+    model = _model(kind).eval()
+    with pytest.raises(ModelError, match=f"{kind} does not keep what shares a row apart") as caught:
+        check_packable_model(model, "--pack-sequences")
+    assert "llama" in str(caught.value.hint)
+    batch = _packed_batch(_samples([9, 20]))
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    before = model(**inputs).logits
+    inputs["input_ids"][0, 0] += 1
+    assert not torch.isclose(before[0, 20:29], model(**inputs).logits[0, 20:29]).all()
+
+
+def test_attention_that_takes_no_mask_is_refused() -> None:
+    model = _model("gpt2")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ModelError, match="flash_attention_2 does not keep"):
+        check_packable_model(model, "--pack-sequences")
+
+
+def _words(count: int, seed: int) -> str:
+    return " ".join(_generator(seed).choice(WORDS, count))
+
+
+@pytest.fixture
+def flags(tmp_path: Path, gpt_folder: Path) -> dict[str, Any]:
+    """Texts of 1 to 12 words, and a small GPT-2 without dropout."""
+    for name, count in (("train", 60), ("valid", 14)):
+        rows = [{"text": _words(1 + i * 7 % 12, i)} for i in range(count)]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    sizes = {**TINY, "seq_length": CAPACITY, "max_position_embeddings": 64}
+    return {"data_dir": str(tmp_path), "model_type": "gpt2", "tokenizer_path": str(gpt_folder), **sizes}
+
+
+def test_task_packs_both_parts(flags: dict[str, Any], configure: Callable[..., RunConfig]) -> None:
+    tasks = [load_task(configure(task="causal_lm", pack_sequences=p, **flags)) for p in (False, True)]
+    alone, packed = (task.build_data() for task in tasks)
+    for name in ("train", "valid"):
+        rows, texts = getattr(packed, name), getattr(alone, name)
+        found = sorted(part["input_ids"].tolist() for row in rows for part in _parts(row))
+        assert found == sorted(text["input_ids"].tolist() for text in texts)
+    assert packed.collate is not None
+    assert packed.train is not None
+    batch = packed.collate([packed.train[0], packed.train[1]])
+    assert sorted(batch) == ["input_ids", "labels", "position_ids"]
+    assert batch["input_ids"].shape == (2, CAPACITY)
+    fill = sum(map(len, (row["input_ids"] for row in packed.train))) / (len(packed.train) * CAPACITY)
+    assert tasks[1].notes[0] == (
+        f"train: 60 samples are packed into {len(packed.train)} rows of 32 tokens, {fill:.1%} filled; "
+        "batch sizes count rows"
+    )
+
+
+def test_an_architecture_that_mixes_samples_is_refused_before_work_starts(
+    flags: dict[str, Any], configure: Callable[..., RunConfig]
+) -> None:
+    flags |= {"model_type": "opt", "data_path": (str(Path(flags["data_dir"]) / "train.jsonl"),)}
+    for task, flag in (("causal_lm", "pack_sequences"), ("pretraining", "keep_documents_apart")):
+        with pytest.raises(ModelError, match="opt does not keep what shares a row apart") as caught:
+            load_task(configure(task=task, **{flag: True}, **flags)).check()
+        assert caught.value.where == spelling(flag)
+
+
+def _command(flags: dict[str, Any], **more: Any) -> list[str]:
+    words = ["--task", "causal_lm", "--device", "cpu", "--lr", "1e-3", "--log-interval", "1"]
+    for name, value in (flags | more).items():
+        words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+    return words
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_black_box_run_evaluates_as_without_packing(flags: dict[str, Any], tmp_path: Path) -> None:
+    """A learning rate of 0 leaves the weights alone, so that both runs evaluate the same model."""
+    for name, more in (("alone", {}), ("packed", {"pack_sequences": True})):
+        words = _command(flags, save=str(tmp_path / name), epochs=1, micro_batch_size=4, **more)
+        words[words.index("--lr") + 1] = "0"
+        assert main(words) == 0
+    alone, packed = _lines(tmp_path / "alone"), _lines(tmp_path / "packed")
+    names = ("eval_loss", "perplexity", "token_accuracy")
+    for name in names:
+        assert packed[-1][name] == pytest.approx(alone[-1][name], rel=1e-5)
+    # Real samples and tokens are counted, not rows and padding; each once in the epoch.
+    last = [[line for line in lines if "loss" in line][-1] for lines in (alone, packed)]
+    assert last[0]["samples"] == last[1]["samples"] == 60
+    assert last[0]["tokens"] == last[1]["tokens"]
+    assert last[1]["step"] < last[0]["step"] == 15
+    assert last[1]["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "rule"),
+    [
+        ("--task masked_lm --pack-sequences", "RF050"),
+        ("--pack-sequences", "RF050"),
+        ("--task causal_lm --pack-sequences --group-by-length", "RF051"),
+    ],
+)
+def test_packing_elsewhere_is_refused(flags_given: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *flags_given.split()]) == Refused.exit_status
+    assert f"error[{rule}]" in capsys.readouterr().err

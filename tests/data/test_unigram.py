@@ -1,0 +1,28 @@
+"""The unigram loss, against the likelihood of one token after another."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rapidformer_templates.data import unigram
+from rapidformer_templates.data.indexed import IndexedDataset
+from rapidformer_templates.data.indexed_writer import IndexedWriter
+
+
+def test_unigram_loss_is_that_of_single_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unigram, "CHUNK", 37)  # so that counting goes over several chunks
+    generator = np.random.default_rng(0)
+    documents = [generator.zipf(1.5, size).clip(max=99).astype(np.uint16) for size in generator.integers(1, 40, 60)]
+    with IndexedWriter(tmp_path / "set", np.dtype(np.uint16)) as writer:
+        writer.add(np.concatenate(documents), np.array([len(d) for d in documents]))
+    train = [int(token) for document in documents[5:50] for token in document]
+    held_out = [int(token) for document in documents[50:] for token in document]
+    counts, size = Counter(train), max(train + held_out) + 1
+    expected = -sum(math.log((counts[token] + 1) / (len(train) + size)) for token in held_out) / len(held_out)
+    found = unigram.unigram_loss(IndexedDataset(tmp_path / "set"), (5, 50), (50, 60))
+    assert found == pytest.approx(expected, rel=1e-12)
