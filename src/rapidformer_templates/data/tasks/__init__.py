@@ -25,6 +25,7 @@ TASKS = {
 FLAGS_OF = {
     "mask_prob": ("masked_lm", "pretraining"),
     "whole_word_mask": ("masked_lm", "pretraining"),
+    "sentence_pairs": ("pretraining",),
     "short_seq_prob": ("pretraining",),
     "mean_span_length": ("pretraining",),
 }
