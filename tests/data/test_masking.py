@@ -15,7 +15,7 @@ from transformers import AlbertTokenizer, AutoTokenizer, BertTokenizer, PreTrain
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.masking import MaskTokens, word_starts
 from rapidformer_templates.data.tasks import load_task
-from rapidformer_templates.data.tasks.pretraining import MaskWindows
+from rapidformer_templates.data.tasks.objectives import MaskWindows
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.targets import IGNORED
 from tests.data.conftest import TINY, write_jsonl

@@ -110,7 +110,7 @@ def test_windows_mask_whole_words(configure: Configure, bert_folder: Path, tmp_p
     data = task.build_data()
     assert data.train is not None
     assert data.augment is not None
-    starts, words = task.mask.starts, 0  # type: ignore[attr-defined]
+    starts, words = task.objective.mask.starts, 0  # type: ignore[attr-defined]
     for i in range(10):
         sample = data.augment(data.train[i], np.random.default_rng(i))
         chosen = sample["labels"] != IGNORED

@@ -21,7 +21,7 @@ from rapidformer_templates.architectures import PairLabel
 from rapidformer_templates.data.index_cache import IndexCache, Tables, identity, key_of
 from rapidformer_templates.data.indexed import IndexedDataset
 from rapidformer_templates.data.masking import MaskTokens, check_short_probability
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, NoSamples
 
 TABLES_VERSION = 1
 """Part of the tables' names: raise it when their meaning changes."""
@@ -57,8 +57,8 @@ class SentencePairs(Sequence[dict[str, Any]]):
         single: documents of one sentence, which give no pair (but may be a B of another document's A).
 
     Raises:
-        DataError: the length is too short, the share is none, no document has two sentences, or there is
-            no second document to take a B from.
+        DataError: the length is too short, or the share is none.
+        NoSamples: no document has two sentences, or there is no second document to take a B from.
     """
 
     in_order = True
@@ -102,10 +102,10 @@ class SentencePairs(Sequence[dict[str, Any]]):
         if self.single == last - first:
             message = f"none of the {last - first:,} documents has two sentences"
             hint = "make the set with rapidformer data preprocess --split-sentences, or train on windows of the text"
-            raise DataError(message, where=self.dataset.prefix, hint=hint)
+            raise NoSamples(message, where=self.dataset.prefix, hint=hint)
         if last - first < 2 and self.label == "next_sentence_label":
             message = "there is one document only, so that none is left to take another second sentence from"
-            raise DataError(message, where=self.dataset.prefix, hint="use more documents or other shares of --split")
+            raise NoSamples(message, where=self.dataset.prefix, hint="use more documents or other shares of --split")
 
     @cached_property
     def chunks(self) -> np.ndarray:
