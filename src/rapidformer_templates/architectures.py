@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+import inspect
+from typing import Any, Literal, get_args
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -40,6 +41,9 @@ OFFSET_POSITIONS = {
 }  # fmt: skip
 """Architectures that count positions from ``pad_token_id + 1``, so that the first rows of the table are never used."""
 
+PairLabel = Literal["next_sentence_label", "sentence_order_label"]
+"""What the heads for pretraining on sentence pairs call their label."""
+
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 
 
@@ -52,6 +56,28 @@ def objective_of(model_type: str) -> str:
     if model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "seq2seq"
     return "masked" if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES else "causal"
+
+
+def pair_label_of(model_type: str) -> PairLabel:
+    """The label of sentence pairs that an architecture's pretraining head takes.
+
+    Returns:
+        ``next_sentence_label`` (bert, ernie, mobilebert …) or ``sentence_order_label`` (albert).
+
+    Raises:
+        ModelError: it has no such head, or it takes no padding mask, although pairs differ in length.
+    """
+    head = modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES.get(model_type)
+    inputs = inspect.signature(getattr(transformers, head).forward).parameters if isinstance(head, str) else {}
+    label: PairLabel | None = next((name for name in get_args(PairLabel) if name in inputs), None)
+    hint = "use an architecture such as bert or albert, or train on windows instead of pairs"
+    if label is None:
+        message = f"{model_type} has no head that tells whether two texts belong together"
+        raise ModelError(message, where="--model-type", hint=hint)
+    if "attention_mask" not in inputs:
+        message = f"{model_type} takes no padding mask, and sentence pairs differ in length"
+        raise ModelError(message, where="--model-type", hint=hint)
+    return label
 
 
 def positions_of(model_config: PreTrainedConfig) -> int | None:

@@ -49,6 +49,10 @@ class DataError(RapidformerError):
     """A file, a column, a line or a label that cannot be used."""
 
 
+class NoSamples(DataError):
+    """A part of the data is too small for one sample."""
+
+
 class ModelError(RapidformerError):
     """A model folder or architecture that cannot be used."""
 

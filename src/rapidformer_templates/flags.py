@@ -101,7 +101,12 @@ class DataFlags:
     keep_documents_apart: bool = flag(
         False, "causal pretraining: no token sees another document (default: samples run on over their borders)"
     )
-    mask_prob: float = flag(0.15, "share of tokens that masked-LM pretraining hides", minimum=0)
+    mask_prob: float = flag(0.15, "share of tokens that masked-LM and T5 pretraining hide", minimum=0)
+    whole_word_mask: bool = flag(False, "mask the tokens of a word together")
+    mean_span_length: float = flag(3.0, "mean length of the spans that T5 pretraining hides, tokens", minimum=1)
+    sentence_pairs: bool = flag(
+        False, "masked pretraining on pairs of sentences with a second head, of bert, albert … (default: windows)"
+    )
     short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)
     loss_on: Literal["answers", "all"] | None = flag(
         None,

@@ -78,7 +78,7 @@ class Trainer:
 
     def compute_loss(self, model: Any, batch: Batch) -> Any:
         """The mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
-        return model(**batch).loss
+        return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
 
     def count_targets(self, batch: Batch) -> float:
         """Number of targets that the loss of ``batch`` is a mean over.

@@ -164,7 +164,8 @@ def test_a_rare_label_in_the_held_out_rows_is_known(load: Load) -> None:
 )
 def test_the_labels_are_the_tokens_that_the_loss_is_a_mean_over(load: Load, task_name: str, model_type: str) -> None:
     rows = [{"text": words(1 + 3 * i, i)} for i in range(6)]
-    task = load(task_name, rows, model_type=model_type, validation_fraction=0.0, seq_length=12, mask_prob=0.5)
+    masking = {"mask_prob": 0.5} if task_name == "masked_lm" else {}
+    task = load(task_name, rows, model_type=model_type, validation_fraction=0.0, seq_length=12, **masking)
     data = task.build_data()
     torch.manual_seed(0)
     model = task.build_model().eval()

@@ -32,7 +32,7 @@ class Scale:
 
 SCALES = {
     "tiny": Scale(2, 32, 2, 128, 16, accumulation=2),
-    "small": Scale(8, 512, 8, 16_000, 128, accumulation=2),
+    "small": Scale(8, 640, 10, 16_000, 128, accumulation=2),
     "paper": Scale(24, 2048, 32, 50_304, 1024, accumulation=1, cuda_workers=4),
 }
 """``paper`` is the GPT of the published table: GPT-2's vocabulary of 50,257, padded to a multiple of 128."""

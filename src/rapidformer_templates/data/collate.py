@@ -209,6 +209,26 @@ class WindowCollate:
         return batch | {"shift_labels": torch.from_numpy(targets)}
 
 
+class DocumentCollate:
+    """As :class:`WindowCollate`, of documents of any length, padded on the right.
+
+    There is no mask: no token of a causal model looks at what is to its right.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, samples: list[Mapping[str, Any]], shape: Shape | None = None) -> dict[str, torch.Tensor]:
+        rows = [sample["input_ids"] for sample in samples]
+        if shape is not None:
+            rows += [rows[0]] * (shape.rows - len(samples))
+        length = shape.length if shape else None
+        inputs = torch.from_numpy(pad_rows([row[:-1] for row in rows], self.pad_token_id, length)[0])
+        targets, _ = pad_rows([row[1:] for row in rows], IGNORED, length)
+        targets[len(samples) :] = IGNORED
+        return {"input_ids": inputs, "labels": inputs, "shift_labels": torch.from_numpy(targets)}
+
+
 def _stacked(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     """The rows of one length as one array; a single copy."""
     return np.concatenate([sample[name] for sample in samples]).reshape(len(samples), -1)

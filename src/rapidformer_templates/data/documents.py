@@ -24,12 +24,14 @@ class Documents(Sequence[dict[str, np.ndarray]]):
     Args:
         dataset: where the tokens are.
         part: first and last sequence, [first, last).
-        length: most tokens of a sample.
+        length: most tokens from the beginning of one sample to that of the next.
+        overlap: tokens that a sample shares with the next one of its document; with 1 every token but a
+            document's first is a target once, and a document of one token is no sample.
         short_probability: share of the samples that are cut in two; those of one token are left alone.
         seed: of these cuts.
 
     Attributes:
-        lengths: number of tokens of each sample.
+        sizes: number of tokens of each sample.
         tokens: their sum.
     """
 
@@ -39,44 +41,45 @@ class Documents(Sequence[dict[str, np.ndarray]]):
         part: tuple[int, int],
         length: int,
         *,
+        overlap: int = 0,
         short_probability: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.dataset = dataset
         self.part = part
         firsts = dataset.pointers[slice(*part)] // dataset.dtype.itemsize
-        firsts, sizes = _cut(firsts, dataset.lengths[slice(*part)].astype(np.int64), length)
-        self._firsts, self.lengths = _cut_some(firsts, sizes, short_probability, seed)
+        firsts, sizes = _cut(firsts, dataset.lengths[slice(*part)].astype(np.int64), length, overlap)
+        self._firsts, self.sizes = _cut_some(firsts, sizes, short_probability, seed)
         self._sets, self._borders = [dataset], [0]
 
     @property
     def tokens(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.sizes.sum())
 
     def __add__(self, other: Documents) -> Documents:
         both = copy(self)
         both._firsts = np.concatenate([self._firsts, other._firsts])
-        both.lengths = np.concatenate([self.lengths, other.lengths])
+        both.sizes = np.concatenate([self.sizes, other.sizes])
         both._sets = self._sets + other._sets
         both._borders = self._borders + [border + len(self) for border in other._borders]
         return both
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.sizes)
 
     def __getitem__(self, index: Any) -> Any:
         index = range(len(self))[index]
         first = int(self._firsts[index])
         dataset = self._sets[bisect_right(self._borders, index) - 1]
-        return {"input_ids": dataset.tokens[first : first + int(self.lengths[index])]}
+        return {"input_ids": dataset.tokens[first : first + int(self.sizes[index])]}
 
 
-def _cut(firsts: np.ndarray, sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first tokens, sizes) of the pieces of documents: as many of ``length`` as there are, and the rest."""
-    pieces = -(-sizes // length)
+def _cut(firsts: np.ndarray, sizes: np.ndarray, length: int, overlap: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first tokens, sizes) of the pieces of documents: as many of ``length + overlap`` as there are, and the rest."""
+    pieces = np.maximum(-(-(sizes - overlap) // length), 0)
     number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     offsets = number * length
-    return np.repeat(firsts, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, length)
+    return np.repeat(firsts, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, length + overlap)
 
 
 def _cut_some(firsts: np.ndarray, sizes: np.ndarray, probability: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

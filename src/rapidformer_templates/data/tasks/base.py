@@ -96,6 +96,10 @@ class Task(ABC):
         """Attributes of the model's configuration that the data decides, such as ``num_labels``."""
         return {}
 
+    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        """The mean loss of a batch, or (sum of losses, number of targets); by default what the model says."""
+        return model(**batch).loss
+
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
         """One generated text a sample; only tasks with ``generates`` have it."""
         raise NotImplementedError(f"{self.name} does not generate")

@@ -24,6 +24,14 @@ class MaskedLM(Task):
     best_metric = "eval_loss"
     greater_is_better = False
 
+    def check(self) -> None:
+        super().check()
+        self._mask()
+
+    def _mask(self) -> MaskTokens:
+        flags = self.config.data
+        return MaskTokens(self.tokenizer, flags.mask_prob, whole_words=flags.whole_word_mask)
+
     def build_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
@@ -33,7 +41,7 @@ class MaskedLM(Task):
             texts = texts_of(part, part.column("text_column", column, ()))
             sets[name] = TokenizedSamples(tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length))
         collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORED})
-        return as_data(sets, collate, MaskTokens(self.tokenizer, flags.mask_prob))
+        return as_data(sets, collate, self._mask())
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         return predicted_tokens(outputs.logits.argmax(dim=-1), batch["labels"])

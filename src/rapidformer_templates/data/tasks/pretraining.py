@@ -1,54 +1,35 @@
-"""Pretraining from corpora: causal or masked, by the architecture."""
+"""Pretraining from corpora: causal, masked, sentence pairs or spans, by the architecture and the flags."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from operator import add
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from rapidformer_templates.architectures import objective_of
-from rapidformer_templates.config import RunConfig
+from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.blend import Blend
-from rapidformer_templates.data.collate import CausalCollate, PadCollate, WindowCollate
-from rapidformer_templates.data.corpora import (
-    Corpus,
-    check_corpora,
-    load_corpora,
-    parse_data_path,
-    split_sequences,
-    split_shares,
-)
+from rapidformer_templates.data.corpora import Corpus, check_corpora, load_corpora, split_sequences, split_shares
 from rapidformer_templates.data.documents import Documents
-from rapidformer_templates.data.gpt import GPTSamples
 from rapidformer_templates.data.index_cache import IndexCache, cache_root
-from rapidformer_templates.data.masking import MaskTokens
-from rapidformer_templates.data.packing import check_packable, check_packable_model
 from rapidformer_templates.data.tasks.base import Task
+from rapidformer_templates.data.tasks.by_documents import BY_DOCUMENTS
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
+from rapidformer_templates.data.tasks.objectives import OBJECTIVES, Objective, Pairs, Samples
 from rapidformer_templates.data.types import Data
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, NoSamples
+from rapidformer_templates.flags import DataFlags
 from rapidformer_templates.models import model_type_of
-from rapidformer_templates.targets import IGNORED
 
-AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 PARTS = ("training", "validation", "test")
-
-Samples = GPTSamples | Blend | Documents
 
 
 class Pretraining(Task):
-    """Samples of a fixed length from corpora; the model's own objective; metric: token accuracy.
-
-    Causal: samples of the sequence length and one more token, so that each position has a target, as in
-    Megatron-LM. Masked: ``[CLS]`` window ``[SEP]`` of that length in all, cut shorter with
-    ``--short-seq-prob``, and masked; there is no next-sentence prediction (RoBERTa's FULL-SENTENCES,
-    Liu et al. 2019). With dynamic shapes, samples are documents of any length, cut at the sequence length.
-    """
+    """Samples of corpora for the objective of the architecture; metric: token accuracy."""
 
     name = "pretraining"
     best_metric = "eval_loss"
@@ -56,154 +37,90 @@ class Pretraining(Task):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.objective = objective_of(model_type_of(config))
-        if self.objective not in AUTO_CLASSES:
-            hint = "choose a causal or masked architecture, such as gpt2 or bert"
-            raise DataError("pretraining of encoder-decoder models is not in this version", where="--task", hint=hint)
-        self.auto_class = AUTO_CLASSES[self.objective]
-        if self.masks and config.data.keep_documents_apart:
-            hint = "leave it out, or choose a causal architecture, such as gpt2"
-            message = "only causal models can be kept from seeing other documents"
-            raise DataError(message, where="--keep-documents-apart", hint=hint)
-
-    @cached_property
-    def masks(self) -> bool:
-        return self.objective == "masked"
-
-    @cached_property
-    def by_documents(self) -> bool:
-        """Whether each document is a sample, as dynamic shapes allow."""
-        options = self.config.switches.get("dynamic-shape")
-        return options is not None and options.data_iterator == "dynamic-shape"
+        architecture = model_type_of(config)
+        kind = OBJECTIVES[objective_of(architecture)]
+        if config.data.sentence_pairs and issubclass(Pairs, kind):
+            kind = Pairs
+        options = config.switches.get("dynamic-shape")
+        if options is not None and options.data_iterator == "dynamic-shape":
+            kind = _by_documents(kind, architecture, config)
+        _refuse_flags_of_others(config, architecture, kind)
+        self.auto_class = kind.auto_class
+        self.objective = kind(self)
 
     def check(self) -> None:
-        words = self.config.data.data_path or ()
-        check_corpora(words)
-        if self.by_documents and any(entry.weight is not None for entry in parse_data_path(words)):
-            hint = "leave the weights out: each corpus then has the share that its size gives it"
-            raise DataError("dynamic shapes take no weighted blend", where=f"--data-path {' '.join(words)}", hint=hint)
-        assert self.seq_length > 0
-        if self.config.data.keep_documents_apart:
-            check_packable(self.model_config.model_type, "--keep-documents-apart")
+        check_corpora(self.config.data.data_path or ())
+        self.objective.check()
 
     def check_model(self, model: nn.Module) -> None:
-        if self.config.data.keep_documents_apart:
-            check_packable_model(model, "--keep-documents-apart")
+        self.objective.check_model(model)
 
     def build_data(self) -> Data:
-        tokenizer, flags = self.tokenizer, self.config.data
-        end = tokenizer.sep_token_id
-        if not self.masks and tokenizer.eos_token_id is not None:
-            end = tokenizer.eos_token_id
-        if end is None or (self.masks and tokenizer.cls_token_id is None):
-            needed = "[CLS] and [SEP] tokens" if self.masks else "end token"
-            raise DataError(f"the tokenizer has no {needed}", where="--tokenizer-type", hint="use a tokenizer that has")
-        corpora = load_corpora(self.config, tokenizer, end)
+        corpora = load_corpora(self.config, self.tokenizer, self.objective.end_token)
         self.skipped = [line for corpus in corpora for line in corpus.skipped]
         train, valid, test = self._parts(corpora)
-        lengths = None
-        if isinstance(train, Documents):
-            lengths = train.lengths + 2 * self.masks  # ``[CLS]`` and ``[SEP]``
-        assert isinstance(tokenizer.pad_token_id, int)
-        if not self.masks:
-            collate = WindowCollate(keeps_documents_apart=flags.keep_documents_apart)
-            # No token of a causal model looks at the padding to its right.
-            padded = CausalCollate(tokenizer.pad_token_id, mask=False)
-            return Data(train, valid, test, collate=padded if self.by_documents else collate, lengths=lengths)
-        # Windows of one length need no padding mask, so that the flash kernel can be used.
-        padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORED}
-        around = (tokenizer.cls_token_id, tokenizer.sep_token_id)
-        # Documents are cut before there are batches.
-        short = 0.0 if self.by_documents else flags.short_seq_prob
-        augment = MaskWindows(MaskTokens(tokenizer, flags.mask_prob), around, short)
-        mask = self.by_documents or short > 0
-        return Data(train, valid, test, PadCollate(padding, mask=mask), augment, lengths)
+        assert train is not None
+        collate, augment = self.objective.batches(train)
+        return Data(train, valid, test, collate, augment, self.objective.lengths(train))
 
-    def _parts(self, corpora: Sequence[Corpus]) -> list[Samples | None]:
+    def _parts(self, corpora: Sequence[Corpus]) -> list[Samples | Blend | None]:
         """The samples of the three parts.
 
         A corpus too small for a validation or test part has none (None); with shares of the user's
         own that is an error, like a training part without a sample.
         """
-        flags, length = self.config.data, self.seq_length - 2 * self.masks
-        if length < 1:
-            raise DataError(
-                f"a sequence of {self.seq_length} tokens is too short", where="--seq-length", hint="use at least 3"
-            )
-        shares = split_shares(flags.split)
+        shares = split_shares(self.config.data.split)
         cache = IndexCache(cache_root(self.config))
-        parts: list[Samples | None] = []
+        parts: list[Samples | Blend | None] = []
         for i, name in enumerate(PARTS):
             needed = i == 0 or (shares[i] > 0 and self.config.origin("split") != "default")
             found = []
             for corpus in corpora:
-                part = split_sequences(shares, len(corpus.dataset))[i]
-                samples = self._samples(corpus, part, length, cache)
-                if needed and not len(samples):
-                    raise self._too_small(name, samples)
-                if len(samples):
-                    found.append((corpus, samples))
-            parts.append(_joined(found, repeats=i == 0, cache=cache))
+                part = split_sequences(shares, self.objective.units(corpus.dataset))[i]
+                try:
+                    found.append((corpus, self.objective.samples(corpus.dataset, part, cache)))
+                except NoSamples as error:
+                    if needed:
+                        message = f"the {name} part of {corpus.dataset.prefix} is too small: {error.message}"
+                        raise NoSamples(message, where=f"--split {self.config.data.split}", hint=error.hint) from error
+            parts.append(_blended(found, repeats=i == 0, cache=cache))
         return parts
 
-    def _samples(self, corpus: Corpus, part: tuple[int, int], length: int, cache: IndexCache) -> GPTSamples | Documents:
-        seed, flags = self.config.training.seed, self.config.data
-        if self.by_documents:
-            short = flags.short_seq_prob if self.masks else 0.0
-            return Documents(corpus.dataset, part, length, short_probability=short, seed=seed)
-        overlap, marks = 0 if self.masks else 1, flags.keep_documents_apart
-        return GPTSamples(corpus.dataset, part, length, seed, overlap=overlap, marks_documents=marks, cache=cache)
-
-    def _too_small(self, name: str, samples: GPTSamples | Documents) -> DataError:
-        documents = samples.part[1] - samples.part[0]
-        message = f"the {name} part of {samples.dataset.prefix} has {documents} documents with {samples.tokens} tokens"
-        hint = f"use a --seq-length below {self.seq_length}, other shares or more text"
-        return DataError(f"{message}, less than one sample", where=f"--split {self.config.data.split}", hint=hint)
+    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        return self.objective.compute_loss(model, batch)
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        guesses = outputs.logits.argmax(dim=-1)
-        if self.masks:
-            return predicted_tokens(guesses, batch["labels"])
-        if self.by_documents:
-            return predicted_tokens(guesses[:, :-1], batch["labels"][:, 1:])
-        return predicted_tokens(guesses, batch["shift_labels"])
+        logits = getattr(outputs, self.objective.logits)
+        return predicted_tokens(logits.argmax(dim=-1), batch[self.objective.targets])
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         return token_accuracy(predictions, references)
 
 
-def _joined(found: Sequence[tuple[Corpus, Any]], *, repeats: bool, cache: IndexCache) -> Samples | None:
+def _by_documents(kind: type[Objective], architecture: str, config: RunConfig) -> type[Objective]:
+    if kind not in BY_DOCUMENTS:
+        hint = "leave it out: these samples are all of one length, or have two lengths"
+        message = f"pretraining of {architecture} with {kind.__name__.lower()} takes no dynamic shapes"
+        raise DataError(message, where=f"--data-iterator ({config.origin('data_iterator')})", hint=hint)
+    return BY_DOCUMENTS[kind]
+
+
+def _refuse_flags_of_others(config: RunConfig, architecture: str, kind: type[Objective]) -> None:
+    """Refuse a flag that acts with other objectives only."""
+    kinds: list[type[Objective]] = [*OBJECTIVES.values(), Pairs]
+    for flag in sorted({flag for other in kinds for flag in other.flags}):
+        if flag not in kind.flags and getattr(config.data, flag) != getattr(DataFlags(), flag):
+            message = f"{architecture} is pretrained without {spelling(flag)}"
+            hint = "leave it out; docs/pretraining-objectives.md says what acts with which architecture"
+            raise DataError(message, where=config.origin(flag), hint=hint)
+
+
+def _blended(found: Sequence[tuple[Corpus, Samples]], *, repeats: bool, cache: IndexCache) -> Samples | Blend | None:
     """One set of the samples of several corpora; without weights, each in proportion to its size."""
     if not found:
         return None
-    sets = [samples for _, samples in found]
+    sets: list[Any] = [samples for _, samples in found]
     if len(sets) == 1 or isinstance(sets[0], Documents):
         return reduce(add, sets)
     weights = [len(samples) if corpus.weight is None else corpus.weight for corpus, samples in found]
     return Blend(sets, weights, repeats=repeats, cache=cache)
-
-
-class MaskWindows:
-    """``[CLS]`` window ``[SEP]``, masked. Some windows are cut short: to 1 to all of their tokens, evenly drawn.
-
-    Args:
-        mask: hides tokens.
-        around: ids of ``[CLS]`` and ``[SEP]``.
-        short_probability: share of the windows that are cut short.
-    """
-
-    def __init__(self, mask: MaskTokens, around: tuple[int, int], short_probability: float) -> None:
-        if not 0 <= short_probability <= 1:
-            raise DataError(
-                f"{short_probability:g} is not a share", where="--short-seq-prob", hint="choose a share from 0 to 1"
-            )
-        self.mask = mask
-        self.around = around
-        self.short_probability = short_probability
-
-    def __call__(self, sample: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
-        tokens = sample["input_ids"].astype(np.int64)
-        if generator.random() < self.short_probability:
-            tokens = tokens[: int(generator.integers(1, len(tokens) + 1))]
-        first, last = self.around
-        return self.mask({"input_ids": np.concatenate([[first], tokens, [last]])}, generator)
