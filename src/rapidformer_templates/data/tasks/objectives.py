@@ -40,13 +40,10 @@ class Objective(ABC):
     Attributes:
         auto_class: transformers' class of the model.
         flags: fields of the data flags that act with this objective and not with every one.
-        targets, logits: names in a batch and in the model's outputs.
     """
 
     auto_class: ClassVar[str]
     flags: ClassVar[tuple[str, ...]]
-    targets: ClassVar[str] = "labels"
-    logits: ClassVar[str] = "logits"
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -108,6 +105,10 @@ class Objective(ABC):
         """See :meth:`Task.compute_loss`."""
         return model(**batch).loss
 
+    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, targets) that belong together: (samples, tokens, vocabulary) and (samples, tokens)."""
+        return outputs.logits, batch["labels"]
+
     def token(self, name: str) -> int:
         """A special token of the tokenizer, such as ``eos``.
 
@@ -136,7 +137,6 @@ class Causal(Objective):
 
     auto_class = "AutoModelForCausalLM"
     flags = ("keep_documents_apart",)
-    targets = "shift_labels"
     overlap = 1
 
     def check(self) -> None:
@@ -158,6 +158,11 @@ class Causal(Objective):
 
     def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
         return WindowCollate(keeps_documents_apart=self.options.keep_documents_apart), None
+
+    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if "shift_labels" in batch:
+            return outputs.logits, batch["shift_labels"]
+        return outputs.logits[:, :-1], batch["labels"][:, 1:]  # batches of a user's own, which the model shifts
 
 
 class Masked(Objective):
@@ -201,7 +206,6 @@ class Pairs(Masked):
 
     auto_class = "AutoModelForPreTraining"
     flags = (*Masked.flags, "sentence_pairs")
-    logits = "prediction_logits"
     at_least_one = True
 
     def __init__(self, task: Task) -> None:
@@ -231,6 +235,9 @@ class Pairs(Masked):
 
     def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         return pair_loss(model, batch, self.label, self._weight)
+
+    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return outputs.prediction_logits, batch["labels"]
 
 
 class Spans(Objective):

@@ -90,8 +90,8 @@ class Pretraining(Task):
         return self.objective.compute_loss(model, batch)
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        logits = getattr(outputs, self.objective.logits)
-        return predicted_tokens(logits.argmax(dim=-1), batch[self.objective.targets])
+        logits, targets = self.objective.predicted(outputs, batch)
+        return predicted_tokens(logits.argmax(dim=-1), targets)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         return token_accuracy(predictions, references)
