@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -26,12 +25,10 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.files import BadLines, documents
-from rapidformer_templates.data.reading import nearest
+from rapidformer_templates.data.files import TEXT_SUFFIXES, BadLines, documents, text_files
 from rapidformer_templates.data.tokenizers import vocabulary_size
 from rapidformer_templates.errors import DataError
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
 CACHE_VERSION = 1
 """Part of a cache's name: raise it when the files in a cache change their meaning."""
 
@@ -40,24 +37,14 @@ BATCH_DOCUMENTS, BATCH_CHARACTERS = 1000, 4_000_000
 
 
 def corpus_files(paths: Sequence[str]) -> list[Path]:
-    """The files of ``--data-path``: files, folders (all files of a known kind below them) and globs, in order.
+    """The files of ``--data-path``; see :func:`~rapidformer_templates.data.files.text_files`.
 
     Raises:
         DataError: a path is not there, holds nothing, or is of a form that is not in this version.
     """
-    files: list[Path] = []
     for path in paths:
         _refuse_later_forms(path, paths)
-        base = Path(path)
-        if base.is_dir():
-            found = sorted(base.rglob("*"))
-        else:
-            found = [base] if base.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
-        readable = [file for file in found if file.is_file() and file.suffix.lower() in SUFFIXES]
-        if not readable:
-            raise _no_corpus(path, base, exists=base.is_dir() or bool(found))
-        files += readable
-    return list(dict.fromkeys(files))
+    return text_files(paths, "--data-path")
 
 
 def _refuse_later_forms(path: str, paths: Sequence[str]) -> None:
@@ -67,7 +54,7 @@ def _refuse_later_forms(path: str, paths: Sequence[str]) -> None:
         raise DataError("a weighted blend of corpora is not in this version", where=f"--data-path {path}", hint=hint)
     indexed = base.suffix in (".bin", ".idx") or any(Path(path + end).is_file() for end in (".bin", ".idx"))
     if indexed and not base.is_dir():
-        hint = f"give the raw text that it was made from: {', '.join(SUFFIXES)}"
+        hint = f"give the raw text that it was made from: {', '.join(TEXT_SUFFIXES)}"
         raise DataError("Megatron's indexed format is not in this version", where=f"--data-path {path}", hint=hint)
 
 
@@ -77,14 +64,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _no_corpus(path: str, base: Path, *, exists: bool) -> DataError:
-    kinds = f"a corpus is a file, a folder or a glob of {', '.join(SUFFIXES)}"
-    if exists:
-        return DataError(f"there is no text file in {path}", where="--data-path", hint=kinds)
-    siblings = [str(p) for p in base.parent.iterdir()] if base.parent.is_dir() else []
-    return DataError(f"{path} does not exist", where="--data-path", hint=nearest(path, siblings) + kinds)
 
 
 def cache_root(config: RunConfig) -> Path:
