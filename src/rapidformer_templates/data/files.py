@@ -12,6 +12,7 @@ import glob
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -178,20 +179,48 @@ def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     yield from enumerate(rows, start=1)
 
 
-def _parquet_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    del bad  # a binary file has no lines to leave out
     try:
         with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+            yield file
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"the file is not Parquet: {error}", where=str(path), hint="write it anew") from None
+
+
+def parquet_row_count(path: Path) -> int:
+    with _parquet(path) as file:
+        return int(file.metadata.num_rows)
+
+
+def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Row]]:
+    """(place from 1, row) of each row of a Parquet file.
+
+    Args:
+        path: the file.
+        columns: those to read; None reads all.
+
+    Raises:
+        DataError: the file is not Parquet, or has no such column.
+    """
+    with _parquet(path) as file:
+        there = file.schema_arrow.names
+        if missing := set(columns or ()) - set(there):
+            hint = f"the columns are {', '.join(there)}"
+            raise DataError(f"there is no column '{min(missing)}'", where=str(path), hint=hint)
+        number = 0
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+
+def _parquet_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    del bad  # a binary file has no lines to leave out
+    yield from parquet_rows(path)
 
 
 ROW_READERS: dict[str, Callable[[Path, BadLines], Iterator[tuple[int, Row]]]] = {

@@ -1,0 +1,155 @@
+"""Tokenizers as functions from texts to ids: that of transformers, and a much faster one once it is proven equal.
+
+``gigatoken`` (the extra ``fast-bpe``) splits and merges byte-level BPE many times faster. It is another program, so
+that nothing is taken on trust: on hard texts, and then on a share of the corpus, both must give the same ids.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from tokenizers import Tokenizer
+
+COMPARED = 1 << 20
+"""Characters of a text, from its beginning, on which the two are compared."""
+
+
+class Encode(Protocol):
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of all texts one after another, number of ids of each), without tokens put around a text."""
+        ...
+
+
+class Differs(Exception):
+    """The fast tokenizer is not that of transformers: it must not be used."""
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("gigatoken") is not None
+
+
+class Reference:
+    """The tokenizer of transformers, by its own library.
+
+    Args:
+        description: contents of its ``tokenizer.json``.
+    """
+
+    def __init__(self, description: str) -> None:
+        self.tokenizer = Tokenizer.from_str(description)
+        # A description may cut long texts, as that of a sentence encoder does.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        found = [part.ids for part in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return _joined([np.array(ids, dtype=np.int64) for ids in found])
+
+
+class FastBPE:
+    """The fast tokenizer.
+
+    Args:
+        description: contents of the ``tokenizer.json`` of a byte-level BPE.
+
+    Raises:
+        Differs: it has no form for this tokenizer.
+    """
+
+    def __init__(self, description: str) -> None:
+        import gigatoken
+
+        try:
+            self.backend = gigatoken.Tokenizer.from_json(description).backend
+        except Exception as error:  # its errors are of many kinds
+            raise Differs(f"it cannot read this tokenizer: {error}") from error
+
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        return _joined([self.backend.encode(text.encode()) for text in texts])
+
+
+def _joined(parts: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+    return np.concatenate(parts) if parts else np.empty(0, np.int64), lengths
+
+
+def compare(fast: Encode, reference: Encode, texts: Sequence[str], where: str) -> int:
+    """Tokenize the texts in both ways; the number of tokens that are the same.
+
+    Args:
+        fast, reference: the two ways.
+        texts: of each, the first :data:`COMPARED` characters are taken.
+        where: the texts are from, for the message.
+
+    Raises:
+        Differs: the ids differ; the first such text is named.
+    """
+    texts = [text[:COMPARED] for text in texts]
+    (ids, lengths), (right, right_lengths) = fast(texts), reference(texts)
+    if np.array_equal(ids, right) and np.array_equal(lengths, right_lengths):
+        return len(right)
+    ends, right_ends = np.cumsum(lengths), np.cumsum(right_lengths)
+    for number, text in enumerate(texts):
+        own = ids[ends[number] - lengths[number] : ends[number]]
+        if not np.array_equal(own, right[right_ends[number] - right_lengths[number] : right_ends[number]]):
+            raise Differs(f"it gives other tokens in {where}, text {number + 1}: {text[:60]!r}")
+    raise AssertionError("the same ids of each text, but not of all")
+
+
+ALPHABETS = (
+    "abcdefghijklmnopqrstuvwxyz",
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    "0123456789",
+    " ",
+    "\t\n\r\v\f\x1c\x1f",
+    "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~",
+    "\x00\x01\x07\x7f\x80\x85\xad\xa0",
+    "àéîõüßñçøåÆŒſİıǅ",
+    "αβγΩάбвгЯёשלוםمرحبا٣٤",
+    "नमस्ते१२ไทยကမ္ဘာ",
+    "日本語中文かなカナ한국어！。、「」",
+    "\u0301\u0308\u200b\u200c\u200d\u2028\u2029\u3000\ufeff\u2009\u202f",
+    "😀👩‍💻🏳️‍🌈🇩🇪½²Ⅷ₃①",
+    "\ue000\ufffd\uffff\U00010000\U000e0001\U0010ffff",
+)
+ENDINGS = ("'s", "'t", "'re", "'VE", "'LL", "’s", "\r\n", "\n\n\n", "    ", "  \n  ")
+
+
+def hard_texts(added: Sequence[str], count: int = 3000) -> list[str]:
+    """Made-up texts of runs of like characters, in which splitting rules go wrong; the same at every call.
+
+    Args:
+        added: special and added tokens of the tokenizer, which stand in some of them.
+        count: how many.
+    """
+    chance = random.Random(0)
+    texts = []
+    for _ in range(count):
+        parts = []
+        for _ in range(chance.randint(1, 8)):
+            kind = chance.random()
+            if kind < 0.12:
+                parts.append(chance.choice(ENDINGS))
+            elif kind < 0.17 and added:
+                parts.append(chance.choice(added))
+            else:
+                parts.append("".join(chance.choices(chance.choice(ALPHABETS), k=chance.randint(1, 6))))
+        texts.append("".join(parts))
+    return texts
+
+
+def proven(description: str) -> tuple[FastBPE, Reference]:
+    """The fast tokenizer after both gave the same ids on :func:`hard_texts`, and the reference.
+
+    Raises:
+        Differs: they did not.
+    """
+    reference = Reference(description)
+    added = [str(token.content) for token in reference.tokenizer.get_added_tokens_decoder().values()]
+    fast = FastBPE(description)
+    compare(fast, reference, hard_texts(added), "made-up hard texts")
+    return fast, reference
