@@ -144,7 +144,8 @@ def _tsv_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
 def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, Row]]:
     """(line number, object) of each line of a ``.jsonl`` file, or of a part of it."""
     for number, text in text_lines(path, bad, span):
-        if not text.strip():
+        text = text.rstrip()
+        if not text:
             continue
         try:
             row = json.loads(text)
