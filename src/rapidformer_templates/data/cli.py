@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from rapidformer_templates.config import dashed
@@ -49,14 +48,37 @@ def _preprocess(options: argparse.Namespace) -> int:
     return preprocess_command.main(options)
 
 
+def _merge(options: argparse.Namespace) -> int:
+    from rapidformer_templates.data import indexed_commands
+
+    return indexed_commands.merge_main(options)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from rapidformer_templates.data import indexed_commands
+
+    return indexed_commands.inspect_main(options)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from rapidformer_templates.data import indexed_commands
+
+    return indexed_commands.verify_main(options)
+
+
+def _tokenizer(options: argparse.Namespace) -> int:
+    from rapidformer_templates.data import train_tokenizer
+
+    return train_tokenizer.main(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="rapidformer data", description="Make, join and look at data sets for pretraining.")
     commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
 
     preprocess = commands.add_parser("preprocess", help="raw text to Megatron's indexed data sets")
     _add_text(preprocess)
-    preprocess.add_argument("--output-prefix", required=True, metavar="P", help="gives P_text_document.bin and .idx")
-    preprocess.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="one set each (text)")
+    preprocess.add_argument("--output-prefix", required=True, metavar="P", help="gives P_KEY_document.bin and .idx")
     preprocess.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="the format: mmap")
     preprocess.add_argument("--append-eod", action="store_true", help="an end token after each document")
     preprocess.add_argument("--split-sentences", action="store_true", help="a sequence a sentence, for pairs of them")
@@ -79,6 +101,42 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_output(preprocess)
     preprocess.set_defaults(run=_preprocess)
+
+    merge = commands.add_parser("merge", help="several indexed data sets to one")
+    merge.add_argument("--input", nargs="+", required=True, metavar="P", help="prefixes in order, or folders of sets")
+    merge.add_argument("--output-prefix", required=True, metavar="P", help="of the new set")
+    _add_output(merge)
+    merge.set_defaults(run=_merge)
+
+    inspect = commands.add_parser("inspect", help="what is in indexed data sets")
+    inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
+    inspect.add_argument(
+        "--show", type=_positive, default=0, metavar="N", help="the first N documents, as text if a tokenizer is named"
+    )
+    _add_tokenizer(inspect)
+    _add_json(inspect)
+    inspect.set_defaults(run=_inspect)
+
+    verify = commands.add_parser("verify", help="compare indexed data sets with their checksums")
+    verify.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
+    verify.add_argument("--write-sums", action="store_true", help="write checksums for sets that have none")
+    _add_json(verify)
+    verify.set_defaults(run=_verify)
+
+    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on raw text")
+    _add_text(tokenizer)
+    tokenizer.add_argument("--output", required=True, metavar="DIR", help="folder for transformers")
+    tokenizer.add_argument(
+        "--type",
+        choices=("bpe", "wordpiece"),
+        default="bpe",
+        help="bpe: of bytes, as GPT-2's (default); wordpiece: as BERT's",
+    )
+    tokenizer.add_argument("--vocab-size", type=_positive, default=50257, metavar="N", help="tokens in all (50257)")
+    tokenizer.add_argument("--min-frequency", type=_positive, default=2, metavar="N", help="of a pair to be joined (2)")
+    tokenizer.add_argument("--lower-case", action="store_true", help="wordpiece: without case and accents")
+    _add_output(tokenizer)
+    tokenizer.set_defaults(run=_tokenizer)
     return parser
 
 
@@ -86,6 +144,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs: .jsonl, .txt, .parquet"
     )
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="columns with text (text)")
     parser.add_argument(
         "--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and list them"
     )
@@ -102,7 +161,11 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary to this file")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _positive(text: str) -> int:

@@ -274,12 +274,12 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-def documents(path: Path, column: str, bad: BadLines) -> Iterator[str]:
+def documents(path: Path, column: str, bad: BadLines, flag: str = "--text-column") -> Iterator[str]:
     """The documents of one file of raw text.
 
     In a ``.txt`` file blank lines stand between documents (the format of BERT's pretraining
     input); ``.jsonl``, ``.parquet`` and the other formats hold one document a row in ``column``.
-    Empty documents are left out.
+    Empty documents are left out. ``flag`` is the one that names the column, for messages.
     """
     if path.suffix.lower() == ".txt":
         yield from (text for _, text in text_documents(path, bad))
@@ -290,7 +290,7 @@ def documents(path: Path, column: str, bad: BadLines) -> Iterator[str]:
             if text.strip():
                 yield text
         else:
-            report_column(row, column, "--text-column", path, number, bad)
+            report_column(row, column, flag, path, number, bad)
 
 
 def report_column(row: Row, column: str, flag: str, path: Path, line: int, bad: BadLines) -> None:

@@ -22,9 +22,9 @@ import numpy as np
 
 from rapidformer_templates.data.indexed import CHUNK, HEADER, MAGIC, TYPES, VERSION, bin_path, idx_path, prefix_of
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.files import crc32, sync, to_json, write_at, write_synced
+from rapidformer_templates.files import crc32, sync, to_json, write_at, write_json, write_synced
 
-BLOCK = 1 << 26
+BLOCK = 1 << 22
 """Bytes of ``.bin`` that one checksum covers."""
 
 
@@ -189,34 +189,39 @@ def _open_locked(path: Path) -> int:
 
 
 class _BlockSums:
-    """CRC-32 of each :data:`BLOCK` bytes of a stream."""
+    """CRC-32 of each block of a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
         self.bytes = 0
         self._blocks: list[int] = []
         self._crc = 0
 
     def add(self, data: memoryview) -> None:
         while data:
-            room = BLOCK - self.bytes % BLOCK
+            room = self.block - self.bytes % self.block
             part, data = data[:room], data[room:]
             self._crc = zlib.crc32(part, self._crc)
             self.bytes += len(part)
-            if self.bytes % BLOCK == 0:
+            if self.bytes % self.block == 0:
                 self._blocks.append(self._crc)
                 self._crc = 0
 
     def done(self) -> list[int]:
-        return self._blocks + ([self._crc] if self.bytes % BLOCK else [])
+        return self._blocks + ([self._crc] if self.bytes % self.block else [])
 
 
-def block_sums(path: Path) -> list[int]:
-    """CRC-32 of each :data:`BLOCK` bytes of a file."""
-    sums = _BlockSums()
+def block_sums(path: Path, block: int = BLOCK) -> list[int]:
+    """CRC-32 of each block of so many bytes of a file."""
+    return _sums_of(path, block).done()
+
+
+def _sums_of(path: Path, block: int = BLOCK) -> _BlockSums:
+    sums = _BlockSums(block)
     with path.open("rb") as file:
         while part := file.read(1 << 22):
             sums.add(memoryview(part))
-    return sums.done()
+    return sums
 
 
 def _facts(sums: _BlockSums, index: Path, largest: int) -> dict[str, Any]:
@@ -225,6 +230,11 @@ def _facts(sums: _BlockSums, index: Path, largest: int) -> dict[str, Any]:
         "idx": {"crc32": crc32(index)},
         "largest_token": largest,
     }
+
+
+def write_sums(prefix: str | Path, largest: int) -> None:
+    """Write the checksums of a set that another program made, whose largest token is ``largest``."""
+    write_json(sums_path(prefix), _facts(_sums_of(bin_path(prefix)), idx_path(prefix), largest))
 
 
 def _temporary(path: Path) -> Path:
@@ -244,7 +254,18 @@ def read_sums(prefix: str | Path) -> dict[str, Any] | None:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         facts = None
-    if not isinstance(facts, dict) or not {"bin", "idx", "largest_token"} <= facts.keys():
-        hint = "delete it, or make the set anew"
+    if not _is_whole(facts):
+        hint = "delete it, and make it anew with rapidformer data verify --write-sums if you trust the set"
         raise DataError("the file of checksums is damaged", where=str(path), hint=hint)
+    assert isinstance(facts, dict)
     return facts
+
+
+def _is_whole(facts: Any) -> bool:
+    try:
+        blocks = facts["bin"]["crc32"]
+        count = -(-facts["bin"]["bytes"] // facts["bin"]["block_bytes"])
+        numbers = [*blocks, facts["idx"]["crc32"], facts["largest_token"]]
+    except (KeyError, TypeError, ZeroDivisionError):
+        return False
+    return len(blocks) == count and all(isinstance(number, int) for number in numbers)

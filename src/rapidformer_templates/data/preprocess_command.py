@@ -12,7 +12,7 @@ from rapidformer_templates.data.indexed import type_for
 from rapidformer_templates.data.preprocess import Made, preprocess, usable_cores
 from rapidformer_templates.data.tokenizers import end_token_id, load_tokenizer, padded_vocab_size, vocabulary_size
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.files import write_json
+from rapidformer_templates.files import to_json
 
 FOLDER = frozenset({"tokenizer_path", "pretrained_model_name_or_path", "trust_remote_code"})
 TOKENIZER_FLAGS = {
@@ -22,6 +22,11 @@ TOKENIZER_FLAGS = {
     "BertWordPieceLowerCase": frozenset({"vocab_file"}),
 }
 """By type, the flags that say where the tokenizer is."""
+
+
+def is_tokenizer_named(options: argparse.Namespace) -> bool:
+    """Whether any option about a tokenizer is given."""
+    return any(getattr(options, name) for name in ("tokenizer_type", *set().union(*TOKENIZER_FLAGS.values())))
 
 
 def tokenizer_of(options: argparse.Namespace) -> Any:
@@ -71,9 +76,10 @@ def main(options: argparse.Namespace) -> int:
         check_all=options.tokenizer_check == "all",
         overwrite=options.overwrite,
     )
-    _show(made, vocabulary)
     if options.json:
-        write_json(options.json, _facts(made, vocabulary))
+        print(to_json(_facts(made, vocabulary)), end="")
+    else:
+        _show(made, vocabulary)
     return 0
 
 
