@@ -87,11 +87,11 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> I
 
 
 def _document_spans(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
-    """Spans of documents with up to about :data:`CHUNK` tokens each, or one document that is longer."""
+    """Spans of documents with up to :data:`CHUNK` tokens each, or one document."""
     first, count = 0, len(dataset.documents) - 1
     while first < count:
         start = dataset.pointers[dataset.documents[first]]
-        sequence = np.searchsorted(dataset.pointers, start + CHUNK * dataset.dtype.itemsize)
+        sequence = np.searchsorted(dataset.pointers, start + CHUNK * dataset.dtype.itemsize, side="right") - 1
         last = int(np.searchsorted(dataset.documents, sequence, side="right")) - 1
         last = max(last, first + 1)
         yield first, last

@@ -83,6 +83,8 @@ class IndexedWriter:
 
     def __enter__(self) -> Self:
         path = bin_path(self.prefix)
+        if path.parent.is_file():
+            raise DataError(f"{path.parent} is a file, not a folder", where=self.prefix, hint="choose another prefix")
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open_locked(_temporary(path))
