@@ -20,9 +20,18 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rapidformer_templates.data import fast_bpe, indexed_writer, preprocess
+from rapidformer_templates.data import fast_tokenizers, indexed_writer, preprocess
 from rapidformer_templates.data.encoding import Encoded, Encoder, Job, Recipe
-from rapidformer_templates.data.fast_bpe import Differs, FastBPE, Reference, compare, hard_texts, proven
+from rapidformer_templates.data.fast_tokenizers import (
+    PIECE,
+    Differs,
+    Gigatoken,
+    Pieces,
+    Whole,
+    compare,
+    hard_texts,
+    proven,
+)
 from rapidformer_templates.data.files import Span
 from rapidformer_templates.data.indexed import IndexedDataset
 from rapidformer_templates.data.indexed_writer import IndexedWriter
@@ -32,7 +41,7 @@ from tests.data.conftest import WORDS, write_jsonl
 from tests.data.test_indexed import contents, megatron  # noqa: F401
 
 TEXTS = [f"{' '.join(WORDS[i % 40 : i % 40 + i % 9 + 1])}\n\t café №{i} 日本 ’s" for i in range(60)]
-needs_gigatoken = pytest.mark.skipif(not fast_bpe.is_installed(), reason="gigatoken is not installed")
+needs_gigatoken = pytest.mark.skipif(not fast_tokenizers.is_installed(), reason="gigatoken is not installed")
 
 
 @pytest.fixture
@@ -76,7 +85,7 @@ def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
 ) -> None:  # fmt: skip
     expected = plain(megatron, gpt_folder, TEXTS, tmp_path / "plain")
     ways = [{"workers": 1}, {"workers": 2, "chunk_size": 1}, {"workers": 3, "chunk_size": 7}]
-    if fast_bpe.is_installed():
+    if fast_tokenizers.is_installed():
         ways.append({"workers": 2, "chunk_size": 4, "backend": "gigatoken"})
     for number, way in enumerate(ways):
         made = make(corpus, prefix=f"way{number}", **way)
@@ -116,7 +125,7 @@ def test_sentences(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) ->
     sentences = Recipe(recipe.tokenizer, "uint16", 0, sentences=True)
     made = make(write_jsonl(tmp_path / "c.jsonl", rows), recipe=sentences)
     assert made.prefix["text"].endswith("out_text_sentence")
-    tokenizer = Reference(recipe.tokenizer)
+    tokenizer = Whole(recipe.tokenizer)
     expected = [["A dog.", "A cat!", "The tree?"], ["he sees", "they run. we run"]]
     ids = [[tokenizer([sentence])[0].tolist() for sentence in document] for document in expected]
     for document in ids:
@@ -184,11 +193,11 @@ def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., Made], recipe: Reci
     small = json.dumps({"text": "a dog"})
     file.write_text("\n".join([small, json.dumps({"text": "a cat", "meta": "x" * 50_000_000}), small]) + "\n")
     assert make(file).documents == {"text": 3}
-    if fast_bpe.is_installed():
+    if fast_tokenizers.is_installed():
         text = "a small dog sees the river " * 2_000_000
         file.write_text("\n".join([small, json.dumps({"text": text}), small]) + "\n")
         made = make(file, prefix="fast", backend="gigatoken")
-        once, twice = (len(Reference(recipe.tokenizer)(["a small dog sees the river " * n])[0]) for n in (1, 2))
+        once, twice = (len(Whole(recipe.tokenizer)(["a small dog sees the river " * n])[0]) for n in (1, 2))
         assert IndexedDataset(made.prefix["text"]).lengths[1] == once + 1_999_999 * (twice - once) + 1
     file.write_bytes(b'{"text": "' + b"x" * 50_000_000)
     with pytest.raises(DataError, match=r"broken JSON: Unterminated string starting at \(column 10\)"):
@@ -232,8 +241,8 @@ def test_few_parts_are_under_way(corpus: Path, recipe: Recipe) -> None:
 
 
 def _hands_out_wrong_ids(number: int) -> Callable[..., Any]:
-    def wrong(self: FastBPE, texts: Any) -> Any:
-        ids, lengths = Reference.__call__(self, texts)  # type: ignore[arg-type]
+    def wrong(self: Gigatoken, texts: Any) -> Any:
+        ids, lengths = Whole.__call__(self, texts)  # type: ignore[arg-type]
         if f"№{number}" in "".join(texts):
             ids = ids.copy()
             ids[-1] += 1
@@ -248,18 +257,19 @@ def test_a_fast_tokenizer_that_differs_is_not_used(corpus: Path, make: Callable[
         "type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
         "vocab": {"a": 0, "dog": 1, "cat": 2}}, "added_tokens": []})  # fmt: skip
     made = make(corpus, recipe=Recipe(word_piece, "uint16", None), backend="auto")
-    assert made.compared is None
+    assert made.way == "pieces"
+    assert made.compared == sum(made.tokens.values())  # of a single part, which is checked
     assert made.notes[0].startswith("gigatoken is not used: it cannot read this tokenizer")
-    assert made.notes[0].endswith("transformers' own tokenizer made all of the set")
     reference = make(corpus, recipe=Recipe(word_piece, "uint16", None), prefix="reference")
     assert files_of(made.prefix["text"]) == files_of(reference.prefix["text"])
 
 
 def test_a_difference_is_found(recipe: Recipe, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = Reference(recipe.tokenizer)
-    monkeypatch.setattr(FastBPE, "__init__", Reference.__init__)
-    monkeypatch.setattr(FastBPE, "__call__", _hands_out_wrong_ids(50))
-    encoder = Encoder(Recipe(recipe.tokenizer, "uint16", 0, fast=True))
+    reference = Whole(recipe.tokenizer)
+    monkeypatch.setattr(Gigatoken, "__init__", Whole.__init__)
+    monkeypatch.setattr(Gigatoken, "ids", Whole.ids, raising=False)
+    monkeypatch.setattr(Gigatoken, "__call__", _hands_out_wrong_ids(50))
+    encoder = Encoder(Recipe(recipe.tokenizer, "uint16", 0, way="gigatoken"))
     first, *_, last = cut([corpus], ["text"], 20, check_all=True)
     assert encoder(first).compared == sum(reference(TEXTS[:20])[1])
     with pytest.raises(Differs, match=r"it gives other tokens in .*corpus.jsonl, text 20: '"):
@@ -276,31 +286,59 @@ def test_a_difference_in_the_middle_starts_again(
     real, passes = preprocess.encoded, []
 
     def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple[Job, Encoded]]:
-        passes.append(recipe.fast)
+        passes.append(recipe.way)
         for number, found in enumerate(real(jobs, Recipe(recipe.tokenizer, "uint16", 0), workers)):
-            if recipe.fast and number == 3:
+            if recipe.way != "whole" and number == 3:
                 raise Differs("it gives other tokens in corpus.jsonl, text 1: 'x'")
             yield found
 
     monkeypatch.setattr(preprocess, "encoded", encoded)
-    monkeypatch.setattr(fast_bpe, "is_installed", lambda: True)
+    monkeypatch.setattr(fast_tokenizers, "is_installed", lambda: True)
     made = make(corpus, backend="auto", chunk_size=5)
-    assert passes == [True, False]
+    assert passes == ["gigatoken", "pieces", "whole"]
     assert made.notes == [
-        "gigatoken is not used: it gives other tokens in corpus.jsonl, text 1: 'x'; transformers' own tokenizer "
-        "made all of the set"
+        "gigatoken is not used: it gives other tokens in corpus.jsonl, text 1: 'x'",
+        "transformers' tokenizer with a memory of pieces is not used: it gives other tokens in corpus.jsonl, "
+        "text 1: 'x'",
     ]
+    assert made.way == "whole"
     assert made.documents == {"text": 60}
 
 
 @needs_gigatoken
 def test_hard_texts_are_hard_and_the_same(recipe: Recipe) -> None:
-    fast, reference = proven(recipe.tokenizer)
+    fast, reference = proven("gigatoken", recipe.tokenizer)
     texts = hard_texts(["<|endoftext|>"])
     assert texts == hard_texts(["<|endoftext|>"])
     assert sum("<|endoftext|>" in text for text in texts) > 100
     assert {"\u3000", "日", "'", "\r", "\U0010ffff"} <= set("".join(texts))
     assert np.array_equal(fast(TEXTS)[0], reference(TEXTS)[0])
+
+
+@pytest.mark.parametrize("folder", ["gpt_folder", "bert_folder"])
+def test_pieces_are_the_text_and_give_the_same_tokens(folder: str, request: pytest.FixtureRequest) -> None:
+    description = (request.getfixturevalue(folder) / "tokenizer.json").read_text(encoding="utf-8")
+    texts = [*TEXTS, *hard_texts(["<|endoftext|>", "[SEP]"], 5000), "", " ", "\n", "x", "a" * 1000]
+    assert all("".join(PIECE.findall(text)) == text for text in texts)
+    assert PIECE.findall("don't (a,b)\n\tself.x_1 é") == ["don't", " (a", ",b", ")", "\n\tself", ".x", "_1", " é", ""]
+    pieces, whole = proven("pieces", description)
+    assert isinstance(pieces, Pieces)
+    pieces.ROOM = 10_000  # type: ignore[misc]
+    for start in range(0, len(texts), 100):
+        part = texts[start : start + 100]
+        assert compare(pieces, whole, part, "") == sum(whole(part)[1])
+        assert pieces.weight < 10_000 + 150 * 10_000
+
+
+def test_pieces_are_not_used_where_words_run_together(gpt_folder: Path) -> None:
+    description = json.loads((gpt_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    prepends = description | {"normalizer": {"type": "Prepend", "prepend": "a"}}
+    with pytest.raises(Differs, match="it gives other tokens in made-up hard texts"):
+        proven("pieces", json.dumps(prepends))
+    model = description["model"]
+    model["vocab"]["aĠa"] = len(model["vocab"])
+    with pytest.raises(Differs, match="the token 'a a' reaches over a place where texts are cut"):
+        proven("pieces", json.dumps(description))
 
 
 def test_the_fast_tokenizer_asked_for_is_absent(
@@ -316,7 +354,7 @@ def test_truncation_in_the_description_is_not_used(recipe: Recipe) -> None:
     cut_short = json.loads(recipe.tokenizer) | {
         "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     }
-    assert Reference(json.dumps(cut_short))(TEXTS)[1].tolist() == Reference(recipe.tokenizer)(TEXTS)[1].tolist()
+    assert Whole(json.dumps(cut_short))(TEXTS)[1].tolist() == Whole(recipe.tokenizer)(TEXTS)[1].tolist()
 
 
 def test_a_full_disk(corpus: Path, make: Callable[..., Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,13 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer-backend",
         choices=("auto", "gigatoken", "transformers"),
         default="auto",
-        help="auto: gigatoken where it is installed and proves equal, else transformers",
+        help="auto: gigatoken where it is installed and proves equal, else transformers (default)",
     )
     preprocess.add_argument(
         "--tokenizer-check",
         choices=("sample", "all"),
         default="sample",
-        help="on how much of the text gigatoken is compared with transformers (sample: 1 part in 64)",
+        help="on how much of the text the fast way is compared with the plain one (sample: 1 part in 64)",
     )
     _add_output(preprocess)
     preprocess.set_defaults(run=_preprocess)

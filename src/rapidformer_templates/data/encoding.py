@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer_templates.data.fast_bpe import Encode, Reference, compare, proven
+from rapidformer_templates.data.fast_tokenizers import Way, compare, proven
 from rapidformer_templates.data.files import BadLines, Row, Span, jsonl_rows, report_column, text_documents
 from rapidformer_templates.data.sentences import split_sentences
 
@@ -31,7 +31,7 @@ class Recipe:
         keys: columns with text.
         sentences: whether a document is split into sentences.
         skip: whether bad lines are left out.
-        fast: whether the fast tokenizer is used.
+        way: how the tokenizer is run; see :mod:`~rapidformer_templates.data.fast_tokenizers`.
     """
 
     tokenizer: str
@@ -40,7 +40,7 @@ class Recipe:
     keys: tuple[str, ...] = ("text",)
     sentences: bool = False
     skip: bool = False
-    fast: bool = False
+    way: Way = "whole"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Job:
         path: its file.
         part: lines of it, or rows that were read already, each with its place.
         bytes: its size, for the progress.
-        check: whether the fast tokenizer is compared with the reference on it.
+        check: whether a fast way is compared with the reference on it.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class Encoded:
     Attributes:
         columns: the documents by key, in the order of the keys.
         skipped: ``file:line: reason`` of the lines that were left out.
-        compared: tokens that the fast tokenizer and the reference gave alike.
+        compared: tokens that a fast way and the reference gave alike.
     """
 
     columns: list[Tokens] = field(default_factory=list)
@@ -96,31 +96,26 @@ class Encoder:
     """Does jobs.
 
     Raises:
-        Differs: the fast tokenizer is asked for, and is not that of transformers.
+        Differs: the way is not that of transformers' tokenizer.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.encode: Encode
-        self.reference: Encode
-        if recipe.fast:
-            self.encode, self.reference = proven(recipe.tokenizer)
-        else:
-            self.encode = self.reference = Reference(recipe.tokenizer)
+        self.encode, self.reference = proven(recipe.way, recipe.tokenizer)
 
     def __call__(self, job: Job) -> Encoded:
         """The tokens of a job.
 
         Raises:
             DataError: a line that cannot be used.
-            Differs: the fast tokenizer gave other tokens than the reference.
+            Differs: the way gave other tokens than the reference.
         """
         bad = BadLines(skip=self.recipe.skip)
         rows = [texts for number, row in _rows(job, bad) if (texts := self._texts(row, job.path, number, bad))]
         done = Encoded(skipped=bad.skipped)
         for column in range(len(self.recipe.keys)):
             texts = [row[column] for row in rows]
-            if job.check and self.recipe.fast:
+            if job.check and self.encode is not self.reference:
                 flat = [sentence for text in texts for sentence in text]
                 done.compared += compare(self.encode, self.reference, flat, str(job.path))
             done.columns.append(self._tokens(texts))

@@ -21,9 +21,9 @@ from typing import IO, Literal
 
 import numpy as np
 
-from rapidformer_templates.data import fast_bpe
+from rapidformer_templates.data import fast_tokenizers
 from rapidformer_templates.data.encoding import Encoded, Job, Recipe, start_worker, work
-from rapidformer_templates.data.fast_bpe import Differs
+from rapidformer_templates.data.fast_tokenizers import Differs, Way
 from rapidformer_templates.data.files import Row, Span, parquet_row_count, parquet_rows
 from rapidformer_templates.data.indexed_writer import IndexedWriter, disk_errors
 from rapidformer_templates.data.text_progress import TextProgress
@@ -36,7 +36,7 @@ AHEAD = 8
 """Jobs a worker that are handed out before the oldest is written; with the size of a job it bounds the memory."""
 
 CHECKED = 64
-"""The first of so many jobs is tokenized by the fast tokenizer and by the reference."""
+"""The first of so many jobs is tokenized in the fast way and by the reference."""
 
 LISTED = 5
 """Bad lines that are shown; the file beside the data sets has all of them."""
@@ -55,12 +55,14 @@ class Made:
         skipped: number of bad lines that were left out.
         examples: the first of them.
         skipped_file: which lists all of them; None if there are none.
-        compared: tokens on which the fast tokenizer was compared with the reference; None if it was not used.
+        way: how the tokenizer was run.
+        compared: tokens on which this way was compared with the reference.
         notes: lines for the user.
         seconds: that it took.
     """
 
     dtype: str
+    way: Way
     prefix: dict[str, str] = field(default_factory=dict)
     documents: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class Made:
     skipped: int = 0
     examples: list[str] = field(default_factory=list)
     skipped_file: Path | None = None
-    compared: int | None = None
+    compared: int = 0
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -89,11 +91,12 @@ def preprocess(
     Args:
         files: ``.jsonl``, ``.txt`` or ``.parquet``, in order.
         prefix: of the data sets.
-        recipe: what to do with the text; ``fast`` is set here.
+        recipe: what to do with the text; its way is set here.
         workers: processes that tokenize.
         chunk_size: most lines (``.txt``: documents) that a worker is given at a time.
-        backend: ``gigatoken`` or ``transformers``; ``auto`` is the first where it is installed and proves equal.
-        check_all: compare the fast tokenizer on all of the corpus, not on a share.
+        backend: ``gigatoken`` or ``transformers``; ``auto`` is the first where it is installed. What does not prove
+            equal is not used.
+        check_all: compare the fast way with the reference on all of the corpus, not on a share.
         overwrite: replace data sets that are there.
 
     Raises:
@@ -101,28 +104,35 @@ def preprocess(
         WorkerFailed: a worker was killed.
     """
     began = time.perf_counter()
-    fast = _try_fast(backend)
-    notes: list[str] = []
     run = _Run(files, prefix, workers, chunk_size, check_all, overwrite)
-    while True:
+    notes: list[str] = []
+    for way in _ways(backend):
         try:
-            made = run(replace(recipe, fast=fast))
+            made = run(replace(recipe, way=way))
         except Differs as difference:
-            fast = False
-            notes.append(f"gigatoken is not used: {difference}; transformers' own tokenizer made all of the set")
+            notes.append(f"{TITLES[way]} is not used: {difference}")
         else:
-            break
-    made.notes = notes
-    made.seconds = time.perf_counter() - began
-    return made
+            made.notes = notes
+            made.seconds = time.perf_counter() - began
+            return made
+    raise AssertionError("the reference differs from itself")
 
 
-def _try_fast(backend: Backend) -> bool:
-    installed = fast_bpe.is_installed()
+TITLES: dict[Way, str] = {
+    "gigatoken": "gigatoken",
+    "pieces": "transformers' tokenizer with a memory of pieces",
+    "whole": "transformers' tokenizer",
+}
+
+
+def _ways(backend: Backend) -> tuple[Way, ...]:
+    """The ways to try, fastest first."""
+    installed = fast_tokenizers.is_installed()
     if backend == "gigatoken" and not installed:
         hint = "pip install 'rapidformer_templates[fast-bpe]'"
         raise DataError("gigatoken is not installed", where="--tokenizer-backend gigatoken", hint=hint)
-    return installed and backend != "transformers"
+    own: tuple[Way, ...] = ("pieces", "whole")
+    return ("gigatoken", *own) if installed and backend != "transformers" else own
 
 
 @dataclass(frozen=True)
@@ -138,8 +148,7 @@ class _Run:
 
     def __call__(self, recipe: Recipe) -> Made:
         level = "sentence" if recipe.sentences else "document"
-        made = Made(recipe.dtype, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys})
-        made.compared = 0 if recipe.fast else None
+        made = Made(recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys})
         made.empty = dict.fromkeys(recipe.keys, 0)
         size = sum(file.stat().st_size for file in self.files)
         with ExitStack() as stack:
@@ -155,7 +164,7 @@ class _Run:
                     writer.add(column.tokens, column.lengths, column.sequences)
                     made.empty[key] += column.empty
                 skipped.add(done.skipped)
-                made.compared = None if made.compared is None else made.compared + done.compared
+                made.compared += done.compared
                 progress.advance(job.bytes, writers)
             self._refuse_empty(made, writers, skipped)
             for key, writer in zip(recipe.keys, writers, strict=True):

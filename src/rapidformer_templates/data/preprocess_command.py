@@ -9,7 +9,7 @@ from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.encoding import Recipe
 from rapidformer_templates.data.files import text_files
 from rapidformer_templates.data.indexed import type_for
-from rapidformer_templates.data.preprocess import Made, preprocess, usable_cores
+from rapidformer_templates.data.preprocess import TITLES, Made, preprocess, usable_cores
 from rapidformer_templates.data.tokenizers import end_token_id, load_tokenizer, padded_vocab_size, vocabulary_size
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.files import to_json
@@ -51,11 +51,6 @@ def main(options: argparse.Namespace) -> int:
     keys = tuple(dict.fromkeys(options.json_keys))
     if any("/" in key for key in keys):
         raise DataError("a key that holds '/' can be no part of a file's name", where="--json-keys", hint="rename it")
-    if options.tokenizer_backend == "transformers" and options.tokenizer_check == "all":
-        hint = "leave out one of the two"
-        raise ConfigError(
-            "transformers' own tokenizer has nothing to be compared with", where="--tokenizer-check", hint=hint
-        )
     tokenizer = tokenizer_of(options)
     vocabulary = vocabulary_size(tokenizer)
     recipe = Recipe(
@@ -89,10 +84,12 @@ def _show(made: Made, vocabulary: int) -> None:
         left_out = f"; {empty:,} empty documents left out" if empty else ""
         print(f"{prefix}: {documents:,} documents, {tokens:,} tokens ({made.dtype}){left_out}")
     print(f"vocabulary: {vocabulary:,} tokens, padded to {padded_vocab_size(vocabulary):,} in the model")
-    if made.compared is not None:
-        print(
-            f"tokenizer: gigatoken, the same as transformers' on made-up hard texts and {made.compared:,} tokens of it"
-        )
+    equal = (
+        ""
+        if made.way == "whole"
+        else f", equal to the plain one on hard texts and on {made.compared:,} of these tokens"
+    )
+    print(f"tokenizer: {TITLES[made.way]}{equal}")
     for note in made.notes:
         print(f"note: {note}")
     if made.skipped_file:
@@ -113,7 +110,7 @@ def _facts(made: Made, vocabulary: int) -> dict[str, Any]:
         "vocabulary": vocabulary,
         "padded_vocabulary": padded_vocab_size(vocabulary),
         "skipped": made.skipped,
-        "backend": "transformers" if made.compared is None else "gigatoken",
+        "way": made.way,
         "compared_tokens": made.compared,
         "notes": made.notes,
         "seconds": made.seconds,
