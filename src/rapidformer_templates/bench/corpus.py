@@ -10,6 +10,8 @@ from pathlib import Path
 from rapidformer_templates.errors import DataError
 
 WORDNET = Path("/usr/share/wordnet")
+LONGEST = 800_000
+"""Characters of the longest document: tables that programs wrote are longer, and no text."""
 
 
 def write_corpus(path: Path, megabytes: float) -> None:
@@ -57,5 +59,5 @@ def _sources() -> Iterator[tuple[str, str]]:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
                 continue  # a test of other encodings
-            if text.strip():
+            if text.strip() and len(text) <= LONGEST:
                 yield str(path.relative_to(root)), text

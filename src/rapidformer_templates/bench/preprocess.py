@@ -55,7 +55,7 @@ class Row:
     Attributes:
         seconds: of each run.
         start: of the corpus with one document.
-        memory: peak of all its processes, bytes, by megabytes of the corpus.
+        memory: of this library's ways, peak of all processes, bytes, by megabytes of the corpus.
     """
 
     name: str
@@ -113,7 +113,7 @@ def measure_preprocessing(
     _refuse_differences(place, names)
     tokens = IndexedDataset(place.output(names[-1])).token_count
     for row in rows:
-        for megabytes in sorted(place.corpora)[1:]:
+        for megabytes in sorted(place.corpora)[1:] if row.name in GOALS else ():
             row.memory[megabytes] = _peak_memory(place.command(row.name, place.corpora[megabytes]))
             advance(f"{row.name}: memory")
     return tokens, rows
@@ -183,7 +183,8 @@ def main(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rapidformer-preprocess-")))
         place = prepare(folder, options.megabytes, workers)
-        advance = stack.enter_context(progress("runs", len(names) * (1 + options.repeats + len(place.corpora) - 1)))
+        watched = len(GOALS.keys() & set(names)) * (len(place.corpora) - 1)
+        advance = stack.enter_context(progress("runs", len(names) * (1 + options.repeats) + watched))
         tokens, rows = measure_preprocessing(place, names, options.repeats, advance)
     result = {
         "megabytes": options.megabytes,
@@ -192,7 +193,7 @@ def main(options: argparse.Namespace) -> int:
         "seconds": {row.name: row.seconds for row in rows},
         "start_seconds": {row.name: row.start for row in rows},
         "ratios": {row.name: ratios(rows, row.name) for row in rows if PLAIN in names},
-        "peak_memory_bytes": {row.name: row.memory for row in rows},
+        "peak_memory_bytes": {row.name: row.memory for row in rows if row.memory},
     }
     notes = [f"{why}: {name} is left out" for name, why in absent.items() if why] + _notes(rows)
     table = _table(tokens, options.megabytes, workers, rows)
@@ -229,7 +230,7 @@ def _table(tokens: int, megabytes: float, workers: int, rows: Sequence[Row]) -> 
     title = f"{megabytes:g} MB of text, {tokens / 1e6:.1f} M tokens, {workers} workers; mean ± standard deviation"
     table = Table(title=title)
     table.add_column("how")
-    sizes = list(rows[0].memory)
+    sizes = list(rows[-1].memory)
     memory = [f"MB at {size:g}" for size in sizes]
     for heading in ("seconds", "of it start", "Mtokens/s", "× plain", "× plain, no start", *memory):
         table.add_column(heading, justify="right")
@@ -241,7 +242,7 @@ def _table(tokens: int, megabytes: float, workers: int, rows: Sequence[Row]) -> 
             f"{row.start:.2f}",
             f"{tokens / statistics.mean(row.seconds) / 1e6:.2f}",
             *([f"{whole:.2f}", f"{net:.2f}"] if rows[0].name == PLAIN else ["–", "–"]),
-            *(f"{row.memory[size] / 1e6:.0f}" for size in sizes),
+            *(f"{row.memory[size] / 1e6:.0f}" if row.memory else "–" for size in sizes),
         )
     return table
 
