@@ -15,6 +15,7 @@ import pytest
 from rapidformer_templates.bench.cli import _parser as bench_parser
 from rapidformer_templates.cli import PlanFlags, main
 from rapidformer_templates.config import build_parser
+from rapidformer_templates.data.cli import _parser as data_parser
 from rapidformer_templates.switches import switch_options
 from rapidformer_templates.trainer import Trainer
 
@@ -72,7 +73,8 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_flags_exist(page: Path) -> None:
-    known = {*_flags(build_parser("rapidformer", switch_options().values(), PlanFlags, "")), *_flags(bench_parser())}
+    own = build_parser("rapidformer", switch_options().values(), PlanFlags, "")
+    known = {flag for parser in (own, bench_parser(), data_parser()) for flag in _flags(parser)}
     known |= {flag for flags in OTHERS.values() for flag in flags}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", page.read_text(encoding="utf-8")))
     assert named - known == set()

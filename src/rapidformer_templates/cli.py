@@ -29,6 +29,7 @@ commands:
   rapidformer switches          catalogue of the switches and their compatibility
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
   rapidformer doctor            what this machine has, what does not work, and what to do about it
+  rapidformer data …            make, join and check data sets for pretraining
   rapidformer bench …           measure
 
 Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
@@ -68,6 +69,10 @@ def _dispatch(words: list[str]) -> int:
         from rapidformer_templates.bench.cli import main as bench
 
         return bench(rest)
+    if command == "data":
+        from rapidformer_templates.data.cli import main as data
+
+        return data(rest)
     if command == "--version":
         print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
         return 0
@@ -78,8 +83,8 @@ def _dispatch(words: list[str]) -> int:
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
-        near = difflib.get_close_matches(command, [*commands, "bench"], n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join([*commands, 'bench'])}"
+        near = difflib.get_close_matches(command, [*commands, "data", "bench"], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join([*commands, 'data', 'bench'])}"
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     from rapidformer_templates.blackbox import run
 
@@ -89,7 +94,7 @@ def _dispatch(words: list[str]) -> int:
 def help_text() -> str:
     """Commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
-    parser.usage = "rapidformer [plan | switches | explain | doctor | bench] [flags]"
+    parser.usage = "rapidformer [plan | switches | explain | doctor | data | bench] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser.format_help()
 

@@ -168,7 +168,7 @@ def parse(
         ConfigError: an unknown flag or key, or a value of the wrong kind or out of range.
     """
     parser = build_parser(prog, switch_options.values(), user, description)
-    given, unknown = parser.parse_known_args(_dashed(argv))
+    given, unknown = parser.parse_known_args(dashed(argv))
     if unknown:
         _refuse_unknown(unknown[0], parser)
     values: dict[str, tuple[Any, str]] = dict(in_code or {})
@@ -180,7 +180,7 @@ def parse(
     return _assemble(values, switch_options, user)
 
 
-def _dashed(argv: Sequence[str]) -> list[str]:
+def dashed(argv: Sequence[str]) -> list[str]:
     """Spell ``--micro_batch_size=4`` as ``--micro-batch-size=4``; values stay as they are."""
     spelled = []
     for word in argv:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -39,14 +39,31 @@ class StopRequest:
 def stop_request() -> Iterator[StopRequest]:
     """Handle SIGTERM and SIGINT in the body (in the main thread; elsewhere Python allows no handlers)."""
     request = StopRequest()
+    with _handled(request):
+        yield request
+
+
+@contextmanager
+def interruptible(message: str, hint: str) -> Iterator[None]:
+    """End the body with :class:`Interrupted` at SIGTERM and SIGINT (in the main thread)."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(message, hint=hint)
+
+    with _handled(interrupt):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     previous = {}
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.signal(number, request)
+            previous[number] = signal.signal(number, handler)
     except ValueError:
         previous = {}  # not the main thread: whoever owns the process owns its signals
     try:
-        yield request
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, old in previous.items():
+            signal.signal(number, old)

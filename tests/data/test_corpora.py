@@ -22,12 +22,12 @@ from rapidformer_templates.data import corpora
 from rapidformer_templates.data.blend import Blend
 from rapidformer_templates.data.corpora import (
     Corpus,
-    corpus_files,
     load_corpora,
     parse_data_path,
     split_sequences,
     split_shares,
 )
+from rapidformer_templates.data.files import text_files
 from rapidformer_templates.data.gpt import GPTSamples
 from rapidformer_templates.data.index_cache import cache_root
 from rapidformer_templates.data.tasks import load_task
@@ -236,11 +236,11 @@ def test_what_a_killed_process_left_is_taken_away(configure: Configure, flags: d
     folder, tokens = Path(corpus.dataset.prefix).parent, tokens_of(corpus)
     del corpus  # its memory map would not outlive what is done to the file
     half = folder.rename(folder.with_suffix(".tmp"))
-    (half / "text_document.bin").write_bytes(b"")
+    (half / "corpus_text_document.bin").write_bytes(b"")
     again = load_corpus(config, load_tokenizer(config), 0)
     assert tokens_of(again) == tokens
     del again
-    (folder / "text_document.bin").write_bytes(b"12")
+    (folder / "corpus_text_document.bin").write_bytes(b"12")
     with pytest.raises(
         DataError, match="cache of the tokenized corpus is damaged: the file of tokens is cut"
     ) as caught:
@@ -264,7 +264,7 @@ def test_a_full_disk(configure: Configure, flags: dict[str, Any], monkeypatch: p
     config = configure(**flags)
     with pytest.raises(DataError, match="the disk is full") as caught:
         load_corpus(config, load_tokenizer(config), 0)
-    assert "--data-cache-dir" in str(caught.value.hint)
+    assert "free some space" in str(caught.value.hint)
     assert [p.suffix for p in Path(flags["data_cache_dir"]).iterdir()] == [".lock"]
 
 
@@ -322,7 +322,7 @@ def test_a_bad_line_is_named_or_left_out(configure: Configure, flags: dict[str, 
         (("0.3", "{dir}/none", "0.7", "{dir}/blank.txt"), "{dir}/none does not exist"),
         (("{dir}/indexed",), "this is no index of Megatron's format"),
         (("{dir}/indexed.bin",), "this is no index of Megatron's format"),
-        (("{dir}/blank.txt",), "the corpus is empty"),
+        (("{dir}/blank.txt",), "there is no document with text"),
     ],
 )
 def test_corpora_that_cannot_be_read(
@@ -342,7 +342,7 @@ def test_files_are_in_the_order_given(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c/d.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    found = corpus_files([str(tmp_path / "b.txt"), str(tmp_path)])
+    found = text_files([str(tmp_path / "b.txt"), str(tmp_path)], "--data-path")
     assert [p.relative_to(tmp_path).as_posix() for p in found] == ["b.txt", "a.txt", "c/d.jsonl"]
 
 

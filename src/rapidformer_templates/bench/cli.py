@@ -72,6 +72,12 @@ def _reading(options: argparse.Namespace) -> int:
     return reading.main(options)
 
 
+def _preprocess(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import preprocess
+
+    return preprocess.main(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)
@@ -79,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
-    commands = parser.add_subparsers(required=True, metavar="overhead|peers|faults|saving|partitioning|reading|padding")
+    commands = parser.add_subparsers(
+        required=True, metavar="overhead|peers|faults|saving|partitioning|preprocess|reading|padding"
+    )
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
     overhead.add_argument("--rounds", type=_positive, default=60, help="pairs of turns a loop (default: 60)")
@@ -123,6 +131,12 @@ def _parser() -> argparse.ArgumentParser:
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
     padding.add_argument("--steps", type=_positive, default=3, help="optimizer steps a turn (default: 3)")
     padding.set_defaults(run=_padding)
+
+    preprocess = commands.add_parser("preprocess", parents=[output], help="raw text to indexed data sets")
+    preprocess.add_argument("--megabytes", type=_megabytes, default=100.0, help="of text (default: 100)")
+    preprocess.add_argument("--workers", type=_positive, help="processes that tokenize (default: all cores)")
+    preprocess.add_argument("--repeats", type=_positive, default=3, help="runs of each way (default: 3)")
+    preprocess.set_defaults(run=_preprocess)
     return parser
 
 
@@ -150,6 +164,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _megabytes(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 10_000:
+        raise argparse.ArgumentTypeError("must be between 0 and 10000")
     return number
 
 

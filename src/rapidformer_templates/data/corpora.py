@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import glob
 import json
-import os
 import shutil
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -16,26 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.files import BadLines, documents
+from rapidformer_templates.data.encoding import Recipe
+from rapidformer_templates.data.files import text_files
 from rapidformer_templates.data.index_cache import IndexCache, cache_root, identity, key_of, locked
 from rapidformer_templates.data.indexed import IndexedDataset, check_vocabulary, is_indexed, type_for
-from rapidformer_templates.data.indexed_writer import IndexedWriter, read_sums
-from rapidformer_templates.data.reading import nearest
+from rapidformer_templates.data.indexed_writer import read_sums
+from rapidformer_templates.data.preprocess import preprocess
 from rapidformer_templates.data.tokenizers import vocabulary_size
 from rapidformer_templates.errors import DataError
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 """Part of a cache's name: raise it when the files in a cache change their meaning."""
 
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 1000, 4_000_000
-"""How much text is tokenized at a time; it bounds the memory."""
-
-NAME = "text_document"
+NAME = "corpus"
 
 
 @dataclass(frozen=True)
@@ -101,41 +93,13 @@ def check_corpora(words: Sequence[str]) -> None:
     """Look at what can be seen to be wrong with ``--data-path`` before anything is tokenized.
 
     Raises:
-        DataError: see :func:`parse_data_path`, :func:`corpus_files` and :class:`IndexedDataset`.
+        DataError: see :func:`parse_data_path`, :func:`text_files` and :class:`IndexedDataset`.
     """
     for entry in parse_data_path(words):
         if entry.indexed:
             IndexedDataset(entry.paths[0])
         else:
-            corpus_files(entry.paths)
-
-
-def corpus_files(paths: Sequence[str]) -> list[Path]:
-    """The files of raw text: files, folders (all files of a known kind below them) and globs, in order.
-
-    Raises:
-        DataError: a path is not there, or holds nothing.
-    """
-    files: list[Path] = []
-    for path in paths:
-        base = Path(path)
-        if base.is_dir():
-            found = sorted(base.rglob("*"))
-        else:
-            found = [base] if base.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
-        readable = [file for file in found if file.is_file() and file.suffix.lower() in SUFFIXES]
-        if not readable:
-            raise _no_corpus(path, base, exists=base.is_dir() or bool(found))
-        files += readable
-    return list(dict.fromkeys(files))
-
-
-def _no_corpus(path: str, base: Path, *, exists: bool) -> DataError:
-    kinds = f"a corpus is a prefix of an indexed data set, or a file, a folder or a glob of {', '.join(SUFFIXES)}"
-    if exists:
-        return DataError(f"there is no text file in {path}", where="--data-path", hint=kinds)
-    siblings = [str(p) for p in base.parent.iterdir()] if base.parent.is_dir() else []
-    return DataError(f"{path} does not exist", where="--data-path", hint=nearest(path, siblings) + kinds)
+            text_files(entry.paths, "--data-path")
 
 
 def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> list[Corpus]:
@@ -154,9 +118,7 @@ def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_toke
             _check_tokens(dataset, vocabulary_size(tokenizer), IndexCache(cache_root(config)))
             corpora.append(Corpus(dataset, entry.weight))
         else:
-            folder = _tokenized(entry.paths, config, tokenizer, end_token_id)
-            skipped = json.loads((folder / "skipped.json").read_text(encoding="utf-8"))
-            corpora.append(Corpus(_open(folder, config), entry.weight, tuple(skipped)))
+            corpora.append(_tokenized(entry, config, tokenizer, end_token_id))
     return corpora
 
 
@@ -171,35 +133,37 @@ def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -
     check_vocabulary(dataset, vocabulary, int(known["largest"][0]))
 
 
-def _open(folder: Path, config: RunConfig) -> IndexedDataset:
-    try:
-        return IndexedDataset(folder / NAME, config.data.data_impl)
-    except DataError as error:
-        hint = "delete this folder; it is made anew"
-        message = f"the cache of the tokenized corpus is damaged: {error.message}"
-        raise DataError(message, where=str(folder), hint=hint) from error
-
-
-def _tokenized(paths: Sequence[str], config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Path:
-    """The cache folder of raw text."""
-    files = corpus_files(paths)
-    column = config.data.text_column or "text"
-    bad = BadLines(skip=config.data.skip_bad_lines)
+def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Corpus:
+    """Raw text, from the cache."""
+    files = text_files(entry.paths, "--data-path")
+    column, skip = config.data.text_column or "text", config.data.skip_bad_lines
     root = cache_root(config)
-    folder = root / _cache_key(files, tokenizer, [end_token_id, column, bad.skip])
-    if folder.is_dir():
-        return folder
+    folder = root / _cache_key(files, tokenizer, [end_token_id, column, skip])
+    if not folder.is_dir():
+        recipe = Recipe(
+            tokenizer=tokenizer.backend_tokenizer.to_str(),
+            dtype=type_for(vocabulary_size(tokenizer)).name,
+            end=end_token_id,
+            keys=(column,),
+            skip=skip,
+            keys_flag="--text-column",
+        )
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with locked(root / f"{folder.name}.lock"):
+                if not folder.is_dir():
+                    _write_corpus(files, recipe, folder)
+        except OSError as error:
+            hint = "check the folder and its rights, or choose another one with --data-cache-dir"
+            raise DataError(f"the corpus cannot be tokenized: {error}", where=str(root), hint=hint) from error
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with locked(root / f"{folder.name}.lock"):
-            if not folder.is_dir():
-                _write_corpus(files, column, bad, tokenizer, end_token_id, folder)
-    except OSError as error:
-        full = error.errno == errno.ENOSPC
-        hint = "free some space, or choose another folder with --data-cache-dir"
-        message = "the disk is full" if full else f"the corpus cannot be tokenized: {error}"
-        raise DataError(message, where=str(root), hint=hint if full else "check the folder and its rights") from error
-    return folder
+        dataset = IndexedDataset(folder / f"{NAME}_{column}_document", config.data.data_impl)
+    except DataError as error:
+        message = f"the cache of the tokenized corpus is damaged: {error.message}"
+        raise DataError(message, where=str(folder), hint="delete this folder; it is made anew") from error
+    skipped = folder / f"{NAME}.skipped.txt"
+    lines = skipped.read_text(encoding="utf-8").splitlines() if skipped.is_file() else []
+    return Corpus(dataset, entry.weight, tuple(lines))
 
 
 def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, options: list[Any]) -> str:
@@ -212,61 +176,20 @@ def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, option
     return "text-" + key_of([CACHE_VERSION, stats, model, options])
 
 
-def _write_corpus(
-    files: Sequence[Path],
-    column: str,
-    bad: BadLines,
-    tokenizer: PreTrainedTokenizerFast,
-    end_token_id: int,
-    folder: Path,
-) -> None:
-    """Tokenize into a temporary folder, and rename it when it is whole."""
+def _write_corpus(files: Sequence[Path], recipe: Recipe, folder: Path) -> None:
+    """Tokenize into a temporary folder, and rename it when it is whole.
+
+    In this process: others would be started from the user's script, which may have no guard for that.
+    """
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left behind by a process that was killed
     temporary.mkdir()
     try:
-        with IndexedWriter(temporary / NAME, type_for(vocabulary_size(tokenizer))) as writer:
-            for rows in _tokenized_batches(files, column, bad, tokenizer):
-                ended = [np.asarray([*row, end_token_id]) for row in rows]
-                writer.add(np.concatenate(ended), np.array([len(row) for row in ended]))
-            if not len(writer.lengths):
-                note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
-                raise DataError(
-                    f"the corpus is empty{note}", where=str(files[0]), hint="it needs at least one document"
-                )
-        (temporary / "skipped.json").write_text(json.dumps(bad.skipped), encoding="utf-8")
+        preprocess(files, str(temporary / NAME), recipe, workers=0)
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _tokenized_batches(
-    files: Sequence[Path], column: str, bad: BadLines, tokenizer: PreTrainedTokenizerFast
-) -> Iterator[list[list[int]]]:
-    # One bar for the user at a terminal, not one for each worker or in each log file.
-    silent = not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0"
-    with Progress(disable=silent) as progress:
-        bar = progress.add_task("tokenizing", total=sum(f.stat().st_size for f in files))
-        for path in files:
-            for texts in _batches(documents(path, column, bad)):
-                yield tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-                    "input_ids"
-                ]
-                progress.advance(bar, sum(map(len, texts)))
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def split_shares(split: str) -> list[float]:

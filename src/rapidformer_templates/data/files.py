@@ -7,14 +7,15 @@ left out and remembered. Everything is read as UTF-8; a byte-order mark is allow
 from __future__ import annotations
 
 import csv
+import difflib
+import glob
+import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, BinaryIO
 
 from rapidformer_templates.errors import DataError
 
@@ -41,13 +42,33 @@ class BadLines:
         self.skipped.append(f"{path}:{line}: {reason}")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str, bool]]:
+@dataclass(frozen=True)
+class Span:
+    """Whole lines of a file, so that several processes can read one.
+
+    Attributes:
+        start, stop: its bytes, [start, stop).
+        line: number of its first line in the file, from 1.
+    """
+
+    start: int
+    stop: int
+    line: int
+
+    def read(self, path: Path) -> BinaryIO:
+        """The bytes, as a file in memory."""
+        with path.open("rb") as file:
+            file.seek(self.start)
+            return io.BytesIO(file.read(self.stop - self.start))
+
+
+def _lines(path: Path, span: Span | None = None) -> Iterator[tuple[int, str, bool]]:
     """(line number from 1, text, whether it was UTF-8) of each line; a broken byte becomes U+FFFD.
 
     Lines are split before they are decoded, so that the number of a broken one is exact.
     """
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+    with span.read(path) if span else path.open("rb") as file:
+        for number, raw in enumerate(file, start=span.line if span else 1):
             encoding = "utf-8-sig" if number == 1 else "utf-8"
             try:
                 yield number, raw.decode(encoding), True
@@ -59,9 +80,9 @@ NOT_UTF8 = "the text is not UTF-8"
 UTF8_HINT = "convert the file, for instance with iconv -f latin1 -t utf-8"
 
 
-def text_lines(path: Path, bad: BadLines) -> Iterator[tuple[int, str]]:
-    """(line number, text) of each line of a text file that is UTF-8."""
-    for number, text, is_utf8 in _lines(path):
+def text_lines(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, str]]:
+    """(line number, text) of each line of a text file, or of a part of it, that is UTF-8."""
+    for number, text, is_utf8 in _lines(path, span):
         if is_utf8:
             yield number, text
         else:
@@ -120,14 +141,19 @@ def _tsv_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     return _delimited_rows(path, bad, "\t")
 
 
-def _jsonl_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    for number, text in text_lines(path, bad):
-        if not text.strip():
+def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, Row]]:
+    """(line number, object) of each line of a ``.jsonl`` file, or of a part of it."""
+    for number, text in text_lines(path, bad, span):
+        text = text.rstrip()
+        if not text:
             continue
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
             bad.report(path, number, f"broken JSON: {error.msg} (column {error.colno})")
+            continue
+        except (ValueError, RecursionError):
+            bad.report(path, number, "broken JSON: a number that is too long, or too many brackets in one another")
             continue
         if isinstance(row, dict):
             yield number, row
@@ -154,24 +180,55 @@ def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
     yield from enumerate(rows, start=1)
 
 
-def _parquet_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
-    del bad  # a binary file has no lines to leave out
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
+            yield file
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"the file is not Parquet: {error}", where=str(path), hint="write it anew") from None
+
+
+def parquet_row_count(path: Path) -> int:
+    with _parquet(path) as file:
+        return int(file.metadata.num_rows)
+
+
+def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Row]]:
+    """(place from 1, row) of each row of a Parquet file.
+
+    Args:
+        path: the file.
+        columns: those to read; None reads all.
+
+    Raises:
+        DataError: the file is not Parquet, or has no such column.
+    """
+    with _parquet(path) as file:
+        there = file.schema_arrow.names
+        if missing := set(columns or ()) - set(there):
+            hint = f"the columns are {', '.join(there)}"
+            raise DataError(f"there is no column '{min(missing)}'", where=str(path), hint=hint)
+        number = 0
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+
+def _parquet_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    del bad  # a binary file has no lines to leave out
+    yield from parquet_rows(path)
 
 
 ROW_READERS: dict[str, Callable[[Path, BadLines], Iterator[tuple[int, Row]]]] = {
     ".csv": _csv_rows,
     ".tsv": _tsv_rows,
     ".json": _json_rows,
-    ".jsonl": _jsonl_rows,
+    ".jsonl": jsonl_rows,
     ".parquet": _parquet_rows,
 }
 """For each kind of file, what yields its rows, each with its line (``.json``, ``.parquet``: its place from 1)."""
@@ -179,35 +236,82 @@ ROW_READERS: dict[str, Callable[[Path, BadLines], Iterator[tuple[int, Row]]]] = 
 NUMBERED_BY_LINE = (".csv", ".tsv", ".jsonl")
 
 
-def documents(path: Path, column: str, bad: BadLines) -> Iterator[str]:
+TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
+"""Kinds of files that hold raw text."""
+
+
+def text_files(paths: Sequence[str], flag: str) -> list[Path]:
+    """The files of raw text that a flag names: files, folders (all of a known kind below them) and globs, in order.
+
+    Raises:
+        DataError: a path is not there, or holds no such file.
+    """
+    files: list[Path] = []
+    for path in paths:
+        base = Path(path)
+        if base.is_dir():
+            found = sorted(base.rglob("*"))
+        else:
+            found = [base] if base.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
+        readable = [file for file in found if file.is_file() and file.suffix.lower() in TEXT_SUFFIXES]
+        if not readable:
+            raise _no_text(path, base, flag, exists=base.is_dir() or bool(found))
+        files += readable
+    return list(dict.fromkeys(files))
+
+
+def _no_text(path: str, base: Path, flag: str, *, exists: bool) -> DataError:
+    kinds = f"a corpus is a file, a folder or a glob of {', '.join(TEXT_SUFFIXES)}"
+    if exists:
+        return DataError(f"there is no text file in {path}", where=flag, hint=kinds)
+    siblings = [str(p) for p in base.parent.iterdir()] if base.parent.is_dir() else []
+    return DataError(f"{path} does not exist", where=flag, hint=nearest(path, siblings) + kinds)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """``did you mean X? `` for the known name that is most like ``word``, or nothing."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def documents(path: Path, column: str, bad: BadLines, flag: str = "--text-column") -> Iterator[str]:
     """The documents of one file of raw text.
 
     In a ``.txt`` file blank lines stand between documents (the format of BERT's pretraining
     input); ``.jsonl``, ``.parquet`` and the other formats hold one document a row in ``column``.
-    Empty documents are left out.
+    Empty documents are left out. ``flag`` is the one that names the column, for messages.
     """
     if path.suffix.lower() == ".txt":
-        yield from _text_documents(path, bad)
+        yield from (text for _, text in text_documents(path, bad))
         return
     for number, row in ROW_READERS[path.suffix.lower()](path, bad):
         text = row.get(column)
         if isinstance(text, str):
             if text.strip():
                 yield text
-        elif column not in row:
-            hint = f"name it with --text-column; columns: {', '.join(row)}"
-            bad.report(path, number, f"there is no column '{column}'", hint)
         else:
-            bad.report(path, number, f"the column '{column}' holds {type(text).__name__}, not text")
+            report_column(row, column, flag, path, number, bad)
 
 
-def _text_documents(path: Path, bad: BadLines) -> Iterator[str]:
+def report_column(row: Row, column: str, flag: str, path: Path, line: int, bad: BadLines) -> None:
+    """Report a row whose column is not there or holds no text."""
+    if column not in row:
+        hint = f"name it with {flag}; columns: {', '.join(row)}"
+        bad.report(path, line, f"there is no column '{column}'", hint)
+    else:
+        bad.report(path, line, f"the column '{column}' holds {type(row[column]).__name__}, not text")
+
+
+def text_documents(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, str]]:
+    """(number of its first line, text) of each document of a ``.txt`` file, or of a part of it."""
+    first = 0
     paragraph: list[str] = []
-    for _, line in text_lines(path, bad):
+    for number, line in text_lines(path, bad, span):
         if line.strip():
+            first = first if paragraph else number
             paragraph.append(line)
         elif paragraph:
-            yield "".join(paragraph)
+            yield first, "".join(paragraph)
             paragraph = []
     if paragraph:
-        yield "".join(paragraph)
+        yield first, "".join(paragraph)

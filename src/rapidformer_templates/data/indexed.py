@@ -113,6 +113,7 @@ class IndexedDataset:
         pointers: byte at which each begins, int64, shape (sequences,).
         documents: first sequence of each document, and the number of sequences, int64, shape (documents + 1,).
         dtype: type of the tokens.
+        has_modes: whether each sequence has a mode, as in multimodal sets.
         tokens: the tokens of all sequences, by slices.
 
     Raises:
@@ -123,6 +124,7 @@ class IndexedDataset:
     pointers: np.ndarray
     documents: np.ndarray
     dtype: np.dtype[Any]
+    has_modes: bool
     tokens: _Tokens
 
     def __init__(self, prefix: str | Path, access: Access = "mmap") -> None:
@@ -160,6 +162,7 @@ class IndexedDataset:
             counts = f"{sequences:,} sequences and {entries:,} entries of documents"
             message = f"the index is {what}: {counts} need {needed:,} bytes, the file has {size:,}"
             raise DataError(message, where=str(path), hint=_ANEW)
+        self.has_modes = size != needed
         with path.open("rb") as file:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         place = HEADER.size

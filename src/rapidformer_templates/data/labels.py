@@ -8,7 +8,8 @@ from typing import Any
 import datasets
 from transformers import PreTrainedConfig
 
-from rapidformer_templates.data.reading import Part, nearest
+from rapidformer_templates.data.files import nearest
+from rapidformer_templates.data.reading import Part
 from rapidformer_templates.errors import DataError
 
 

@@ -13,7 +13,6 @@ Without a validation part, ``--validation-fraction`` of the training part is hel
 
 from __future__ import annotations
 
-import difflib
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from rapidformer_templates.config import RunConfig, spelling
-from rapidformer_templates.data.files import NUMBERED_BY_LINE, ROW_READERS, BadLines, Row
+from rapidformer_templates.data.files import NUMBERED_BY_LINE, ROW_READERS, BadLines, Row, nearest
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.flags import DataFlags
 
@@ -102,12 +101,6 @@ class Raw:
         """The parts that are there, by name."""
         named = {"train": self.train, "valid": self.valid, "test": self.test}
         return {name: part for name, part in named.items() if part is not None}
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """``did you mean X? `` for the known name that is most like ``word``, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}? " if near else ""
 
 
 def read_dataset(config: RunConfig) -> Raw:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
+from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.errors import ModelError
@@ -43,6 +43,19 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def end_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token that ends a document: the end token, else the separator.
+
+    Raises:
+        ModelError: the tokenizer has neither.
+    """
+    token = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    if token is None:
+        raise ModelError("the tokenizer has no end token", where="--tokenizer-type", hint="use a tokenizer that has")
+    assert isinstance(token, int)
+    return token
+
+
 def _needed_file(config: RunConfig, flag: str) -> Path:
     kind, value = config.data.tokenizer_type, getattr(config.data, flag)
     if value is None:
@@ -72,6 +85,8 @@ def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
             where="--tokenizer-type",
             hint=hint,
         )
+    from transformers import AutoTokenizer  # it imports torch, which takes seconds
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
