@@ -24,12 +24,11 @@ from rapidformer_templates.data.corpora import (
     Corpus,
     load_corpora,
     parse_data_path,
-    split_sequences,
-    split_shares,
 )
 from rapidformer_templates.data.files import text_files
 from rapidformer_templates.data.gpt import GPTSamples
 from rapidformer_templates.data.index_cache import cache_root
+from rapidformer_templates.data.splits import split_sequences, split_shares
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.tokenizers import load_tokenizer
 from rapidformer_templates.errors import DataError
@@ -349,9 +348,10 @@ def test_files_are_in_the_order_given(tmp_path: Path) -> None:
 def test_a_corpus_that_is_too_small(configure: Configure, flags: dict[str, Any]) -> None:
     data = load_task(configure(**flags)).build_data()
     assert data.test is None  # one document in a thousand is none of these
-    with pytest.raises(DataError, match=r"the test part of .* is too small: 0 documents") as caught:
-        load_task(configure(**flags, split="969,30,1")).build_data()
-    assert caught.value.where == "--split 969,30,1"
+    assert load_task(configure(**flags, split="969,30,1")).build_data().test is None
+    with pytest.raises(DataError, match=r"the validation part of .* is too small: 0 documents") as caught:
+        load_task(configure(**flags, split="998,1,1")).build_data()
+    assert caught.value.where == "--split 998,1,1"
     with pytest.raises(DataError, match=r"the training part of .* is too small: 58 documents"):
         load_task(configure(**(flags | {"seq_length": 5000}))).build_data()
 

@@ -113,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--show", type=_positive, default=0, metavar="N", help="the first N documents, as text if a tokenizer is named"
     )
+    inspect.add_argument(
+        "--split", metavar="T,V,T", help="the loss of a unigram model of the training part on the validation part"
+    )
     _add_tokenizer(inspect)
     _add_json(inspect)
     inspect.set_defaults(run=_inspect)

@@ -6,8 +6,6 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -190,29 +188,3 @@ def _write_corpus(files: Sequence[Path], recipe: Recipe, folder: Path) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def split_shares(split: str) -> list[float]:
-    """The three shares of ``--split``; those that are not given are 0.
-
-    Raises:
-        DataError: the text is not up to three shares, or they sum to nothing.
-    """
-    try:
-        shares = [float(share) for share in split.replace("/", ",").split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
-        hint = "write three shares, such as 969,30,1"
-        raise DataError(f"'{split}' are not shares of a corpus", where="--split", hint=hint)
-    return shares + [0.0] * (3 - len(shares))
-
-
-def split_sequences(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """The sequences [first, last) of each part; each is in one part.
-
-    Shares are cumulated and rounded as Megatron-LM's core does.
-    """
-    parts = (np.asarray(shares) / np.sum(shares)).tolist()
-    sums: list[float] = reduce(lambda done, part: [*done, done[-1] + part], parts, [0.0])
-    return list(pairwise(round(share * count) for share in sums))

@@ -40,8 +40,14 @@ def inspect_main(options: argparse.Namespace) -> int:
     prefixes = prefixes_of(options.input)
     found = [facts_of(prefix) for prefix in prefixes]
     shown = {prefix: _first_documents(prefix, options.show, decode) for prefix in prefixes}
+    losses = {prefix: _unigram_loss(prefix, options.split) for prefix in prefixes} if options.split else {}
     if options.json:
-        sets = [dataclasses.asdict(facts) | {"first": shown[facts.prefix]} for facts in found]
+        sets = [
+            dataclasses.asdict(facts)
+            | {"first": shown[facts.prefix]}
+            | ({"unigram_loss": losses[facts.prefix]} if losses else {})
+            for facts in found
+        ]
         print(to_json({"sets": sets}), end="")
         return 0
     console = Console()
@@ -56,7 +62,23 @@ def inspect_main(options: argparse.Namespace) -> int:
             print(f"document {number:,}, {document['length']:,} tokens: {' '.join(map(str, document['tokens']))}{more}")
             if decode:
                 print(f"  {document['text']!r}")
+        if losses:
+            loss = losses[facts.prefix]
+            print(f"validation loss of a unigram model (split {options.split}): {loss:.4f} nats a token")
     return 0
+
+
+def _unigram_loss(prefix: str, split: str) -> float:
+    """What a language model must beat on the validation part to have learned more than how often tokens are."""
+    from rapidformer_templates.data.splits import split_sequences, split_shares
+    from rapidformer_templates.data.unigram import unigram_loss
+
+    dataset = IndexedDataset(prefix)
+    train, valid, _ = split_sequences(split_shares(split), len(dataset))
+    if train[0] == train[1] or valid[0] == valid[1]:
+        message = "the training or the validation part has no document"
+        raise DataError(message, where=f"--split {split}", hint="use other shares, such as 9,1")
+    return unigram_loss(dataset, train, valid)
 
 
 def _decoder(options: argparse.Namespace) -> Any:

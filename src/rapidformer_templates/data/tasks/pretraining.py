@@ -13,9 +13,10 @@ from torch import nn
 from rapidformer_templates.architectures import objective_of
 from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.blend import Blend
-from rapidformer_templates.data.corpora import Corpus, check_corpora, load_corpora, split_sequences, split_shares
+from rapidformer_templates.data.corpora import Corpus, check_corpora, load_corpora
 from rapidformer_templates.data.documents import Documents
 from rapidformer_templates.data.index_cache import IndexCache, cache_root
+from rapidformer_templates.data.splits import split_sequences, split_shares
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.tasks.by_documents import BY_DOCUMENTS
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
@@ -66,14 +67,15 @@ class Pretraining(Task):
     def _parts(self, corpora: Sequence[Corpus]) -> list[Samples | Blend | None]:
         """The samples of the three parts.
 
-        A corpus too small for a validation or test part has none (None); with shares of the user's
-        own that is an error, like a training part without a sample.
+        A corpus too small for a validation or test part has none (None). With shares of the user's own a
+        validation part without a sample is an error, like such a training part; of the test part no run
+        makes use.
         """
         shares = split_shares(self.config.data.split)
         cache = IndexCache(cache_root(self.config))
         parts: list[Samples | Blend | None] = []
         for i, name in enumerate(PARTS):
-            needed = i == 0 or (shares[i] > 0 and self.config.origin("split") != "default")
+            needed = i == 0 or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
             found = []
             for corpus in corpora:
                 part = split_sequences(shares, self.objective.units(corpus.dataset))[i]
