@@ -36,7 +36,7 @@ def test_a_gpt_learns_more_than_how_often_tokens_are(tmp_path: Path, capsys: pyt
     _command("data", "inspect", data, "--split", SPLIT, "--json")
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)["sets"][0]
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 16"
-    schedule = "--train-iters 60 --lr 5e-3 --lr-warmup-iters 5 --log-interval 20 --eval-interval 20"
+    schedule = "--train-iters 240 --lr 5e-3 --lr-warmup-iters 10 --log-interval 80 --eval-interval 80"
     _command(
         "--task", "pretraining", "--model-type", "gpt2", "--data-path", data, "--split", SPLIT, "--save", run,
         "--data-cache-dir", str(tmp_path / "cache"), "--device", "cpu", *folder, *sizes.split(), *schedule.split(),
