@@ -121,6 +121,12 @@ class DeepSpeedEngine(SingleEngine):
                 hint="set requires_grad = False for them in build_model, or leave them out of the model",
             )
 
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[nn.Module]:
+        with super().measuring() as model:
+            yield model
+        self._state.forget_forward()
+
     def held(self) -> dict[str, list[torch.Tensor]]:
         return self._state.held()
 

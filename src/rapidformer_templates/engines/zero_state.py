@@ -81,6 +81,9 @@ class ZeroState(ABC):
         """What is in no partition, whole: a frozen parameter or a buffer."""
         yield tensor
 
+    def forget_forward(self) -> None:  # noqa: B027 - only stage 3 remembers
+        """Undo what DeepSpeed has learned from a forward that no backward follows."""
+
     @abstractmethod
     def held(self) -> dict[str, list[torch.Tensor]]:
         """What this rank holds; see :meth:`Engine.held`."""
@@ -268,6 +271,14 @@ class CutParameters(ZeroState):
                 optimizer._optimizer_states_and_gradient_swap_out(index)
             elif on_disk:
                 optimizer._release_swap_buffers(index)
+
+    def forget_forward(self) -> None:
+        # It records in which order a step uses parameters, and from the record when each can be let go. Of a
+        # forward alone it would conclude that none is needed again, keep that after the record is found to be
+        # wrong (the conclusions are cached by module and place), and gather every parameter twice from then on.
+        coordinator = self.optimizer.parameter_offload.get_param_coordinator()
+        if coordinator.is_record_trace():
+            coordinator._invalidate_trace()
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         if not self.optimizer.swap_optimizer:
