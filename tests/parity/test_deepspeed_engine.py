@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rapidformer_templates import Data
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from tests.parity.jobs import train
+from tests.parity.jobs import CausalJob, train
 from tests.worker_group import run_in_workers, why_no_nvme
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
@@ -42,7 +44,42 @@ def _train_all(workers: Any, folder: str) -> dict[tuple[str, str], Any]:
     results: dict[tuple[str, str], Any] = {
         (job, name): train(job, False, f"{STEPS} {flags}", f"{folder}/{job}-{name}") for job, name, flags in cases
     }
-    return results | _failures(folder)
+    return results | {("causal", "gathered"): _gathered()} | _failures(folder)
+
+
+class _CountingJob(CausalJob):
+    """Counts the elements that are gathered in each step."""
+
+    def build_data(self) -> Data:
+        self.gathered, self.steps = 0, []
+        return super().build_data()
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        super().on_step_end(step, result)
+        self.steps.append(self.gathered)
+        self.gathered = 0
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the collectives as torch sends them."""
+
+    def __init__(self, job: _CountingJob) -> None:
+        super().__init__()
+        self.job = job
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func.overloadpacket.__name__ == "_allgather_base_":
+            self.job.gathered += args[0].numel()
+        return func(*args, **kwargs or {})
+
+
+def _gathered() -> float:
+    """Elements that a late step gathers, over those of all parameters in each of its micro batches."""
+    job = _CountingJob([*f"{STEPS} {LAYOUTS['zero-3-all-cut']} --train-iters 7".split(), "--lr", "1e-3"])
+    with _Watch(job):
+        job.fit()
+    parameters = sum(p.numel() for p in CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().parameters())
+    return job.steps[-1] / (job.plan.sizes.accumulation * parameters)
 
 
 def _failures(folder: str) -> dict[tuple[str, str], Any]:
@@ -143,3 +180,8 @@ def test_alone_zero_is_plain_training(references: Any, tmp_path: Path) -> None:
     for stage in (1, 2, 3):
         flags = f"{STEPS} --micro-batch-size 4 --zero-{stage}-memory-optimization"
         _assert_like(references["causal"], train("causal", False, flags, str(tmp_path / str(stage))))
+
+
+def test_what_fits_is_gathered_once_for_forward_and_backward(runs: Any) -> None:
+    """By default a parameter may stay whole until its backward; a step that gathered twice did not know its order."""
+    assert 1 <= runs[0]["causal", "gathered"] < 1.2
