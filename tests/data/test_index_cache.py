@@ -57,3 +57,13 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         IndexCache(tmp_path)("group", lambda: {"a": np.arange(4)})
     assert "--data-cache-dir" in str(caught.value.hint)
     assert not (tmp_path / "group").exists()
+
+
+def test_a_damaged_table(tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path)
+    cache("group", lambda: {"a": np.arange(4)})
+    for size in (130, 0):
+        os.truncate(tmp_path / "group" / "a.npy", size)
+        with pytest.raises(DataError, match="the cache of the sample index is damaged") as caught:
+            cache("group", lambda: {"a": np.arange(4)})
+        assert caught.value.where == str(tmp_path / "group")

@@ -53,7 +53,7 @@ class IndexCache:
         """The tables of the group ``name``, made by ``make`` on first use.
 
         Raises:
-            DataError: the folder cannot be written to.
+            DataError: the folder cannot be written to, or what it holds is damaged.
         """
         if self.root is None:
             return make()
@@ -64,12 +64,20 @@ class IndexCache:
                 with locked(self.root / f"{name}.lock"):
                     if not folder.is_dir():
                         _write(folder, make())
-            files = sorted(folder.glob("*.npy"))
-            # Plain views: an item of numpy's memmap class costs several times as much.
-            return {file.stem: np.asarray(np.load(file, mmap_mode="r")) for file in files}
+            return _read(folder)
         except OSError as error:
             hint = "free some space, or choose another folder with --data-cache-dir"
             raise DataError(f"the sample index cannot be kept: {error}", where=str(self.root), hint=hint) from error
+
+
+def _read(folder: Path) -> Tables:
+    files = sorted(folder.glob("*.npy"))
+    try:
+        # Plain views: an item of numpy's memmap class costs several times as much.
+        return {file.stem: np.asarray(np.load(file, mmap_mode="r")) for file in files}
+    except (ValueError, EOFError) as error:  # cut, by a crash of the machine or a full disk
+        hint = "delete this folder; it is made anew"
+        raise DataError("the cache of the sample index is damaged", where=str(folder), hint=hint) from error
 
 
 def _write(folder: Path, tables: Tables) -> None:
