@@ -95,6 +95,7 @@ def test_flags_of_the_user(tmp_path: Path) -> None:
         ("--xyzzy", "unknown flag --xyzzy", "rapidformer --help lists every flag"),
         ("surplus", "unexpected argument 'surplus'", "rapidformer --help lists every flag"),
         ("--micro-batch-size 0", "--micro-batch-size must be at least 1, not 0", None),
+        ("--seed 4294967296", "--seed must be at most 4294967295, not 4294967296", None),
         (
             "--mixed-precision fp61",
             "--mixed-precision cannot be 'fp61'",

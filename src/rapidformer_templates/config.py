@@ -263,7 +263,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     """``value`` in the type of its field.
 
     Raises:
-        ConfigError: it is of another kind, not one of the choices, or below the minimum.
+        ConfigError: it is of another kind, not one of the choices, or out of its range.
     """
     kind, choices, several = _kind(annotation)
     name = spelling(f.name)
@@ -290,4 +290,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     minimum = f.metadata.get("minimum")
     if minimum is not None and not value >= minimum:
         raise ConfigError(f"{name} must be at least {minimum}, not {value}", where=origin)
+    maximum = f.metadata.get("maximum")
+    if maximum is not None and not value <= maximum:
+        raise ConfigError(f"{name} must be at most {maximum}, not {value}", where=origin)
     return value

@@ -17,6 +17,7 @@ def flag(
     alias: str | None = None,
     metavar: str | None = None,
     minimum: float | None = None,
+    maximum: float | None = None,
 ) -> Any:
     """Declare one flag as a dataclass field.
 
@@ -27,8 +28,9 @@ def flag(
         alias: a second spelling, without the dashes.
         metavar: what stands for the value in the help.
         minimum: the least value that is accepted.
+        maximum: the greatest.
     """
-    metadata = {"help": help, "bare": bare, "alias": alias, "metavar": metavar, "minimum": minimum}
+    metadata = {"help": help, "bare": bare, "alias": alias, "metavar": metavar, "minimum": minimum, "maximum": maximum}
     return field(default=default, metadata=metadata)
 
 
@@ -168,7 +170,7 @@ class TrainingFlags:
         None, "metric by which the best checkpoint is kept (default: the task's)", metavar="NAME"
     )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
-    seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0)
+    seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**32 - 1)
 
     @property
     def fine_tunes(self) -> bool:
