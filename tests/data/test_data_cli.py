@@ -294,3 +294,12 @@ def test_verify_of_a_set_without_checksums(tmp_path: Path, megatron: Any, capsys
 )
 def test_sentences(text: str, sentences: list[str]) -> None:
     assert split_sentences(text) == sentences
+
+
+def test_a_folder_in_which_a_set_lost_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, FIRST)
+    (tmp_path / "b.idx").unlink()
+    shown = answer(capsys, "verify", tmp_path, status=1)
+    assert f"{tmp_path}/a: whole" in shown
+    assert "b.idx does not exist" in shown

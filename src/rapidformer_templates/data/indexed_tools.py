@@ -35,15 +35,21 @@ def prefixes_of(inputs: Sequence[str], leave_out: str | None = None) -> list[str
     found: list[str] = []
     for name in inputs:
         if Path(name).is_dir():
-            inside = sorted(prefix_of(path) for path in Path(name).glob("*.idx"))
+            inside = sorted(_prefixes_in(Path(name)))
             inside = [prefix for prefix in inside if leave_out is None or Path(prefix) != Path(leave_out)]
             if not inside:
                 hint = "rapidformer data preprocess makes PREFIX.bin and PREFIX.idx"
-                raise DataError(f"there is no indexed data set in {name}", where="--input", hint=hint)
+                raise DataError(f"there is no indexed data set in {name}", where=name, hint=hint)
             found += inside
         else:
             found.append(_existing(name))
     return found
+
+
+def _prefixes_in(folder: Path) -> set[str]:
+    """By their index, or, so that a lost one is not passed over in silence, by their checksums beside tokens."""
+    lost = [str(path).removesuffix(".sums.json") for path in folder.glob("*.sums.json")]
+    return {prefix_of(path) for path in folder.glob("*.idx")} | {name for name in lost if bin_path(name).is_file()}
 
 
 def _existing(name: str) -> str:
@@ -52,7 +58,7 @@ def _existing(name: str) -> str:
         parent = Path(prefix).parent
         beside = [prefix_of(path) for path in parent.glob("*.idx")] if parent.is_dir() else []
         hint = f"{nearest(prefix, beside)}give the path of PREFIX.bin and PREFIX.idx without their endings"
-        raise DataError(f"there is no indexed data set {prefix}", where="--input", hint=hint)
+        raise DataError(f"there is no indexed data set {prefix}", where=name, hint=hint)
     return prefix
 
 
