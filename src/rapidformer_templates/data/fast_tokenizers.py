@@ -120,7 +120,8 @@ class Gigatoken:
         try:
             self.backend = gigatoken.Tokenizer.from_json(description).backend
         except Exception as error:  # its errors are of many kinds
-            raise Differs(f"it cannot read this tokenizer: {error}") from error
+            reason = str(error).partition("\n")[0]  # places in its own source follow
+            raise Differs(f"it cannot read this tokenizer: {reason}") from error
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         return _joined([self.backend.encode(text.encode()) for text in texts])

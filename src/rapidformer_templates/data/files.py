@@ -262,6 +262,8 @@ def text_files(paths: Sequence[str], flag: str) -> list[Path]:
 
 def _no_text(path: str, base: Path, flag: str, *, exists: bool) -> DataError:
     kinds = f"a corpus is a file, a folder or a glob of {', '.join(TEXT_SUFFIXES)}"
+    if base.is_file():
+        return DataError(f"{path} is no file of text", where=flag, hint=kinds)
     if exists:
         return DataError(f"there is no text file in {path}", where=flag, hint=kinds)
     siblings = [str(p) for p in base.parent.iterdir()] if base.parent.is_dir() else []
