@@ -71,7 +71,8 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
     @property
     def identity(self) -> str:
         """What the samples depend on beside the seed; a resumed run must have the same."""
-        return f"{self.tokens} tokens in samples of {self.length}"
+        apart = ", documents kept apart" if self.marks_documents else ""
+        return f"{self.tokens} tokens in samples of {self.length}{apart}"
 
     def __len__(self) -> int:
         return self.samples
