@@ -13,6 +13,7 @@ from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.checkpoint import Reader, folder_of
 from rapidformer_templates.configure import resolve_plan
 from rapidformer_templates.data.order import Order
+from rapidformer_templates.data.tasks import check_data_flags
 from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import ConfigError, DataError
@@ -60,7 +61,9 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
     if folder:
         folder.check(resume=training.resume, overwrite=training.overwrite)
     if template.reads_task_data:
-        template.task.check()
+        task = template.task  # an unknown one is refused first
+        check_data_flags(template.config)
+        task.check()
     prepare(template.plan)
 
 

@@ -314,7 +314,7 @@ def test_a_bad_line_is_named_or_left_out(configure: Configure, flags: dict[str, 
         ((), "no corpus is named"),
         (("{dir}/none.txt",), "{dir}/none.txt does not exist"),
         (("{dir}/corpus.json",), "{dir}/corpus.json does not exist"),
-        (("{dir}/image.png",), "there is no text file in {dir}/image.png"),
+        (("{dir}/image.png",), "{dir}/image.png is no file of text"),
         (("{dir}/empty",), "there is no text file in {dir}/empty"),
         (("0.3", "{dir}/blank.txt", "0.7"), "weights and corpora do not alternate"),
         (("0.3", "0.7", "{dir}/blank.txt", "{dir}/blank.txt"), "weights and corpora do not alternate"),
@@ -417,3 +417,23 @@ def test_tokens_beyond_the_vocabulary(configure: Configure, flags: dict[str, Any
         with pytest.raises(DataError, match=message) as caught:
             _blend(configure, flags, (str(tmp_path / "set"),), split="1")
         assert "another tokenizer" in str(caught.value.hint)
+
+
+def test_checksums_that_a_set_does_not_match_do_not_vouch_for_its_tokens(
+    configure: Configure, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    numbered(tmp_path / "small", [30] * 2)
+    numbered(tmp_path / "set", [30] * 15)
+    (tmp_path / "small.sums.json").replace(tmp_path / "set.sums.json")  # as where another program made the set anew
+    with pytest.raises(DataError, match="is not in the vocabulary"):
+        _blend(configure, flags, (str(tmp_path / "set"),), split="1")
+
+
+@pytest.mark.parametrize(("flag", "value"), [("text_column", "body"), ("skip_bad_lines", True)])
+def test_flags_about_raw_text_where_there_is_none(
+    configure: Configure, flags: dict[str, Any], tmp_path: Path, flag: str, value: object
+) -> None:
+    numbered(tmp_path / "set", [30] * 5)
+    config = configure(**(flags | {"data_path": (str(tmp_path / "set"),), flag: value}))
+    with pytest.raises(DataError, match="there is no raw text for --"):
+        load_task(config).check()

@@ -14,7 +14,7 @@ from transformers import AlbertTokenizer, AutoTokenizer, BertTokenizer, PreTrain
 
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.masking import MaskTokens, word_starts
-from rapidformer_templates.data.tasks import load_task
+from rapidformer_templates.data.tasks import check_data_flags, load_task
 from rapidformer_templates.data.tasks.objectives import MaskWindows
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.targets import IGNORED
@@ -256,8 +256,36 @@ def test_a_tokenizer_without_word_starts_is_refused_before_the_start(
         ("sequence_classification", "mask_prob", 0.2),
         ("masked_lm", "short_seq_prob", 0.2),
         ("seq2seq_lm", "mean_span_length", 2.0),
+        ("causal_lm", "keep_documents_apart", True),
     ],
 )
 def test_flags_of_other_tasks_are_refused(configure: Configure, task: str, flag: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{task} has no use for --{flag.replace('_', '-')}"):
         load_task(configure(task=task, **{flag: value}))
+
+
+@pytest.mark.parametrize(
+    ("task", "flag", "value"),
+    [
+        ("pretraining", "data_dir", "there"),
+        ("pretraining", "label_column", "stars"),
+        ("pretraining", "max_eval_samples", 8),
+        ("causal_lm", "data_path", ("corpus.txt",)),
+        ("causal_lm", "split", "9,1"),
+        ("masked_lm", "label_column", "stars"),
+        ("causal_lm", "pair_column", "other"),
+    ],
+)
+def test_data_flags_that_a_task_does_not_read_are_refused(
+    configure: Configure, task: str, flag: str, value: object
+) -> None:
+    with pytest.raises(ConfigError, match=f"{task} has no use for --{flag.replace('_', '-')}"):
+        check_data_flags(configure(task=task, **{flag: value}))
+    check_data_flags(configure(task=task))
+
+
+def test_a_run_that_hides_nothing_is_refused(configure: Configure, bert_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a cat\n")
+    flags = {"model_type": "bert", "tokenizer_path": str(bert_folder), "mask_prob": 0.0, **TINY}
+    with pytest.raises(DataError, match="a share of 0 cannot be masked"):
+        load_task(configure(task="pretraining", data_path=(str(tmp_path / "train.txt"),), **flags)).check()

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.config import RunConfig
+from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.encoding import Recipe
 from rapidformer_templates.data.files import text_files
 from rapidformer_templates.data.index_cache import IndexCache, cache_root, identity, key_of, locked
-from rapidformer_templates.data.indexed import IndexedDataset, check_vocabulary, is_indexed, type_for
+from rapidformer_templates.data.indexed import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed_writer import read_sums
 from rapidformer_templates.data.preprocess import preprocess
 from rapidformer_templates.data.tokenizers import vocabulary_size
@@ -87,17 +87,24 @@ def _is_weight(word: str) -> bool:
     return not Path(word).exists()
 
 
-def check_corpora(words: Sequence[str]) -> None:
+def check_corpora(config: RunConfig) -> None:
     """Look at what can be seen to be wrong with ``--data-path`` before anything is tokenized.
 
     Raises:
-        DataError: see :func:`parse_data_path`, :func:`text_files` and :class:`IndexedDataset`.
+        DataError: a flag about raw text where there is none; or see :func:`parse_data_path`, :func:`text_files`
+            and :class:`IndexedDataset`.
     """
-    for entry in parse_data_path(words):
+    entries = parse_data_path(config.data.data_path or ())
+    for entry in entries:
         if entry.indexed:
             IndexedDataset(entry.paths[0])
         else:
             text_files(entry.paths, "--data-path")
+    for flag in ("text_column", "skip_bad_lines"):
+        if all(entry.indexed for entry in entries) and getattr(config.data, flag):
+            where = f"{spelling(flag)} ({config.origin(flag)})"
+            hint = "leave it out; an indexed data set holds tokens"
+            raise DataError(f"there is no raw text for {spelling(flag)}", where=where, hint=hint)
 
 
 def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> list[Corpus]:
@@ -121,9 +128,9 @@ def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_toke
 
 
 def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -> None:
-    """Refuse tokens beyond the vocabulary; a set without a file of checksums is read once to see."""
+    """Refuse tokens beyond the vocabulary; a set without checksums of its own is read once to see."""
     sums = read_sums(dataset.prefix)
-    if sums is not None:
+    if sums is not None and sums["bin"]["bytes"] == bin_path(dataset.prefix).stat().st_size:
         check_vocabulary(dataset, vocabulary, int(sums["largest_token"]))
         return
     name = "largest-" + key_of(identity(dataset.prefix))

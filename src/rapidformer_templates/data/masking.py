@@ -114,6 +114,13 @@ def _parts(steps: list[Any]) -> Iterator[Mapping[str, Any]]:
             yield from _parts(step.get("pretokenizers", []) + step.get("decoders", []))
 
 
+def check_mask_probability(share: float) -> None:
+    """Raise a :class:`DataError` when ``--mask-prob`` leaves nothing to learn, or is no share."""
+    if not 0 < share <= 1:
+        hint = "choose a share above 0 and up to 1, such as 0.15"
+        raise DataError(f"a share of {share:g} cannot be masked", where="--mask-prob", hint=hint)
+
+
 def check_short_probability(share: float) -> None:
     """Raise a :class:`DataError` when ``--short-seq-prob`` is not a share."""
     if not 0 <= share <= 1:

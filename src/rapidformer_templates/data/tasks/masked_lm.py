@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
-from rapidformer_templates.data.masking import MaskTokens
+from rapidformer_templates.data.masking import MaskTokens, check_mask_probability
 from rapidformer_templates.data.reading import read_dataset
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
@@ -26,6 +26,7 @@ class MaskedLM(Task):
 
     def check(self) -> None:
         super().check()
+        check_mask_probability(self.config.data.mask_prob)
         self._mask()
 
     def _mask(self) -> MaskTokens:

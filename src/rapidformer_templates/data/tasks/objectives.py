@@ -18,7 +18,7 @@ from rapidformer_templates.data.documents import Documents
 from rapidformer_templates.data.gpt import GPTSamples
 from rapidformer_templates.data.index_cache import IndexCache
 from rapidformer_templates.data.indexed import IndexedDataset
-from rapidformer_templates.data.masking import MaskTokens, check_short_probability
+from rapidformer_templates.data.masking import MaskTokens, check_mask_probability, check_short_probability
 from rapidformer_templates.data.packing import check_packable, check_packable_model
 from rapidformer_templates.data.pair_loss import pair_loss
 from rapidformer_templates.data.sentence_pairs import SentencePairs
@@ -174,6 +174,7 @@ class Masked(Objective):
 
     def check(self) -> None:
         super().check()
+        check_mask_probability(self.options.mask_prob)
         assert self.mask
 
     @cached_property

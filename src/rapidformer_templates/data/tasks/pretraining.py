@@ -50,7 +50,7 @@ class Pretraining(Task):
         self.objective = kind(self)
 
     def check(self) -> None:
-        check_corpora(self.config.data.data_path or ())
+        check_corpora(self.config)
         self.objective.check()
 
     def check_model(self, model: nn.Module) -> None:
@@ -114,7 +114,7 @@ def _refuse_flags_of_others(config: RunConfig, architecture: str, kind: type[Obj
         if flag not in kind.flags and getattr(config.data, flag) != getattr(DataFlags(), flag):
             message = f"{architecture} is pretrained without {spelling(flag)}"
             hint = "leave it out; docs/pretraining-objectives.md says what acts with which architecture"
-            raise DataError(message, where=config.origin(flag), hint=hint)
+            raise DataError(message, where=f"{spelling(flag)} ({config.origin(flag)})", hint=hint)
 
 
 def _blended(found: Sequence[tuple[Corpus, Samples]], *, repeats: bool, cache: IndexCache) -> Samples | Blend | None:
