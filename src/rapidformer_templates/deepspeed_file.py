@@ -233,7 +233,7 @@ def _zero(request: Request) -> dict[str, Any]:
     section: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
-        "reduce_bucket_size": 50_000_000,
+        "reduce_bucket_size": 20_000_000,
         "allgather_bucket_size": 50_000_000,
     }
     if stage == 3:
