@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rapidformer_templates.engines.base import Engine
-from rapidformer_templates.files import sync
+from rapidformer_templates.files import new_folder
 from rapidformer_templates.workers import Workers
 
 if TYPE_CHECKING:
@@ -28,21 +27,13 @@ def export_model(engine: Engine, template: Trainer, folder: Path, workers: Worke
     weights = engine.full_weights()
     if weights is None:
         return
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    if isinstance(engine.model, PreTrainedModel):
-        _save_transformers(engine.model, weights, temporary)
-    else:
-        save_file(weights, temporary / "model.safetensors")
-    if template.tokenizer is not None:
-        template.tokenizer.save_pretrained(temporary)
-    for path in temporary.iterdir():
-        sync(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    temporary.rename(folder)
-    sync(folder.parent)
+    with new_folder(folder) as temporary:
+        if isinstance(engine.model, PreTrainedModel):
+            _save_transformers(engine.model, weights, temporary)
+        else:
+            save_file(weights, temporary / "model.safetensors")
+        if template.tokenizer is not None:
+            template.tokenizer.save_pretrained(temporary)
 
 
 def _save_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:

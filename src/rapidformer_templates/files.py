@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +55,27 @@ def write_synced(path: Path, text: str) -> Seal:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder under a temporary name for the body to fill; then it is flushed and takes the place of ``folder``.
+
+    Nothing of it is left where the body ends with an error.
+    """
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a process that was killed
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            sync(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

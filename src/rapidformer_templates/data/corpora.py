@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.encoding import Recipe
 from rapidformer_templates.data.files import text_files
-from rapidformer_templates.data.index_cache import IndexCache, cache_root, identity, key_of, locked
+from rapidformer_templates.data.index_cache import IndexCache, cache_root, identity, key_of, make_once
 from rapidformer_templates.data.indexed import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed_writer import read_sums
 from rapidformer_templates.data.preprocess import preprocess
@@ -154,10 +153,7 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
             keys_flag="--text-column",
         )
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            with locked(root / f"{folder.name}.lock"):
-                if not folder.is_dir():
-                    _write_corpus(files, recipe, folder)
+            make_once(folder, lambda temporary: _write_corpus(files, recipe, temporary))
         except OSError as error:
             hint = "check the folder and its rights, or choose another one with --data-cache-dir"
             raise DataError(f"the corpus cannot be tokenized: {error}", where=str(root), hint=hint) from error
@@ -182,16 +178,5 @@ def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, option
 
 
 def _write_corpus(files: Sequence[Path], recipe: Recipe, folder: Path) -> None:
-    """Tokenize into a temporary folder, and rename it when it is whole.
-
-    In this process: others would be started from the user's script, which may have no guard for that.
-    """
-    temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a process that was killed
-    temporary.mkdir()
-    try:
-        preprocess(files, str(temporary / NAME), recipe, workers=0)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    """Tokenize, in this process: others would be started from the user's script, which may have no guard for that."""
+    preprocess(files, str(folder / NAME), recipe, workers=0)

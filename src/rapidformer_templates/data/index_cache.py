@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.indexed import bin_path, idx_path
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.files import new_folder
 
 Tables = dict[str, np.ndarray]
 
@@ -59,11 +59,7 @@ class IndexCache:
             return make()
         folder = self.root / name
         try:
-            if not folder.is_dir():
-                self.root.mkdir(parents=True, exist_ok=True)
-                with locked(self.root / f"{name}.lock"):
-                    if not folder.is_dir():
-                        _write(folder, make())
+            make_once(folder, lambda temporary: _write(temporary, make()))
             return _read(folder)
         except OSError as error:
             hint = "free some space, or choose another folder with --data-cache-dir"
@@ -81,12 +77,24 @@ def _read(folder: Path) -> Tables:
 
 
 def _write(folder: Path, tables: Tables) -> None:
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left behind by a process that was killed
-    temporary.mkdir()
     for name, table in tables.items():
-        np.save(temporary / f"{name}.npy", table)
-    temporary.rename(folder)
+        np.save(folder / f"{name}.npy", table)
+
+
+def make_once(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make a folder, unless it is there. Several processes may ask at once: the first makes it, the others wait.
+
+    Args:
+        folder: what is made; it is whole or not there.
+        write: fills a new folder under a temporary name.
+    """
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent / f"{folder.name}.lock"):
+        if not folder.is_dir():
+            with new_folder(folder) as temporary:
+                write(temporary)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ The text is streamed; what grows with it is the table of its different words. Th
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from rapidformer_templates.data.files import BadLines, documents, text_files
 from rapidformer_templates.data.indexed_writer import disk_errors
 from rapidformer_templates.data.tokenizers import padded_vocab_size, vocabulary_size
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.files import sync, to_json
+from rapidformer_templates.files import new_folder, to_json
 
 END = "<|endoftext|>"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -97,26 +96,14 @@ def save(tokenizer: Tokenizer, kind: Kind, folder: Path, *, lower_case: bool = F
     Raises:
         DataError: the disk is full, or cannot be written to.
     """
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    with disk_errors(folder):
-        temporary.mkdir(parents=True)
-        try:
-            tokenizer.model.save(str(temporary))
-            fast: PreTrainedTokenizerFast
-            if kind == "bpe":
-                fast = GPT2Tokenizer(vocab=str(temporary / "vocab.json"), merges=str(temporary / "merges.txt"))
-            else:
-                fast = BertTokenizer(vocab=str(temporary / "vocab.txt"), do_lower_case=lower_case)
-            fast.save_pretrained(temporary)
-            for path in temporary.iterdir():
-                sync(path)
-            if folder.exists():
-                shutil.rmtree(folder)
-            temporary.rename(folder)
-            sync(folder.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with disk_errors(folder), new_folder(folder) as temporary:
+        tokenizer.model.save(str(temporary))
+        fast: PreTrainedTokenizerFast
+        if kind == "bpe":
+            fast = GPT2Tokenizer(vocab=str(temporary / "vocab.json"), merges=str(temporary / "merges.txt"))
+        else:
+            fast = BertTokenizer(vocab=str(temporary / "vocab.txt"), do_lower_case=lower_case)
+        fast.save_pretrained(temporary)
     return fast
 
 
