@@ -33,7 +33,7 @@ class Evaluator:
             sample_lengths(samples, template.data, training=False),
             self.size,
             template.config.training.seed,
-            rank=workers.rank,
+            rank=workers.data_rank,
             data_size=sizes.data,
             micro_batch=sizes.micro_batch,
         )
@@ -68,8 +68,10 @@ class Evaluator:
         for microbatch in load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False):
             microbatch.targets = 0 if microbatch.idle else self.template.count_targets(microbatch.batch)
             loss, outputs = self.engine.eval_batch(microbatch)
+            if not self.workers.ends_pipeline:
+                continue
             predictions, references = self.template.predict(outputs, microbatch.batch)
-            if microbatch.idle:
+            if microbatch.idle or not self.workers.speaks:
                 continue
             total += loss
             targets += microbatch.targets

@@ -109,7 +109,7 @@ class Loop:
 
             # 2. What all ranks must agree on before the forward: the number of targets, whether to go on,
             #    and whether a save in the background has come further on all of them.
-            here = [m for m in microbatches if not m.idle]
+            here = [m for m in microbatches if not m.idle and self.workers.speaks]
             targets, samples, tokens, asked, saving = self.workers.sum(
                 sum(m.targets for m in here),
                 sum(m.sample_count for m in here),
@@ -154,7 +154,7 @@ class Loop:
             self.order,
             self.position.step,
             self.total,
-            rank=self.workers.rank,
+            rank=self.workers.data_rank,
             data_size=plan.sizes.data,
             accumulation=plan.sizes.accumulation,
         )

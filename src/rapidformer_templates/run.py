@@ -16,6 +16,7 @@ from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.tasks import check_data_flags
 from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
+from rapidformer_templates.engines.building import Building
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.evaluation import Evaluator
 from rapidformer_templates.export import export_model
@@ -72,7 +73,7 @@ def _join_and_train(template: Trainer) -> dict[str, Any]:
         _choose_allocation({REGISTRY[name].family for name in template.plan.switches})
     with (
         stop_request() as stop,
-        join(template.plan.device) as workers,
+        join(template.plan.device, template.plan.sizes) as workers,
         ladder.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
     ):
         return train(template, workers, stop)
@@ -148,7 +149,8 @@ def _build_engine(template: Trainer, workers: Workers) -> Engine:
     layout = find_layout(model)
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
-            model = load_object(switch.transform)(model, layout, config.switches[switch.name])
+            options = config.switches[switch.name]
+            model = load_object(switch.transform)(model, Building(layout, options, plan, workers))
     recipe = template.build_optimizer()
     template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
     engine.setup(model, recipe, template.compute_loss)

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rapidformer_templates.errors import WorkerFailed
+from rapidformer_templates.plan import Sizes
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,49 @@ class Workers:
         local_rank: on this node.
         world: number of workers.
         device: where this process computes.
+        tensor: workers that share the matrices of each block.
+        pipeline: stages that the blocks are cut into.
+        mesh: the groups of workers, with the dimensions ``pipeline``, ``data`` and ``tensor``; None where
+            each worker has the whole model.
     """
 
     rank: int
     local_rank: int
     world: int
     device: torch.device
+    tensor: int = 1
+    pipeline: int = 1
+    mesh: DeviceMesh | None = None
+
+    # Ranks that exchange most lie closest: tensor fastest, then data, then pipeline [M].
+
+    @property
+    def data(self) -> int:
+        """Replicas of the model, each of ``tensor × pipeline`` workers."""
+        return self.world // (self.tensor * self.pipeline)
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        """The replica that this worker is of; its workers are given the same samples."""
+        return self.rank // self.tensor % self.data
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // (self.tensor * self.data)
+
+    @property
+    def ends_pipeline(self) -> bool:
+        """Whether this worker has the last stage, with the model's output and the loss."""
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker is the one that counts for its replica."""
+        return self.ends_pipeline and self.tensor_rank == 0
 
     @property
     def is_main(self) -> bool:
@@ -82,15 +121,17 @@ class Workers:
 
 
 @contextmanager
-def join(device_type: str) -> Iterator[Workers]:
+def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     """Join the other workers that torchrun or our launcher started; alone, there is nobody to join.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
+        sizes: how the workers divide; None for copies of the whole model.
 
     Raises:
         WorkerFailed: the meeting point cannot be reached or its port is taken.
     """
+    sizes = sizes or Sizes()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -102,10 +143,17 @@ def join(device_type: str) -> Iterator[Workers]:
     if in_group:
         _open_group(device)
     try:
-        yield Workers(rank, local_rank, world, device)
+        yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, _mesh(device, sizes))
     finally:
         if in_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
+    if sizes.tensor * sizes.pipeline == 1:
+        return None
+    shape = (sizes.pipeline, sizes.data, sizes.tensor)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
 
 
 def _open_group(device: torch.device) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rapidformer_templates.engines.building import Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.layout import ModelLayout
 
 
-def checkpoint_activations(model: nn.Module, layout: ModelLayout, options: Any) -> nn.Module:
+def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
     """Keep only the inputs of each block and compute its activations again in the backward pass.
 
     The block's ``forward`` is replaced on the instance: its parameters keep their names, and hooks
@@ -22,13 +22,14 @@ def checkpoint_activations(model: nn.Module, layout: ModelLayout, options: Any) 
     Raises:
         ModelError: the model has no repeated blocks.
     """
-    if not layout.blocks:
+    blocks = building.layout.blocks
+    if not blocks:
         raise ModelError(
             "activation checkpointing found no repeated blocks",
             where=type(model).__name__,
             hint="keep the blocks in an nn.ModuleList, or leave --checkpoint-activations out",
         )
-    for block in layout.blocks.values():
+    for block in blocks.values():
         block.forward = Checkpointed(block.forward)
     return model
 
@@ -47,7 +48,7 @@ class Checkpointed:
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
 
-def allow_tf32(model: nn.Module, layout: ModelLayout, options: Any) -> nn.Module:
+def allow_tf32(model: nn.Module, building: Building) -> nn.Module:
     """Let fp32 matrix products round their inputs to TF32 (10 bits of mantissa); cuDNN does so by default."""
     torch.set_float32_matmul_precision("high")
     return model

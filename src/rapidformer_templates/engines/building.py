@@ -1,0 +1,27 @@
+"""What a transform of the model may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer_templates.layout import ModelLayout
+from rapidformer_templates.plan import Plan
+from rapidformer_templates.workers import Workers
+
+
+@dataclass(frozen=True)
+class Building:
+    """A model on its way from ``build_model`` to the engine.
+
+    Attributes:
+        layout: where the blocks of the model are, as it was built.
+        options: the flags of the switch that the transform belongs to.
+        plan: what the run will do.
+        workers: this process among its peers.
+    """
+
+    layout: ModelLayout
+    options: Any
+    plan: Plan
+    workers: Workers
