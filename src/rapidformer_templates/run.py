@@ -13,7 +13,7 @@ from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.checkpoint import Reader, folder_of
 from rapidformer_templates.configure import resolve_plan
 from rapidformer_templates.data.order import Order
-from rapidformer_templates.data.tasks import check_data_flags
+from rapidformer_templates.data.task_flags import check_data_flags
 from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.building import Building

@@ -18,7 +18,7 @@ from rapidformer_templates.data.index_cache import IndexCache, cache_root, ident
 from rapidformer_templates.data.indexed import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed_writer import read_sums
 from rapidformer_templates.data.preprocess import preprocess
-from rapidformer_templates.data.tokenizers import vocabulary_size
+from rapidformer_templates.data.tokenizers import vocabulary_id, vocabulary_size
 from rapidformer_templates.errors import DataError
 
 CACHE_VERSION = 3
@@ -119,11 +119,23 @@ def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_toke
     for entry in parse_data_path(config.data.data_path or ()):
         if entry.indexed:
             dataset = IndexedDataset(entry.paths[0], config.data.data_impl)
+            _check_vocabulary(dataset, tokenizer)
             _check_tokens(dataset, vocabulary_size(tokenizer), IndexCache(cache_root(config)))
             corpora.append(Corpus(dataset, entry.weight))
         else:
             corpora.append(_tokenized(entry, config, tokenizer, end_token_id))
     return corpora
+
+
+def _check_vocabulary(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Refuse tokens whose numbers mean other words here; a set that another program made does not tell."""
+    made_with = (read_sums(dataset.prefix) or {}).get("vocabulary")
+    if made_with not in (None, vocabulary_id(tokenizer.backend_tokenizer)):
+        raise DataError(
+            "the set was tokenized with another vocabulary than this run's",
+            where=dataset.prefix,
+            hint="name the tokenizer that made it (--tokenizer-type, --tokenizer-path), or tokenize the text again",
+        )
 
 
 def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -> None:
@@ -151,6 +163,7 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
             keys=(column,),
             skip=skip,
             keys_flag="--text-column",
+            vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
         )
         try:
             make_once(folder, lambda temporary: _write_corpus(files, recipe, temporary))

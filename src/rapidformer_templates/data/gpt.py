@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer_templates.data.index_cache import IndexCache, Tables, identity, key_of
+from rapidformer_templates.data.index_cache import IndexCache, Tables, contents, identity, key_of
 from rapidformer_templates.data.indexed import IndexedDataset
 
 TABLES_VERSION = 1
@@ -72,7 +72,7 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
     def identity(self) -> str:
         """What the samples depend on beside the seed; a resumed run must have the same."""
         apart = ", documents kept apart" if self.marks_documents else ""
-        return f"{self.tokens} tokens in samples of {self.length}{apart}"
+        return f"{self.tokens} tokens{contents(self.dataset)} in samples of {self.length}{apart}"
 
     def __len__(self) -> int:
         return self.samples
