@@ -19,6 +19,7 @@ import numpy as np
 
 from rapidformer_templates.data.index_cache import IndexCache, Tables, contents, identity, key_of
 from rapidformer_templates.data.indexed import IndexedDataset
+from rapidformer_templates.data.types import Rows
 
 TABLES_VERSION = 1
 """Part of the tables' names: raise it when their meaning changes."""
@@ -106,13 +107,10 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         start = file + begin - ends[document]
         stop = start + np.maximum(end - begin, 0)
         # 3. One copy.
-        tokens = self.dataset.tokens
-        pieces = [tokens[a:b] for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
-        rows = np.concatenate(pieces).reshape(len(places), size)
-        if not self.marks_documents:
-            return [{"input_ids": row} for row in rows]
-        marks = np.repeat(document, stop - start).reshape(rows.shape)
-        return [{"input_ids": row, "documents": mark} for row, mark in zip(rows, marks, strict=True)]
+        columns = {"input_ids": self.dataset.gather(start, stop).reshape(len(places), size)}
+        if self.marks_documents:
+            columns["documents"] = np.repeat(document, stop - start).reshape(len(places), size)
+        return Rows(columns)
 
     def _tables(self, epoch: int) -> Tables:
         if epoch not in self._epochs:
