@@ -347,3 +347,16 @@ def test_what_cannot_be_pretrained(configure: Configure, flags: dict[str, Any]) 
         load_task(configure(**(flags | {"model_type": "t5"}))).check()
     with pytest.raises(DataError, match="the tokenizer has no"):
         load_task(configure(**(flags | {"model_type": "bert"}))).build_data()
+
+
+def test_what_people_are_told(configure: Configure, flags: dict[str, Any]) -> None:
+    task = load_task(configure(**flags | {"seq_length": 64}))
+    task.build_data()
+    folder = next(Path(flags["data_cache_dir"]).glob("text-*/")).resolve()
+    first, second = task.notes
+    assert first.startswith("0.0 MB of raw text were tokenized in ")
+    assert first.endswith(f" s, and are kept in {folder}")
+    assert second == "--split 969,30,1: the corpus is too small for a validation part"
+    again = load_task(configure(**flags, split="1,1,0"))
+    again.build_data()
+    assert again.notes == []

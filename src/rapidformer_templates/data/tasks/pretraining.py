@@ -59,8 +59,14 @@ class Pretraining(Task):
     def build_data(self) -> Data:
         corpora = load_corpora(self.config, self.tokenizer, self.objective.end_token)
         self.skipped = [line for corpus in corpora for line in corpus.skipped]
+        self.notes = [note for corpus in corpora for note in corpus.notes]
         train, valid, test = self._parts(corpora)
         assert train is not None
+        if valid is None and split_shares(self.config.data.split)[1] > 0:
+            split = self.config.data.split
+            self.notes.append(
+                f"--split {split} leaves no sample for validation: the corpus is too small for that share"
+            )
         collate, augment = self.objective.batches(train)
         return Data(train, valid, test, collate, augment, self.objective.lengths(train))
 
