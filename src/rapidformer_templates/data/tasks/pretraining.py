@@ -63,10 +63,7 @@ class Pretraining(Task):
         train, valid, test = self._parts(corpora)
         assert train is not None
         if valid is None and split_shares(self.config.data.split)[1] > 0:
-            split = self.config.data.split
-            self.notes.append(
-                f"--split {split} leaves no sample for validation: the corpus is too small for that share"
-            )
+            self.notes.append(f"--split {self.config.data.split}: the corpus is too small for a validation part")
         collate, augment = self.objective.batches(train)
         return Data(train, valid, test, collate, augment, self.objective.lengths(train))
 
