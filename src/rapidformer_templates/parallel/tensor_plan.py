@@ -86,8 +86,8 @@ PLANS: Mapping[str, Mapping[str, str]] = {
 }
 """Plans of our own, for architectures to which transformers gives none; ``*`` is a number."""
 
-LOCAL_SIZES = ("split_size", "n_heads", "nf")
-"""Attributes in which modules of those architectures keep a divided size (gpt2's attention, T5's, ``Conv1D``)."""
+LOCAL_SIZES = {"gpt2": ("split_size",), "t5": ("n_heads",), "mt5": ("n_heads",)}
+"""Attributes of their attention in which those architectures keep a size that is divided."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,17 @@ class TensorPlan:
         styles: of modules, by name; modules that are not named keep whole parameters.
         cuts: by parameter name, every name of a tied parameter among them; whole parameters are not named.
         partial: names of whole parameters of which each worker computes a part of the gradient.
+        local_sizes: attributes of regions that are to be divided.
     """
 
     styles: Mapping[str, str]
     cuts: Mapping[str, Cut]
     partial: frozenset[str]
+    local_sizes: tuple[str, ...] = ()
+
+    def parents(self, styles: frozenset[str]) -> list[str]:
+        """Names of the modules that contain one with such a style."""
+        return sorted({name.rpartition(".")[0] for name, style in self.styles.items() if style in styles})
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
@@ -148,7 +154,13 @@ def plan_of(model: nn.Module) -> TensorPlan:
         styles,
         {name: cuts[id(p)] for name, p in named if id(p) in cuts},
         frozenset(name for name, p in named if id(p) in partial),
+        LOCAL_SIZES.get(_type_of(model), ()),
     )
+
+
+def _type_of(model: nn.Module) -> str:
+    settings: Any = getattr(model, "config", None)
+    return getattr(settings, "model_type", None) or ""
 
 
 def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
@@ -203,16 +215,12 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
 
 def _patterns_of(model: nn.Module) -> Mapping[str, str]:
     """The plan that the model carries, or ours for its architecture."""
-    settings: Any = getattr(model, "config", None)
-    plans: tuple[Any, ...] = (
-        getattr(model, "tensor_plan", None),
-        getattr(model, "_tp_plan", None),
-        PLANS.get(getattr(settings, "model_type", None) or ""),
-    )
-    plan: Mapping[str, str] | None = next((plan for plan in plans if plan), None)
+    plans = (getattr(model, "tensor_plan", None), getattr(model, "_tp_plan", None), PLANS.get(_type_of(model)))
+    plan: Any = next((plan for plan in plans if plan), None)
     if plan is None:
         raise _no_plan(model)
-    return plan
+    found: Mapping[str, str] = plan
+    return found
 
 
 def _no_plan(model: nn.Module) -> ModelError:
