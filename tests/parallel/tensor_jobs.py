@@ -204,7 +204,6 @@ def train(case: Case, workers: Workers | None = None, steps: int = 10) -> dict[s
                 loss = loss_of(case, model, batch) / len(microbatches)
             loss.backward()
             total += float(loss.detach())
-        tensor_parallel.finish_gradients(model)
         norm = _norm(model, peers)
         for parameter in (p for p in model.parameters() if p.grad is not None):
             _local(parameter.grad).mul_(min(1.0, CLIP / (norm + 1e-6)))

@@ -7,6 +7,7 @@ exception that is named: what goes into a divided layer gets a partial gradient 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,24 @@ class _Enter(torch.autograd.Function):
         return ctx.peers.sum(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
+class _EnterAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.peers = peers
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        there = [gradient for gradient in gradients if gradient is not None]
+        sums: Iterator[torch.Tensor] = iter(())
+        if there:
+            total = ctx.peers.sum(torch.cat([gradient.flatten() for gradient in there]))
+            parts = total.split([gradient.numel() for gradient in there])
+            sums = iter([part.view_as(gradient) for part, gradient in zip(parts, there, strict=True)])
+        return None, *(None if gradient is None else next(sums) for gradient in gradients)
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -147,6 +166,12 @@ def enter(x: torch.Tensor, peers: Peers) -> torch.Tensor:
     """A whole tensor as it goes into divided layers: their partial gradients are summed in the backward pass."""
     result: torch.Tensor = _Enter.apply(x, peers)
     return result
+
+
+def enter_all(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
+    """As :func:`enter`, for several tensors of one type with one exchange."""
+    results: tuple[torch.Tensor, ...] = _EnterAll.apply(peers, *tensors)
+    return results
 
 
 def sum_partial(x: torch.Tensor, peers: Peers) -> torch.Tensor:

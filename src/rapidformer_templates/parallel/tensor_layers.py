@@ -7,7 +7,7 @@ region of divided layers begins and ends. So everything between layers is a plai
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from rapidformer_templates.parallel.dropout import Streams
 from rapidformer_templates.parallel.sequence import DIM, SequenceShards, first_argument
-from rapidformer_templates.parallel.tensor_collectives import Peers, enter, gather, own_share, sum_partial, sum_share
+from rapidformer_templates.parallel.tensor_collectives import (
+    Peers,
+    enter,
+    enter_all,
+    gather,
+    own_share,
+    sum_partial,
+    sum_share,
+)
 from rapidformer_templates.parallel.vocabulary import DividedLogits
 
 Forward = Callable[..., Any]
@@ -60,24 +68,37 @@ class Regions:
         return sum_share(x, self.peers, DIM)
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """What this worker holds of a parameter, with a graph."""
-    part: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return part
-
-
 class OnLocalParameters:
-    """A module's own forward; while it runs, the module's parameters are what this worker holds of them."""
+    """A module's own forward; while it runs, the module's parameters are what this worker holds of them.
 
-    def __init__(self, module: nn.Module, forward: Forward) -> None:
+    Args:
+        module: has parameters of its own.
+        forward: its forward.
+        partial: keys of whole parameters of which each worker computes a part of the gradient.
+        peers: those workers.
+    """
+
+    def __init__(self, module: nn.Module, forward: Forward, partial: Collection[str], peers: Peers) -> None:
         functools.update_wrapper(self, forward)
         self.module = module
         self.forward = forward
+        self.partial = sorted(partial)
+        self.peers = peers
+
+    def parts(self) -> dict[str, torch.Tensor | None]:
+        """What this worker holds of each parameter, with a graph through which gradients come back whole."""
+        held: dict[str, torch.Tensor | None] = {}
+        for key, parameter in self.module._parameters.items():
+            held[key] = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if self.partial and torch.is_grad_enabled():
+            whole = enter_all([part for key in self.partial if (part := held[key]) is not None], self.peers)
+            held |= dict(zip(self.partial, whole, strict=True))
+        return held
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         attributes = self.module.__dict__
         parameters = attributes["_parameters"]
-        attributes["_parameters"] = {name: p if p is None else local(p) for name, p in parameters.items()}
+        attributes["_parameters"] = self.parts()
         try:
             return self.forward(*args, **kwargs)
         finally:
@@ -120,16 +141,18 @@ class Experts:
 class Row:
     """A layer of which each worker has a share of the input features. It ends a region; its bias follows the sum."""
 
-    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+    def __init__(self, module: nn.Module, forward: OnLocalParameters, regions: Regions) -> None:
         functools.update_wrapper(self, forward)
-        self.module = module
+        self.own = forward
+        self.transposed = isinstance(module, nn.Linear)
         self.regions = regions
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = local(self.module.weight), self.module.bias
-        product = nn.functional.linear(x, weight) if isinstance(self.module, nn.Linear) else x @ weight
-        result = self.regions.end(product)
-        return result if bias is None else result + local(bias).to(result.dtype)
+        parts = self.own.parts()
+        weight, bias = parts["weight"], parts["bias"]
+        assert weight is not None
+        result = self.regions.end(nn.functional.linear(x, weight) if self.transposed else x @ weight)
+        return result if bias is None else result + bias.to(result.dtype)
 
 
 class SplitRow(Row):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -50,13 +49,11 @@ class TensorParallel:
 
     Attributes:
         peers: the workers that share the model.
-        partial: whole parameters of which each worker computes a part of the gradient.
         head: the layer of the logits, if the model has one.
         shards: of the sequence; None without sequence parallelism.
     """
 
     peers: Peers
-    partial: list[nn.Parameter]
     head: VocabularyHead | None
     shards: SequenceShards | None
 
@@ -65,8 +62,10 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     """Divide a model over the workers of its tensor-parallel group; with sequence parallelism if the plan has it.
 
     Afterwards each parameter is a DTensor on ``mesh["tensor"]`` under its old name (tied ones are still one object),
-    and the model computes what it did before. Its gradients are those of the shards; call :func:`finish_gradients`
-    once a step. In training the logits are :class:`~.vocabulary.DividedLogits`.
+    and the model computes what it did before. A backward leaves the gradient of its shard in a divided parameter, and
+    in a whole one the whole gradient, equal on all workers of the group: the workers sum what they have of it in the
+    backward itself, so that an engine may take gradients as they come. In training the logits are
+    :class:`~.vocabulary.DividedLogits`.
 
     Raises:
         ModelError: the model has no tensor plan, or one that cannot be followed.
@@ -81,39 +80,13 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     blocks = _lists_of(building, model)
     if shards is not None and not blocks:
         raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
-    head = _install(model, plan, Regions(peers, streams, shards))
-    partial = set(plan.partial)
+    partial = plan.partial | (_computed_on_shards(model, plan, blocks) if shards else frozenset())
+    head = _install(model, plan, Regions(peers, streams, shards), partial)
     if shards is not None:
-        partial |= _computed_on_shards(model, plan, blocks)
         shards.install(model, blocks)
     _shard_parameters(model, plan, mesh, peers)
-    parameters = dict(model.named_parameters())
-    partials = [parameter for name, parameter in parameters.items() if name in partial]
-    model.tensor_parallel = TensorParallel(peers, partials, head, shards)  # type: ignore[assignment]
+    model.tensor_parallel = TensorParallel(peers, head, shards)  # type: ignore[assignment]
     return model
-
-
-def finish_gradients(model: nn.Module) -> None:
-    """Complete the gradients of whole parameters that the workers have computed parts of.
-
-    To be called once a step, after the last backward and before the norm; the sums over micro batches and over
-    workers commute. These are norms and biases inside the blocks under sequence parallelism, and what a plan calls
-    ``replicated_with_grad_allreduce``. One exchange for all of them; nothing to do in other models.
-    """
-    found: TensorParallel | None = getattr(model, "tensor_parallel", None)
-    if found is None:
-        return
-    gradients = [_local(p.grad) for p in found.partial if p.grad is not None]
-    for kind in sorted({gradient.dtype for gradient in gradients}, key=str):
-        parts = [gradient for gradient in gradients if gradient.dtype == kind]
-        total = found.peers.sum(torch.cat([part.flatten() for part in parts]))
-        torch._foreach_copy_(
-            parts, [t.view_as(p) for t, p in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
-        )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
@@ -126,11 +99,13 @@ def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
     return list(lists.values())
 
 
-def _install(model: nn.Module, plan: TensorPlan, regions: Regions) -> VocabularyHead | None:
+def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: frozenset[str]) -> VocabularyHead | None:
     """Replace the forwards of all modules that have parameters or border on a region."""
-    for module in model.modules():
-        if any(p is not None for p in module._parameters.values()):
-            module.forward = OnLocalParameters(module, module.forward)
+    for name, module in model.named_modules():
+        keys = [key for key, parameter in module._parameters.items() if parameter is not None]
+        if keys:
+            parts = [key for key in keys if f"{name}.{key}" in partial]
+            module.forward = OnLocalParameters(module, module.forward, parts, regions.peers)
     head: VocabularyHead | None = None
     modules = dict(model.named_modules())
     for name, style in plan.styles.items():
@@ -178,25 +153,12 @@ def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Modu
         )
 
 
-def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequence[nn.Module]]) -> set[str]:
+def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequence[nn.Module]]) -> frozenset[str]:
     """Names of whole parameters that see a stretch of the sequence: those of the blocks, but for what runs whole."""
-    whole = {model.get_submodule(name) for name in _run_whole(plan)}
-    blocks = {block for blocks in lists for block in blocks}
-    found: set[str] = set()
-    for name, module in model.named_modules():
-        if module in blocks:
-            seen = set(_beneath(module, whole))
-            found |= {f"{name}.{key}" for key, p in module.named_parameters() if id(p) in seen}
-    return {name for name in found if name not in plan.cuts}
-
-
-def _beneath(module: nn.Module, without: set[nn.Module]) -> Iterator[int]:
-    """Identities of the parameters of a module, but for some modules in it."""
-    if module in without:
-        return
-    yield from (id(p) for p in module._parameters.values() if p is not None)
-    for child in module.children():
-        yield from _beneath(child, without)
+    whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
+    inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, p in named if id(p) in inside and name not in plan.cuts)
 
 
 def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers) -> None:
