@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.attention.count import count_kernels
+from rapidformer_templates.compiling.blocks import Compiled
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.state import bytes_held, local_part
@@ -68,7 +70,10 @@ class Receipts:
         before = self.engine.micro_steps
         self.engine.before_update = self._measure_gradients
         try:
-            yield
+            with ExitStack() as stack:
+                if "attention_kernels" in self.wanted:
+                    self._early["attention_kernels"] = stack.enter_context(count_kernels())
+                yield
         finally:
             self.engine.before_update = None
             for hook in hooks:
@@ -87,12 +92,15 @@ class Receipts:
     def _saved_tensors(self, microbatch: MicroBatch) -> dict[str, int]:
         """Bytes kept for the backward of one micro batch, with checkpointing and without."""
         blocks = [block.forward for block in find_layout(self.engine.model).blocks.values()]
-        checkpointed = [forward for forward in blocks if isinstance(forward, Checkpointed)]
+        inner = [forward.forward if isinstance(forward, Compiled) else forward for forward in blocks]
+        checkpointed = [forward for forward in inner if isinstance(forward, Checkpointed)]
         with_it = self._kept_by_forward(microbatch)
         for forward in checkpointed:
             forward.enabled = False
         try:
-            without = self._kept_by_forward(microbatch)
+            # Not compiled: a graph for the sake of a measurement would cost more than it tells.
+            with torch.compiler.set_stance("force_eager"):
+                without = self._kept_by_forward(microbatch)
         finally:
             for forward in checkpointed:
                 forward.enabled = True
@@ -130,6 +138,7 @@ class Receipts:
             "optimizer_state_device": lambda: sorted({tensor.device.type for tensor in tensors["optimizer"]}),
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
             "matmul_precision": torch.get_float32_matmul_precision,
+            "compile": lambda: vars(engine.model)["compile_report"].measured(),
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
