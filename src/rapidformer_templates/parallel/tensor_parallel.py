@@ -16,7 +16,6 @@ from rapidformer_templates.engines.building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.parallel import tensor_plan, tensor_styles
 from rapidformer_templates.parallel.dropout import Streams, draws_random_numbers
-from rapidformer_templates.parallel.elsewhere import Elsewhere
 from rapidformer_templates.parallel.placement import placement_of
 from rapidformer_templates.parallel.sequence import OnWholeSequence, SequenceShards
 from rapidformer_templates.parallel.shards import cut
@@ -129,8 +128,7 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
             parts = [key for key in keys if f"{name}.{key}" in partial]
             module.forward = OnLocalParameters(module, module.forward, parts, regions.peers)
     head: VocabularyHead | None = None
-    # What another pipeline stage has is not divided here.
-    modules = {name: module for name, module in model.named_modules() if not isinstance(module, Elsewhere)}
+    modules = dict(model.named_modules())
     for name, style in plan.styles.items():
         if name in modules and style in LAYERS:
             module = modules[name]
