@@ -20,15 +20,26 @@ class Placement:
         stages: pipeline ranks that hold a copy, of each tensor that more than one holds, by whole-model name.
         chunks: the local part of the pipeline (from 0) whose backward gives a parameter its gradient, by
             whole-model name; parameters that are not listed may get one from any.
+        parts: the local blocks by name, for each local part; None for an uncut model.
+        blocks_in_all: of the whole model.
+        form: entries of the tuple that a block returns; None if it returns a tensor.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     chunks: Mapping[str, int] = field(default_factory=dict)
+    parts: tuple[Mapping[str, nn.Module], ...] | None = None
+    blocks_in_all: int = 0
+    form: int | None = None
 
     def whole_name(self, name: str) -> str:
         """The canonical name in the whole model."""
         return self.names.get(name, name)
+
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """All local blocks of a cut model, by name."""
+        return {name: block for part in self.parts or () for name, block in part.items()}
 
 
 def placement_of(model: nn.Module) -> Placement:

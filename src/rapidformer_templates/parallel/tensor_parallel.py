@@ -16,6 +16,7 @@ from rapidformer_templates.engines.building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.parallel import tensor_plan, tensor_styles
 from rapidformer_templates.parallel.dropout import Streams, draws_random_numbers
+from rapidformer_templates.parallel.placement import placement_of
 from rapidformer_templates.parallel.sequence import OnWholeSequence, SequenceShards
 from rapidformer_templates.parallel.shards import cut
 from rapidformer_templates.parallel.tensor_collectives import Peers
@@ -107,7 +108,10 @@ def measures(model: nn.Module) -> dict[str, Callable[[], Any]]:
 
 
 def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
-    """The blocks of this model (of a stage, those that are left), list by list."""
+    """The blocks of this model, list by list; of a pipeline's stages, stage by stage."""
+    parts = placement_of(model).parts
+    if parts is not None:
+        return [list(part.values()) for part in parts]
     there = set(model.modules())
     lists: dict[str, list[nn.Module]] = {}
     for name, block in building.layout.blocks.items():

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.parallel.elsewhere import Elsewhere
 from rapidformer_templates.parallel.tensor_styles import (
     COLUMN,
     EMBEDDING,
@@ -147,7 +148,8 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             hint=f"known are {', '.join(sorted(KNOWN))}",
         )
     expressions = [(re.compile(_expression(pattern)), style) for pattern, style in patterns.items()]
-    names = {name for name, _ in model.named_modules()} | {
+    # What another pipeline stage has is not divided here.
+    names = {name for name, module in model.named_modules() if not isinstance(module, Elsewhere)} | {
         name for name, _ in model.named_parameters(remove_duplicate=False)
     }
     styles: dict[str, str] = {}
