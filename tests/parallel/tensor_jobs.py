@@ -31,10 +31,11 @@ from transformers import (
 
 from rapidformer_templates.engines.building import Building
 from rapidformer_templates.engines.transforms import checkpoint_activations
-from rapidformer_templates.layout import find_layout
+from rapidformer_templates.layout import ModelLayout, find_layout
 from rapidformer_templates.parallel import tensor_parallel
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.workers import Workers
+from tests.worker_group import alone
 
 VOCABULARY = 51  # three for each of 17: two and four workers get unequal shares
 HIDDEN, HEADS, LAYERS, WIDTH, POSITIONS = 32, 4, 2, 64, 32
@@ -149,14 +150,14 @@ def build(case: Case, workers: Workers | None = None) -> nn.Module:
     layout = find_layout(model)
     if workers is not None:
         switches = ("tensor-parallel", *(("sequence-parallel",) if case.sequence else ()))
-        model = tensor_parallel.apply(model, Building(layout, None, Plan("Trainer", switches), workers))
+        model = tensor_parallel.apply(model, _building(layout, workers, *switches))
     if case.checkpointed:
-        checkpoint_activations(model, Building(layout, None, Plan("Trainer"), workers or alone()))
+        checkpoint_activations(model, _building(layout, workers or alone()))
     return model
 
 
-def alone() -> Workers:
-    return Workers(0, 0, 1, torch.device("cpu"))
+def _building(layout: ModelLayout, workers: Workers, *switches: str) -> Building:
+    return Building(layout, None, Plan("Trainer", switches), workers, try_loss=lambda model: None)
 
 
 def divided(workers: Workers, tensor: int) -> Workers:

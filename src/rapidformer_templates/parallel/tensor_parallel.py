@@ -175,11 +175,24 @@ def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Modu
 
 
 def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequence[nn.Module]]) -> frozenset[str]:
-    """Names of whole parameters that see a stretch of the sequence: those of the blocks, but for what runs whole."""
+    """Names of whole parameters that see a stretch of the sequence: those of the blocks, but for what runs whole.
+
+    Raises:
+        ModelError: there is a matrix among them. What is not divided in a block must take each token by itself, as
+            norms and biases do; attention without a plan would not.
+    """
     whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
-    named = model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, p in named if id(p) in inside and name not in plan.cuts)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = {name for name, p in named.items() if id(p) in inside and name not in plan.cuts}
+    matrices = sorted(name for name in found if named[name].ndim > 1)
+    if matrices:
+        raise ModelError(
+            f"the tensor plan leaves {', '.join(matrices[:3])} whole, which may need the whole sequence",
+            where="--sequence-parallel",
+            hint="leave out --sequence-parallel for this model",
+        )
+    return frozenset(found)
 
 
 def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers) -> None:
