@@ -65,21 +65,40 @@ class Receipts:
         """Around the first step: what its forward puts out, and what it keeps for the backward."""
         if "saved_tensor_bytes" in self.wanted:
             self._early |= self._saved_tensors(microbatches[0])
-        # Leaves, because the sums between them (a residual stream, for instance) keep the wider type.
-        leaves = [module for module in self.engine.model.modules() if next(module.children(), None) is None]
-        hooks = [leaf.register_forward_hook(self._see_output) for leaf in leaves]
+        compiled = "compile" in self.wanted
+        if compiled:
+            # Hooks inside of the blocks would become part of their graphs, which are compiled again without them.
+            with self._watched_leaves(), torch.compiler.set_stance("force_eager"), torch.no_grad():
+                self._forward(microbatches[0])
         before = self.engine.micro_steps
         self.engine.before_update = self._measure_gradients
         try:
             with ExitStack() as stack:
+                if not compiled:
+                    stack.enter_context(self._watched_leaves())
                 if "attention_kernels" in self.wanted:
                     self._early["attention_kernels"] = stack.enter_context(count_kernels())
                 yield
         finally:
             self.engine.before_update = None
+        self._early["micro_steps"] = self.engine.micro_steps - before
+
+    @contextmanager
+    def _watched_leaves(self) -> Iterator[None]:
+        """Note the types that modules put out: leaves, since sums between them (a residual stream) keep the wider."""
+        leaves = [module for module in self.engine.model.modules() if next(module.children(), None) is None]
+        hooks = [leaf.register_forward_hook(self._see_output) for leaf in leaves]
+        try:
+            yield
+        finally:
             for hook in hooks:
                 hook.remove()
-        self._early["micro_steps"] = self.engine.micro_steps - before
+
+    def _forward(self, microbatch: MicroBatch) -> None:
+        """A forward that leaves no trace."""
+        batch = to_device(microbatch.batch, self.engine.workers.device)
+        with self.engine.measuring() as model:
+            self.engine.compute_loss(model, batch)
 
     def _measure_gradients(self) -> None:
         held = bytes_held(self.engine.held())
@@ -109,7 +128,6 @@ class Receipts:
 
     def _kept_by_forward(self, microbatch: MicroBatch) -> int:
         engine = self.engine
-        batch = to_device(microbatch.batch, engine.workers.device)
         weights = {StorageWeakRef(local_part(p).untyped_storage()).cdata for p in engine.model.parameters()}
         kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -120,8 +138,8 @@ class Receipts:
             if reference.cdata not in weights:
                 kept[reference.cdata] = (reference, storage.nbytes())
 
-        with engine.measuring() as model, torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
-            engine.compute_loss(model, batch)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+            self._forward(microbatch)
         return sum(size for _, size in kept.values())
 
     def measured(self) -> dict[str, Any]:

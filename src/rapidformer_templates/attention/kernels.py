@@ -54,11 +54,8 @@ def check_attention(model: nn.Module, device: str) -> None:
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     fixed = [type(part).__name__ for part in parts if not (part._supports_sdpa and part._can_set_attn_implementation())]
     if fixed:
-        raise _refusal(name, f"the attention of {fixed[0]} is written out, and calls no kernel")
+        raise _refusal(name, f"the attention of {fixed[0]} cannot go through torch's scaled_dot_product_attention")
     settings = model.config.to_dict()
-    capped = [key for key, value in settings.items() if "attn_logit_softcap" in key and value]
-    if capped:
-        raise _refusal(name, f"{capped[0]} caps the scores, which the kernel never has in one piece")
     dropping = [key for key, value in settings.items() if "att" in key and "drop" in key and value]
     if dropping and device == "cpu":
         message = f"the flash kernel of a CPU has no dropout, and {dropping[0]} is {settings[dropping[0]]:g}"

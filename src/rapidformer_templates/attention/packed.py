@@ -58,7 +58,7 @@ def packed_attention(
     """
     # Rotary positions leave queries and keys in fp32 where autocast computes values in 16 bits.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if value.device.type == "cpu":
+    if value.device.type == "cpu" and not package:
         output: torch.Tensor = _on_cpu(query, key, value, borders, scale)[0]
         return output
     rows, heads, tokens, size = query.shape
@@ -108,7 +108,7 @@ def _on_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output of shape (rows, tokens, heads, size), logarithm of each token's sum of weights (rows, heads, tokens))."""
-    output, log_sums = _like_output(query), _like_log_sums(query)
+    output, log_sums = _like_output(query), _like_log_sums(query).zero_()
     # A document of one token, such as padding at the end of a row, has its value for an output.
     groups = query.shape[1] // value.shape[1]
     output.copy_(value.repeat_interleave(groups, dim=1).transpose(1, 2))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._changes import replace
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._changes import REPLACE
+from rapidformer_templates.switches._switch import Change, Example, Finding, Request, Rule, Stage, Switch
 from rapidformer_templates.switches.mixed_precision import AMPERE, precision
 
 
@@ -62,7 +62,7 @@ def _no_dropout(request: Request) -> list[Finding]:
     if request.environment.device != "cpu" or not rate:
         return []
     message = f"flash-attention on a CPU does not go with --dropout {rate:g}"
-    changes = (replace({"dropout": 0.0}),)
+    changes = (Change("--dropout 0", REPLACE, {"dropout": 0.0}),)
     return [
         Finding(message, request.asked("use_flash_attn", "dropout"), switches=("flash-attention",), changes=changes)
     ]
