@@ -20,10 +20,11 @@ from rapidformer_templates import deepspeed_parts
 from rapidformer_templates.bench.output import Advance, progress, put_out, spread
 from rapidformer_templates.bench.partitioning_runs import WARMUP, Run, run_together
 from rapidformer_templates.bench.partitioning_show import draw, notes, table
-from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS, Facts, Held, Scale, Solution
+from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS, Scale, Solution
 from rapidformer_templates.bench.partitioning_worker import Job, build_model
 from rapidformer_templates.environment import detect_gpu
 from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.planner.states import Facts, Held
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from rapidformer_templates.bench.output import spread
-from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS, Held
+from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS
+from rapidformer_templates.planner.states import Held
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
