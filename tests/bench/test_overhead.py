@@ -9,11 +9,10 @@ import pytest
 from torch import nn
 
 from rapidformer_templates.bench.cli import main
-from rapidformer_templates.bench.loops import CONTENDERS, Contender, NullControl
 from rapidformer_templates.bench.output import why_absent
 from rapidformer_templates.bench.overhead import measure_overhead
+from rapidformer_templates.bench.overhead_loops import CONTENDERS, Contender, NullControl, tiny_model
 from rapidformer_templates.bench.turns import StepDone
-from rapidformer_templates.bench.works import tiny_work
 from rapidformer_templates.errors import RapidformerError
 
 
@@ -45,7 +44,7 @@ def test_a_loop_that_does_less_is_found_out() -> None:
 
 
 def test_every_loop_starts_with_the_same_weights() -> None:
-    first, second = (nn.utils.parameters_to_vector(tiny_work().model().parameters()) for _ in range(2))
+    first, second = (nn.utils.parameters_to_vector(tiny_model().parameters()) for _ in range(2))
     assert first.equal(second)
 
 

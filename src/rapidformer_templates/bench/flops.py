@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.mask_checks import answered
 
 SIZES = {"cpu": 2048, "cuda": 8192}
 """Rows and columns of the matrices: large enough that more is not faster."""
@@ -32,10 +36,22 @@ def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.T
     """
     with torch.device("meta"):
         model = build().train()
+    batch = {name: torch.empty_like(tensor, device="meta") for name, tensor in example.items()}
+    if hasattr(model, "config"):
+        model.config.use_cache = False
     counter = FlopCounterMode(display=False)
-    with counter:
-        model(**{name: torch.empty_like(tensor, device="meta") for name, tensor in example.items()}).loss.backward()
+    with counter, answered(MicroBatch(batch, [])):
+        model(**batch).loss.backward()
     return int(counter.get_total_flops())
+
+
+def training_flops_of(kind: type[nn.Module], settings: Any, batch: Any) -> int:
+    """As :func:`training_flops`, of a transformers class with its configuration; 0 for any other module."""
+    if settings is None or not isinstance(batch, Mapping):
+        return 0
+    shapes = {name: tensor for name, tensor in batch.items() if isinstance(tensor, torch.Tensor)}
+    shapes.pop("attention_mask", None)  # what a mask leaves out is counted all the same
+    return training_flops(lambda: kind(settings), shapes)
 
 
 class MatrixProduct:

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rapidformer_templates import Data, Trainer
-from rapidformer_templates.bench.partitioning_worker import resident_mb
+from rapidformer_templates.bench.worker import resident_mb
 from rapidformer_templates.workers import join
 
 STEPS = 4
@@ -91,7 +91,7 @@ def measure(case: Case) -> Measured:
 def peaks_of(events: Sequence[Any]) -> list[int]:
     """Most bytes alive in each step from the second on, from the allocations and releases that a profile has recorded."""
     ends = sorted(event.start_ns() for event in events if event.name().startswith(MARK))
-    changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"))
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     peaks = [0] * len(ends)
     alive = step = 0
     for when, size in changes:

@@ -24,9 +24,7 @@ class Closed(BaseException):
 class PausedLoop:
     """A loop that runs a number of steps at a time."""
 
-    def __init__(self, loop: Loop, finish: Callable[[], None] = lambda: None) -> None:
-        """``finish`` waits for what the loop has queued on a device, before a turn's clock stops."""
-        self._finish = finish
+    def __init__(self, loop: Loop) -> None:
         self._thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
         self._may_run = threading.Semaphore(0)
         self._has_paused = threading.Semaphore(0)
@@ -72,7 +70,6 @@ class PausedLoop:
     def _step_done(self) -> None:
         self._steps_left -= 1
         if self._steps_left == 0:
-            self._finish()
             self._seconds = time.perf_counter() - self._began
             self._has_paused.release()
             self._wait()
