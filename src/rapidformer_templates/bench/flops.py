@@ -37,8 +37,9 @@ def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.T
     with torch.device("meta"):
         model = build().train()
     batch = {name: torch.empty_like(tensor, device="meta") for name, tensor in example.items()}
-    if hasattr(model, "config"):
-        model.config.use_cache = False
+    settings: Any = getattr(model, "config", None)
+    if settings is not None:
+        settings.use_cache = False
     counter = FlopCounterMode(display=False)
     with counter, answered(MicroBatch(batch, [])):
         model(**batch).loss.backward()

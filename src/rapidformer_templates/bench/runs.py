@@ -38,8 +38,8 @@ class Run:
     """
 
     seconds: list[float] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
 
     @property
     def peak_mb(self) -> float:

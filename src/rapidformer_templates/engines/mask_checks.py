@@ -29,7 +29,7 @@ def answered(microbatch: MicroBatch) -> Iterator[None]:
         )
     there = {name: stand_in(getattr(masking_utils, name)) for name, stand_in in checks.items() if _has(name)}
     # A hint to users of padded batches without a mask; it reads the first and last token of each sample.
-    hint = mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *batch: None)
+    hint = mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", return_value=None)
     with mock.patch.multiple(masking_utils, **there), hint:
         yield
 
