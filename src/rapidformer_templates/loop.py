@@ -18,6 +18,7 @@ from rapidformer_templates.errors import ConfigError, Interrupted, NonFiniteLoss
 from rapidformer_templates.evaluation import Evaluator
 from rapidformer_templates.meter import Meter
 from rapidformer_templates.optimizer import Schedule
+from rapidformer_templates.profile import DATA, EXCHANGE, REST, TRAIN, Profile
 from rapidformer_templates.progress import Progress
 from rapidformer_templates.run_folder import MetricsFile, RunFolder
 from rapidformer_templates.signals import StopRequest
@@ -69,6 +70,7 @@ class Loop:
         keep: checkpoints that are kept.
         metric: name of the metric by which the best one is kept, and whether greater is better.
         saver: saves in the background; None waits for each save.
+        profile: records some steps of this worker.
     """
 
     template: Trainer
@@ -87,6 +89,7 @@ class Loop:
     keep: int
     metric: tuple[str, bool] | None
     saver: AsyncSaver | None = None
+    profile: Profile | None = None
 
     def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         """Train to the end; the last evaluation's metrics.
@@ -104,35 +107,43 @@ class Loop:
         batches = self._batches()
         self.template.on_train_start()
         for step in range(self.position.step, self.total):
+            if self.profile:
+                self.profile.step_begins()
+
             # 1. The micro batches of this rank. Which samples: a function of the seed and the step.
-            microbatches = [next(batches) for _ in range(self.template.plan.sizes.accumulation)]
+            with self._part(DATA):
+                microbatches = [next(batches) for _ in range(self.template.plan.sizes.accumulation)]
 
             # 2. What all ranks must agree on before the forward: the number of targets, whether to go on,
             #    and whether a save in the background has come further on all of them. The hosts exchange this
             #    by themselves, while the devices compute the step before.
             here = [m for m in microbatches if not m.idle and self.workers.speaks]
-            targets, samples, tokens, asked, saving = self.workers.sum(
-                sum(m.targets for m in here),
-                sum(m.sample_count for m in here),
-                sum(m.tokens for m in here),
-                stop.asked,
-                self.saver is not None and self.saver.busy,
-            )
+            with self._part(EXCHANGE):
+                targets, samples, tokens, asked, saving = self.workers.sum(
+                    sum(m.targets for m in here),
+                    sum(m.sample_count for m in here),
+                    sum(m.tokens for m in here),
+                    stop.asked,
+                    self.saver is not None and self.saver.busy,
+                )
             if self.saver and self.saver.pending and not saving:
                 self._saved(self.saver.proceed())
 
             # 3. Forward, backward, clipping and update.
-            with self._watched(step, microbatches):
+            with self._part(TRAIN), self._watched(step, microbatches):
                 result = self._step(step, microbatches, targets)
 
             # 4. Count.
-            self.receipts.count(microbatches)
-            self.position.step = done = step + 1
-            self.position.samples += int(samples)
-            self.position.tokens += int(tokens)
-            self.meter.step(int(samples), int(tokens))
-            self.template.on_step_end(done, result)
-            progress.advance(result.loss)
+            with self._part(REST):
+                self.receipts.count(microbatches)
+                self.position.step = done = step + 1
+                self.position.samples += int(samples)
+                self.position.tokens += int(tokens)
+                self.meter.step(int(samples), int(tokens))
+                self.template.on_step_end(done, result)
+                progress.advance(result.loss)
+            if self.profile and self.profile.step_ends():
+                self.profile = None
 
             # 5. Log, evaluate, save; in this order, so that a checkpoint has its metrics before it.
             if self.intervals.due(self.intervals.log, done, self.total):
@@ -170,6 +181,9 @@ class Loop:
         microbatch.targets = 0 if microbatch.idle else self.template.count_targets(microbatch.batch)
         microbatch.size = (microbatch.sample_count, microbatch.tokens)
         return microbatch
+
+    def _part(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return self.profile.part(name) if self.profile else contextlib.nullcontext()
 
     def _watched(self, step: int, microbatches: list[MicroBatch]) -> contextlib.AbstractContextManager[Any]:
         """Receipts are taken in the first step of this process and cost the others nothing."""

@@ -18,16 +18,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if ``faults`` found a run of this library that was not the uninterrupted
-        one, or a solution of ``partitioning`` failed; 2 for a mistake in the command. A missed speed goal
+        one, or a solution of a table failed; 2 for a mistake in the command. A missed speed goal
         is a result, not an error.
     """
-    options = _parser().parse_args(argv)
+    words = _command_first(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    # What `run` does not know are the flags of the training command that it measures.
+    options, unknown = parser.parse_known_args(words)
+    if unknown and options.run is not _run:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.words = unknown
     try:
         status: int = options.run(options)
     except RapidformerError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
     return status
+
+
+def _command_first(words: Sequence[str]) -> list[str]:
+    """``--table NAME …`` and ``--table=NAME …`` as ``NAME …``: a table is a command."""
+    rest, found = [], None
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name == "--table" and found is None:
+            found = value if equals else next(remaining, "")
+        else:
+            rest.append(word)
+    return rest if found is None else [found, *rest]
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import run
+
+    return run.main(options)
 
 
 def _overhead(options: argparse.Namespace) -> int:
@@ -54,10 +79,10 @@ def _saving(options: argparse.Namespace) -> int:
     return saving.main(options)
 
 
-def _partitioning(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import partitioning
+def _measure(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import measure
 
-    return partitioning.main(options)
+    return measure.main(options)
 
 
 def _padding(options: argparse.Namespace) -> int:
@@ -92,8 +117,13 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
     commands = parser.add_subparsers(
-        required=True, metavar="overhead|peers|faults|saving|partitioning|preprocess|reading|padding|packing"
+        required=True, metavar="TABLE", help="what to measure; --table TABLE is the same", dest="table"
     )
+
+    run = commands.add_parser("run", parents=[output], help="one configuration: the flags of a training command")
+    run.add_argument("--turns", type=_positive, default=6, help="measured turns (default: 6)")
+    run.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on a GPU 10)")
+    run.set_defaults(run=_run)
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
     overhead.add_argument("--rounds", type=_positive, default=60, help="pairs of turns a loop (default: 60)")
@@ -131,7 +161,14 @@ def _parser() -> argparse.ArgumentParser:
     reading.add_argument("--folder", type=Path, metavar="DIR", help="where to make the corpus (default: temporary)")
     reading.set_defaults(run=_reading)
 
-    _add_partitioning(commands.add_parser("partitioning", parents=[output], help="speed and memory of each solution"))
+    helps = {
+        "partitioning": "what each way to divide the model's state costs and saves",
+        "mixed-precision": "BERT in fp32 and in the narrow type",
+        "parallel": "tensor and pipeline parallel layouts of a GPT",
+        "mfu": "model FLOPs utilisation beside a loop written by hand and transformers' Trainer",
+    }
+    for name, text in helps.items():
+        _add_table(commands.add_parser(name, parents=[output], help=text))
 
     padding = commands.add_parser("padding", parents=[output], help="useful tokens/s of each way to batch")
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
@@ -151,24 +188,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_partitioning(parser: argparse.ArgumentParser) -> None:
+def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale",
-        choices=("tiny", "small", "paper"),
         default="small",
-        help="small (default): any machine; paper: the published model on 4 GPUs; tiny: for trying out",
+        help="small (default): any machine; paper: the published model; tiny: for trying out; mfu has more of them",
     )
-    parser.add_argument("--workers", type=_positive, help="worker processes (default: 2; paper: 4)")
+    parser.add_argument("--workers", type=_positive, help="worker processes (default: by the scale)")
     parser.add_argument("--repeats", type=_positive, default=3, help="runs of each solution (default: 3)")
-    parser.add_argument("--steps", type=_positive, default=6, help="measured steps a run (default: 6)")
+    parser.add_argument("--steps", type=_positive, default=6, help="measured turns a run (default: 6)")
+    parser.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on a GPU 10)")
     parser.add_argument("--solutions", metavar="A,B", help="which, such as none,oss-sdp,zero-2 (default: all)")
     parser.add_argument("--all", action="store_true", help="also what this device is slow at")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: GPUs)")
     parser.add_argument(
-        "--peers", action=argparse.BooleanOptionalAction, default=True, help="accelerate beside it (default)"
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="other libraries beside it (default)"
     )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to offload to (default: temporary)")
-    parser.set_defaults(run=_partitioning)
+    parser.set_defaults(run=_measure)
 
 
 def _positive(text: str) -> int:

@@ -49,13 +49,13 @@ class MicroBatch:
         """Tokens that are not padding."""
         if self.size:
             return self.size[1]
-        mask = self._field("attention_mask")
+        mask = self.field("attention_mask")
         return self.padded_tokens if mask is None else int(mask.sum())
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the input tokens; empty where the batch has none."""
-        ids = self._field("input_ids")
+        ids = self.field("input_ids")
         return () if ids is None else tuple(ids.shape)
 
     @property
@@ -63,7 +63,8 @@ class MicroBatch:
         """Tokens with padding."""
         return math.prod(self.shape) if self.shape else 0
 
-    def _field(self, name: str) -> torch.Tensor | None:
+    def field(self, name: str) -> torch.Tensor | None:
+        """A tensor of the batch by its name, where it has names."""
         get: Callable[[str], torch.Tensor | None] | None = getattr(self.batch, "get", None)
         return get(name) if get else None
 

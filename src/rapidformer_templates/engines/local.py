@@ -18,6 +18,7 @@ from rapidformer_templates.engines import state as engine_state
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
 from rapidformer_templates.engines.loss import Recorder, reached_parameters, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.engines.mask_checks import answered
 from rapidformer_templates.engines.offload import HostOptimizer, lies_in_host_memory
 from rapidformer_templates.engines.outcomes import Outcomes
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
@@ -180,7 +181,7 @@ class SingleEngine:
         for i, microbatch in enumerate(microbatches):
             batch = to_device(microbatch.batch, self.workers.device)
             with self._synchronise(last=i == len(microbatches) - 1):
-                with self._precision():
+                with self._precision(), self._ahead_of(microbatch):
                     part = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later)
                 self._backward(part if self.loss_scale is None else part * self.loss_scale.scale)
             total = part.detach() if total is None else total + part.detach()
@@ -188,6 +189,10 @@ class SingleEngine:
         assert total is not None
         # One type for all: the zero of an idle worker has another one than the others' losses may have.
         return self.workers.sum_tensor(total.to(torch.float64)) / self.workers.world
+
+    def _ahead_of(self, microbatch: MicroBatch) -> AbstractContextManager[Any]:
+        """Around a forward: where the host runs ahead, the model must not wait for the device either."""
+        return answered(microbatch) if self._outcomes else nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()

@@ -1,0 +1,145 @@
+"""Memory of a worker: the model's states by the rules of the engine, and the phases of a micro batch beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.planner.layouts import Layout
+from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
+from rapidformer_templates.planner.states import (
+    FP32,
+    KEPT_WHOLE,
+    Facts,
+    Formula,
+    Held,
+    cut_each,
+    cut_groups,
+    cut_in_rows,
+    replicated,
+)
+from rapidformer_templates.planner.trace import Phase, Trace
+
+FORMULAS: dict[str, Formula] = {
+    "none": replicated,
+    "zero-1": cut_groups,
+    "zero-2": cut_groups,
+    "zero-3": cut_each,
+    "fsdp": cut_in_rows,
+}
+"""What each engine holds of the states between two steps."""
+
+REDUCE_BUCKET = 20_000_000
+"""Elements of the buffer in which ZeRO gathers gradients (``reduce_bucket_size`` of the plan)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker when most are alive.
+
+    Attributes:
+        parameters, gradients, optimizer: the states; gradients as they are when the update begins.
+        buffers: what an engine holds beside them: buckets, whole parameters of blocks that are at work.
+        activations: everything else that is alive then. Where the peak is before the gradients are
+            there, their memory is used for activations, and only the rest counts here.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Bytes beside the parameters and the optimizer's state in a phase: gradients and buffers are told apart."""
+
+    activations: int
+    gradients: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gradients + self.buffers
+
+
+def predict(model: ModelShapes, layout: Layout, precision: str = "fp32") -> Memory:
+    """The memory of the worker that needs most.
+
+    Args:
+        precision: ``fp32``, ``bf16`` or ``fp16``: what the products are computed in.
+    """
+    narrow = precision != "fp32" and layout.partitioning != "none"
+    variant = Variant(layout.micro_batch, layout.recompute, precision, narrow)
+    width = 2 if narrow and layout.partitioning != "fsdp" else FP32
+    facts = list(model.parameters.values())
+    held = max(held_by_rank(facts, layout, width), key=lambda h: h.parameters + h.gradients + h.optimizer)
+    return _worst(model, layout, held, model.trace(variant), 2 if narrow else FP32)
+
+
+def held_by_rank(parameters: list[Facts], layout: Layout, width: int) -> list[Held]:
+    """The states of each replica's worker."""
+    return FORMULAS[layout.partitioning](parameters, layout.data, width)
+
+
+def _worst(model: ModelShapes, layout: Layout, held: Held, trace: Trace, width: int) -> Memory:
+    phases = [beside for phase in trace.phases for beside in _beside(model, layout, held, phase, width)]
+    phases.append(_update(layout, held))
+    worst = max(phases, key=lambda beside: beside.total)
+    activations = worst.total - worst.buffers - held.gradients
+    buffers = worst.buffers + model.buffer_bytes
+    return Memory(held.parameters, held.gradients, held.optimizer, buffers + min(activations, 0), max(activations, 0))
+
+
+def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width: int) -> list[_Beside]:
+    """What may lie beside parameters and optimizer state in a phase, in the first micro batch and in later ones."""
+    whole = width * sum(p.count for p in model.parameters.values())
+    later = layout.accumulation > 1
+    apart = phase.peak - phase.peak_without_gradients
+    alone = phase.peak_without_gradients
+    match layout.partitioning:
+        case "none" if layout.data == 1:
+            return [_Beside(alone, apart, 0)] + ([_Beside(alone, whole, 0)] if later else [])
+        case "none":
+            # DDP's buckets are the gradients; those of micro batches that are not sent yet lie beside them.
+            return [_Beside(alone, held.gradients, whole if later else 0)]
+        case "zero-1":
+            bucket = REDUCE_BUCKET * width
+            if later:  # gradients are added up whole, and the bucket stays
+                return [_Beside(alone, whole, bucket)]
+            return [_Beside(alone, 0, bucket if phase.after_first_gradient else 0)]
+        case "zero-2":
+            bucket = REDUCE_BUCKET * width if phase.after_first_gradient else 0
+            return [_Beside(alone, held.gradients if later else 0, bucket)]
+        case "zero-3":
+            return [_Beside(alone, held.gradients, REDUCE_BUCKET * width + _gathered_by_zero(model, width))]
+        case "fsdp":
+            return [_Beside(alone, whole if later else apart // layout.data, _gathered_by_fsdp(model, phase, width))]
+    raise KeyError(layout.partitioning)
+
+
+def _update(layout: Layout, held: Held) -> _Beside:
+    """While the update runs: ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
+    flat = held.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
+    return _Beside(0, held.gradients, flat)
+
+
+def _gathered_by_zero(model: ModelShapes, width: int) -> int:
+    """Whole parameters that ZeRO-3 holds: all of them, until there are 10^9 elements, and what they arrive in."""
+    return 2 * width * sum(p.count for p in model.parameters.values() if p.count >= KEPT_WHOLE)
+
+
+def _gathered_by_fsdp(model: ModelShapes, phase: Phase, width: int) -> int:
+    """Whole parameters that FSDP holds: of the root, of the block at work, and of the next one on its way."""
+    block = width * model.largest_block
+    root = width * model.outside_blocks
+    if phase.name in ("begin", "end"):
+        return root + (block if phase.name == "begin" else 0)
+    if phase.name == "backward":
+        # The block's gradient, and its copy in the order in which it is sent.
+        return root + 3 * block + 2 * FP32 * model.largest_block
+    return root + 2 * block
