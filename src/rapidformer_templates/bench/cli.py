@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if ``faults`` found a run of this library that was not the uninterrupted
-        one, or a solution of ``partitioning`` failed; 2 for a mistake in the command. A missed speed goal
+        one, or a solution of ``partitioning`` or ``graph`` failed; 2 for a mistake in the command. A missed speed goal
         is a result, not an error.
     """
     options = _parser().parse_args(argv)
@@ -66,6 +66,12 @@ def _padding(options: argparse.Namespace) -> int:
     return padding.main(options)
 
 
+def _graph(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import graph
+
+    return graph.main(options)
+
+
 def _reading(options: argparse.Namespace) -> int:
     from rapidformer_templates.bench import reading
 
@@ -86,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
     commands = parser.add_subparsers(
-        required=True, metavar="overhead|peers|faults|saving|partitioning|preprocess|reading|padding"
+        required=True, metavar="overhead|peers|faults|saving|partitioning|graph|preprocess|reading|padding"
     )
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
@@ -127,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_partitioning(commands.add_parser("partitioning", parents=[output], help="speed and memory of each solution"))
 
+    _add_graph(commands.add_parser("graph", parents=[output], help="ONNX Runtime and inductor beside eager"))
+
     padding = commands.add_parser("padding", parents=[output], help="useful tokens/s of each way to batch")
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
     padding.add_argument("--steps", type=_positive, default=3, help="optimizer steps a turn (default: 3)")
@@ -158,6 +166,21 @@ def _add_partitioning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to offload to (default: temporary)")
     parser.set_defaults(run=_partitioning)
+
+
+def _add_graph(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scale",
+        choices=("tiny", "small", "paper"),
+        default="small",
+        help="small (default): BERT-base on 128 tokens; paper: on 512; tiny: for trying out",
+    )
+    parser.add_argument("--rounds", type=_positive, default=8, help="turns of each solution (default: 8)")
+    parser.add_argument("--steps", type=_positive, default=2, help="optimizer steps a turn (default: 2)")
+    parser.add_argument("--inductor", action="store_true", help="beside it torch.compile's inductor: minutes more")
+    parser.add_argument("--all", action="store_true", help="also what this device is slow at")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: a GPU)")
+    parser.set_defaults(run=_graph)
 
 
 def _positive(text: str) -> int:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 ADVICE = "leave --onnx-runtime-training out, or write that part of the model in another way"
 
+GRAPHS_OF_A_CLASS = 16
+"""With and without gradients, of frozen and of trained parameters, each for one shape and then for all others."""
+
 
 class Captured:
     """A module's forward that runs in ONNX Runtime, and its backward with it.
@@ -42,8 +45,7 @@ class Captured:
                 raise error.inner_exception from None
             raise self._refusal(f"{error.inner_exception}") from error
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            limit = torch._dynamo.config.recompile_limit
-            raise self._refusal(f"it was called in more than {limit} different ways") from error
+            raise self._refusal(f"it was called in more than {GRAPHS_OF_A_CLASS} different ways") from error
         except torch._dynamo.exc.Unsupported as error:
             raise self._refusal(f"it is not one graph: {str(error).splitlines()[0]}") from error
 
@@ -67,6 +69,8 @@ def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
             hint="keep the blocks in an nn.ModuleList, or leave --onnx-runtime-training out",
         )
     check_provider(building.workers.device)
+    torch._dynamo.reset()  # graphs of an earlier run in this process would count towards the limit
+    torch._dynamo.config.recompile_limit = GRAPHS_OF_A_CLASS
     # Blocks are small enough for DDP to send their gradients while others are computed; it need not cut them.
     torch._dynamo.config.optimize_ddp = False
     backends: dict[type, OnnxBackend] = {}

@@ -27,14 +27,17 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.onnx._internal.exporter import _core, _decomp, _fx_passes, _registration
+from torch.onnx.errors import OnnxExporterError
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.onnx_graphs.joint import dropout_noise
+from rapidformer_templates.onnx_graphs.joint import dropout_noise, take_out_idle_expansions
 from rapidformer_templates.onnx_graphs.operators import TRANSLATIONS
 
 aten = torch.ops.aten
+
+ADVICE = "leave --onnx-runtime-training out, or write that part of the model with other operators"
 
 OPSET = 20
 """The first with GELU as one operator."""
@@ -109,11 +112,12 @@ def export(module: fx.GraphModule, name: str) -> Exported:
         name: what to call it in an error.
 
     Raises:
-        ModelError: it has operators for which there is no ONNX; they are named.
+        ModelError: there is no ONNX for an operator in it, which is named.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     module = fx.GraphModule(module, graph)
+    take_out_idle_expansions(graph)
     given = graph.find_nodes(op="placeholder")
     symbols = _symbols(given)
     noise = [_into_placeholder(graph, node) for node in graph.find_nodes(op="call_function", target=dropout_noise)]
@@ -206,9 +210,12 @@ def _to_onnx(module: fx.GraphModule, name: str) -> Any:
         raise ModelError(
             f"{name} cannot run in ONNX Runtime: there is no ONNX for {', '.join(operators)}",
             where=_source_of(missing[0]),
-            hint="leave --onnx-runtime-training out, or write that part of the model with other operators",
+            hint=ADVICE,
         )
-    model = _core._exported_program_to_onnx_program(_program(module), registry=registry)
+    try:
+        model = _core._exported_program_to_onnx_program(_program(module), registry=registry)
+    except OnnxExporterError as error:
+        raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
     model.model.opset_imports[""] = OPSET
     return model
 

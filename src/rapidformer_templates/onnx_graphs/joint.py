@@ -57,6 +57,15 @@ def _is_view(node: fx.Node) -> bool:
     return node.target in VIEWS
 
 
+def take_out_idle_expansions(graph: fx.Graph) -> None:
+    """An expansion to the shape that a tensor has is a copy in ONNX, if its shape is known only when it runs."""
+    for node in graph.find_nodes(op="call_function", target=aten.expand.default):
+        source = node.args[0]
+        if tuple(map(str, source.meta["val"].shape)) == tuple(map(str, node.meta["val"].shape)):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
 def take_out_dropout(module: fx.GraphModule) -> None:
     """Write each dropout as a product with :func:`dropout_noise`, and its backward likewise.
 

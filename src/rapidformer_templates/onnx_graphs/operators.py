@@ -54,7 +54,7 @@ def layer_norm_backward(
     bias: Any,
     output_mask: Sequence[bool],
 ) -> tuple[Any, Any, Any]:
-    """Gradients of layer normalisation with regard to input, weight and bias; None for those not asked for.
+    """Gradients of layer normalisation with regard to input, weight and bias; those not asked for mean nothing.
 
     With x̂ = (x − mean) · rstd and g = grad · weight, dx = rstd (g − mean(g) − x̂ mean(g x̂)).
     """
@@ -62,7 +62,7 @@ def layer_norm_backward(
     outer = list(range(len(x.shape) - len(normalized_shape)))
     normal = op.Mul(op.Sub(x, mean), rstd)
     along = op.Mul(grad, normal)
-    of_input = of_weight = of_bias = None
+    of_input, of_weight, of_bias = (op.Identity(mean) for _ in range(3))  # the exporter wants a value for each
     if output_mask[0]:
         scaled, scaled_along = (grad, along) if weight is None else (op.Mul(grad, weight), op.Mul(along, weight))
         level, tilt = op.ReduceMean(scaled, inner), op.ReduceMean(scaled_along, inner)

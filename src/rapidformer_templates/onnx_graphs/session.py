@@ -16,7 +16,7 @@ from onnxruntime import OrtValue
 from onnxruntime.capi import _pybind_state
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.onnx_graphs.export import Exported, Value
+from rapidformer_templates.onnx_graphs.export import ADVICE, Exported, Value
 from rapidformer_templates.onnx_graphs.joint import dropout_noise
 
 onnxruntime.set_default_logger_severity(3)  # errors; the optimiser warns of each constant that it leaves
@@ -122,7 +122,7 @@ def _open(model: bytes, name: str, device: torch.device) -> tuple[onnxruntime.In
         try:
             session = onnxruntime.InferenceSession(model, options, providers=_providers(device))
         except Exception as error:
-            raise ModelError(f"{name} cannot run in ONNX Runtime: {error}") from error
+            raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
         return session, Counter(node.op_type for node in onnx.load(optimised).graph.node)
 
 
