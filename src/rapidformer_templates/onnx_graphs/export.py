@@ -206,7 +206,8 @@ def _to_onnx(module: fx.GraphModule, name: str) -> Any:
     _fx_passes.insert_type_promotion_nodes(module)
     missing = [n for n in module.graph.nodes if n.op == "call_function" and not _has_onnx(n, registry)]
     if missing:
-        operators = sorted({str(node.target) for node in missing})
+        # Under the name that the model called it by, before it was decomposed.
+        operators = sorted({str(node.meta.get("original_aten") or node.target) for node in missing})
         raise ModelError(
             f"{name} cannot run in ONNX Runtime: there is no ONNX for {', '.join(operators)}",
             where=_source_of(missing[0]),
