@@ -67,7 +67,11 @@ def measure(case: Case) -> Measured:
 
     class Job(Trainer):
         def build_data(self) -> Data:
-            self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            # Collectives release what they have sent in threads of their own.
+            threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            self.profiler = profile(
+                activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=threads
+            )
             self.profiler.start()
             return Data(train=sizes.samples())
 

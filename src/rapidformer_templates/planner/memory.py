@@ -73,12 +73,19 @@ def predict(model: ModelShapes, layout: Layout, precision: str = "fp32") -> Memo
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``: what the products are computed in.
     """
-    narrow = precision != "fp32" and layout.partitioning != "none"
-    variant = Variant(layout.micro_batch, layout.recompute, precision, narrow)
+    variant = variant_of(layout, precision)
+    narrow = variant.narrow_parameters
     width = 2 if narrow and layout.partitioning != "fsdp" else FP32
     facts = list(model.parameters.values())
     held = max(held_by_rank(facts, layout, width), key=lambda h: h.parameters + h.gradients + h.optimizer)
     return _worst(model, layout, held, model.trace(variant), 2 if narrow else FP32)
+
+
+def variant_of(layout: Layout, precision: str) -> Variant:
+    """What a micro batch of this layout's activations depends on."""
+    # DeepSpeed converts the model, and FSDP gathers its parameters in the type that is computed in.
+    narrow = precision != "fp32" and layout.partitioning != "none" and layout.tensor * layout.pipeline == 1
+    return Variant(layout.micro_batch, layout.recompute, precision, narrow)
 
 
 def held_by_rank(parameters: list[Facts], layout: Layout, width: int) -> list[Held]:

@@ -196,6 +196,16 @@ class OnGpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _on_gpu(forward: Any) -> Callable[..., Any]:
+    """A forward that is computed again in the backward, where modes of functions are off."""
+
+    def on_gpu(*args: Any, **kwargs: Any) -> Any:
+        with OnGpu():
+            return forward(*args, **kwargs)
+
+    return on_gpu
+
+
 def _to_fp32(value: Any) -> Any:
     narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if narrow else value
@@ -230,7 +240,7 @@ def trace(
     padded = "attention_mask" in batch
     with contextlib.ExitStack() as stack:
         watch = _Watch(model, dense=not padded)
-        _watch_blocks(model, watch, stack, recompute=recompute)
+        _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(watch.finish).remove)
@@ -250,7 +260,7 @@ def trace(
 
 
 def _watch_blocks(
-    model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool
+    model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool, gpu: bool
 ) -> None:
     """Hooks that begin the phases; and, if asked, recomputation, taken back at the end."""
     places = stacks_of(model)
@@ -258,7 +268,7 @@ def _watch_blocks(
     for name, place in places.items():
         block = model.get_submodule(name)
         if recompute:
-            block.forward = Checkpointed(block.forward)
+            block.forward = Checkpointed(_on_gpu(block.forward) if gpu else block.forward)
             stack.callback(delattr, block, "forward")
 
         def before(module: nn.Module, args: Any, *, place: tuple[str, int] = place) -> None:
