@@ -50,6 +50,14 @@ class LiveStorages(TorchDispatchMode):
         """Let the peak begin anew at what lives now."""
         self.peak = self.live
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew that has got another size: FSDP gives up and takes memory in this way."""
+        key = id(storage)
+        if key in self._sizes:
+            self.live += storage.nbytes() - self._sizes[key]
+            self._sizes[key] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         key = id(storage)
         self._sizes[key] = size
