@@ -34,7 +34,8 @@ def build_request(
 ) -> Request:
     """Gather the facts; ``model`` spares reading the model's ``config.json`` again."""
     sizes = sizes_of(config, environment)
-    active = {switch.name: switch for switch in switches if switch.active(config.switches[switch.name], sizes)}
+    asked = (switch for switch in switches if switch.active(config.switches[switch.name], sizes))
+    active = {switch.name: switch.in_layout(sizes) for switch in asked}
     return Request(config, environment, active, sizes, model or model_facts(config), training)
 
 

@@ -202,6 +202,7 @@ class Switch:
         engine_options: what the engine must know of it: plain values, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
+        under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
         available: whether this version has it.
     """
 
@@ -225,7 +226,13 @@ class Switch:
     engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
     transform: str | None = None
     receipt: tuple[str, ...] = ()
+    under_3d: Mapping[str, Any] = field(default_factory=dict)
     available: bool = True
+
+    def in_layout(self, sizes: Sizes) -> Switch:
+        """This switch as it acts with these sizes."""
+        divided = sizes.tensor * sizes.pipeline > 1
+        return dataclasses.replace(self, **self.under_3d) if divided and self.under_3d else self
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -14,6 +14,12 @@ class PipelineParallelFlags:
     """Acceleration"""
 
     pipeline_model_parallel_size: int = flag(1, "stages that the blocks are cut into", metavar="N", minimum=1)
+    virtual_pipeline_size: int = flag(
+        1, "stages that each worker of a pipeline has: above 1 they are interleaved", metavar="N", minimum=1
+    )
+    pipeline_stages: str | None = flag(
+        None, "blocks of each stage, such as 3,5 (default: by parameters, embedding and head counted)", metavar="A,B"
+    )
 
 
 SWITCH = Switch(
@@ -26,6 +32,8 @@ SWITCH = Switch(
     on={"pipeline_model_parallel_size": 2},
     off={"pipeline_model_parallel_size": 1},
     templates=("Trainer",),
+    engine="rapidformer_templates.engines.pipeline:PipelineEngine",
+    transform="rapidformer_templates.parallel.cutting:cut_into_stages",
+    receipt=("parameter_bytes",),
     rules=LAYOUT_RULES,
-    available=False,
 )
