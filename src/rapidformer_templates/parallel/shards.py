@@ -78,16 +78,14 @@ def boxes_of(
             held[placement.dim] = list(_share(held[placement.dim], parts, size, place))
     if not all(held):
         return []
-    boxes = []
-    for stretches in itertools.product(*(_placed(segments) for segments in held)):
-        boxes.append(
-            Box(
-                offset=tuple(start for start, _, _ in stretches),
-                shape=tuple(length for _, length, _ in stretches),
-                local=tuple(slice(at, at + length) for _, length, at in stretches),
-            )
+    return [
+        Box(
+            offset=tuple(start for start, _, _ in stretches),
+            shape=tuple(length for _, length, _ in stretches),
+            local=tuple(slice(at, at + length) for _, length, at in stretches),
         )
-    return boxes
+        for stretches in itertools.product(*(_placed(segments) for segments in held))
+    ]
 
 
 def local_shape(
