@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planner.layouts import Layout
 from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
+from rapidformer_templates.planner.stage_memory import Moment, Stage
 from rapidformer_templates.planner.states import (
     FP32,
     KEPT_WHOLE,
@@ -54,19 +56,6 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """Bytes beside the parameters and the optimizer's state in a phase: gradients and buffers are told apart."""
-
-    activations: int
-    gradients: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.gradients + self.buffers
-
-
 def predict(model: ModelShapes, layout: Layout, precision: str = "fp32") -> Memory:
     """The memory of the worker that needs most.
 
@@ -74,6 +63,9 @@ def predict(model: ModelShapes, layout: Layout, precision: str = "fp32") -> Memo
         precision: ``fp32``, ``bf16`` or ``fp16``: what the products are computed in.
     """
     variant = variant_of(layout, precision)
+    if layout.tensor * layout.pipeline > 1:
+        stages = [Stage(model, layout, rank) for rank in range(layout.pipeline)]
+        return max((_of_stage(model, stage, variant) for stage in stages), key=lambda memory: memory.total)
     narrow = variant.narrow_parameters
     width = 2 if narrow and layout.partitioning != "fsdp" else FP32
     facts = list(model.parameters.values())
@@ -81,11 +73,17 @@ def predict(model: ModelShapes, layout: Layout, precision: str = "fp32") -> Memo
     return _worst(model, layout, held, model.trace(variant), 2 if narrow else FP32)
 
 
+def _of_stage(model: ModelShapes, stage: Stage, variant: Variant) -> Memory:
+    held = max((stage.held(replica) for replica in range(stage.layout.data)), key=lambda h: h.optimizer)
+    return _memory(model, held, stage.moments(variant))
+
+
 def variant_of(layout: Layout, precision: str) -> Variant:
     """What a micro batch of this layout's activations depends on."""
     # DeepSpeed converts the model, and FSDP gathers its parameters in the type that is computed in.
     narrow = precision != "fp32" and layout.partitioning != "none" and layout.tensor * layout.pipeline == 1
-    return Variant(layout.micro_batch, layout.recompute, precision, narrow)
+    shared = layout.tensor, layout.sequence_parallel
+    return Variant(layout.micro_batch, layout.recompute, precision, narrow, *shared)
 
 
 def held_by_rank(parameters: list[Facts], layout: Layout, width: int) -> list[Held]:
@@ -94,15 +92,19 @@ def held_by_rank(parameters: list[Facts], layout: Layout, width: int) -> list[He
 
 
 def _worst(model: ModelShapes, layout: Layout, held: Held, trace: Trace, width: int) -> Memory:
-    phases = [beside for phase in trace.phases for beside in _beside(model, layout, held, phase, width)]
-    phases.append(_update(layout, held))
-    worst = max(phases, key=lambda beside: beside.total)
+    moments = [moment for phase in trace.phases for moment in _beside(model, layout, held, phase, width)]
+    return _memory(model, held, [*moments, _update(layout, held)])
+
+
+def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment]) -> Memory:
+    """The worst of the moments, in the parts that people know."""
+    worst = max(moments, key=lambda moment: moment.total)
     activations = worst.total - worst.buffers - held.gradients
     buffers = worst.buffers + model.buffer_bytes
     return Memory(held.parameters, held.gradients, held.optimizer, buffers + min(activations, 0), max(activations, 0))
 
 
-def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width: int) -> list[_Beside]:
+def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width: int) -> list[Moment]:
     """What may lie beside parameters and optimizer state in a phase, in the first micro batch and in later ones."""
     whole = width * sum(p.count for p in model.parameters.values())
     later = layout.accumulation > 1
@@ -110,29 +112,29 @@ def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width:
     alone = phase.peak_without_gradients
     match layout.partitioning:
         case "none" if layout.data == 1:
-            return [_Beside(alone, apart, 0)] + ([_Beside(alone, whole, 0)] if later else [])
+            return [Moment(alone, apart, 0)] + ([Moment(alone, whole, 0)] if later else [])
         case "none":
             # DDP's buckets are the gradients; those of micro batches that are not sent yet lie beside them.
-            return [_Beside(alone, held.gradients, whole if later else 0)]
+            return [Moment(alone, held.gradients, whole if later else 0)]
         case "zero-1":
             bucket = REDUCE_BUCKET * width
             if later:  # gradients are added up whole, and the bucket stays
-                return [_Beside(alone, whole, bucket)]
-            return [_Beside(alone, 0, bucket if phase.after_first_gradient else 0)]
+                return [Moment(alone, whole, bucket)]
+            return [Moment(alone, 0, bucket if phase.after_first_gradient else 0)]
         case "zero-2":
             bucket = REDUCE_BUCKET * width if phase.after_first_gradient else 0
-            return [_Beside(alone, held.gradients if later else 0, bucket)]
+            return [Moment(alone, held.gradients if later else 0, bucket)]
         case "zero-3":
-            return [_Beside(alone, held.gradients, REDUCE_BUCKET * width + _gathered_by_zero(model, width))]
+            return [Moment(alone, held.gradients, REDUCE_BUCKET * width + _gathered_by_zero(model, width))]
         case "fsdp":
-            return [_Beside(alone, whole if later else apart // layout.data, _gathered_by_fsdp(model, phase, width))]
+            return [Moment(alone, whole if later else apart // layout.data, _gathered_by_fsdp(model, phase, width))]
     raise KeyError(layout.partitioning)
 
 
-def _update(layout: Layout, held: Held) -> _Beside:
+def _update(layout: Layout, held: Held) -> Moment:
     """While the update runs: ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
     flat = held.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
-    return _Beside(0, held.gradients, flat)
+    return Moment(0, held.gradients, flat)
 
 
 def _gathered_by_zero(model: ModelShapes, width: int) -> int:

@@ -68,12 +68,13 @@ def predict_seconds(layout: Layout, trace: Trace, facts: Facts, hardware: Hardwa
     """Seconds of a step of a layout.
 
     Args:
-        trace: a micro batch through the whole model.
+        trace: a micro batch through one worker's share of all blocks.
         local_world: workers of a node; tensor groups lie closest together, then replicas, then stages.
     """
     share = layout.tensor * layout.pipeline
     width = 4 if hardware.precision == "fp32" else 2
-    computed = (trace.flops / (hardware.tflops * 1e12) + trace.traffic / (hardware.memory_bandwidth * GB)) / share
+    computed = trace.flops / (hardware.tflops * 1e12) + trace.traffic / (hardware.memory_bandwidth * GB)
+    computed /= layout.pipeline
     near, far = hardware.intra_node * GB, hardware.inter_node * GB
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
 
