@@ -75,7 +75,9 @@ def measure(case: Case) -> Measured:
             self.peaks: list[int] = []
             self.watching = ExitStack()
             if case.workers == 1:
-                self.record = self.watching.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+                self.record = self.watching.enter_context(
+                    profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+                )
             self.live = LiveStorages()
             self.watching.enter_context(_resizing_seen_by(self.live))
             self.watching.enter_context(self.live)

@@ -152,7 +152,9 @@ class Search:
         """A family with all its micro batches, from the smallest; the global batch is the largest allowed."""
         most = self._greatest_batch(family)
         sizes = [2**power for power in range(LARGEST_MICRO_BATCH.bit_length())]
-        for micro in self._allowed("micro_batch_size", [size for size in sizes if size * family.data <= max(most, family.data)]):
+        for micro in self._allowed(
+            "micro_batch_size", [size for size in sizes if size * family.data <= max(most, family.data)]
+        ):
             yield replace(family, micro_batch=micro, accumulation=max(1, most // (micro * family.data)))
 
     def _greatest_batch(self, family: Layout) -> int:
@@ -163,7 +165,9 @@ class Search:
         asked, most = self.config.data.global_batch_size, self._greatest_batch(layout)
         step = layout.micro_batch * layout.data
         if asked and asked % step:
-            return f"RF030: global batch {asked} is not divisible by micro batch {layout.micro_batch} × data {layout.data}"
+            return (
+                f"RF030: global batch {asked} is not divisible by micro batch {layout.micro_batch} × data {layout.data}"
+            )
         if step > most:
             return f"{layout.data} replicas need a global batch of at least {step}, at most {most} is allowed"
         return None

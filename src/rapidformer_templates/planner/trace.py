@@ -198,7 +198,9 @@ class OnGpu(TorchFunctionMode):
     computes more functions in fp32.
     """
 
-    IN_FP32 = frozenset({"layer_norm", "softmax", "log_softmax", "pow", "exp", "rsqrt", "cumsum", "sum", "prod", "norm"})
+    IN_FP32 = frozenset(
+        {"layer_norm", "softmax", "log_softmax", "pow", "exp", "rsqrt", "cumsum", "sum", "prod", "norm"}
+    )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -273,9 +275,7 @@ def trace(
     return Trace(tuple(watch.phases))
 
 
-def _watch_blocks(
-    model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool, gpu: bool
-) -> None:
+def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool, gpu: bool) -> None:
     """Hooks that begin the phases; and, if asked, recomputation, taken back at the end."""
     places = stacks_of(model)
     final = {name: number for name, number in places.values()}  # noqa: C416 - the last place of each stack
