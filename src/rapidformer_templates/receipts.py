@@ -17,6 +17,7 @@ from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.state import bytes_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
 from rapidformer_templates.layout import find_layout, shape_of
+from rapidformer_templates.parallel import tensor_parallel
 
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -132,6 +133,7 @@ class Receipts:
             "matmul_precision": torch.get_float32_matmul_precision,
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
+        measures |= tensor_parallel.measures(engine.model)
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
         return values | self._early | dict(self.engine.receipts)
 

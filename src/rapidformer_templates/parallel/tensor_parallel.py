@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.building import Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.parallel import tensor_plan
+from rapidformer_templates.parallel import tensor_plan, tensor_styles
 from rapidformer_templates.parallel.dropout import Streams, draws_random_numbers
 from rapidformer_templates.parallel.sequence import OnWholeSequence, SequenceShards
 from rapidformer_templates.parallel.shards import cut
@@ -33,12 +33,12 @@ from rapidformer_templates.parallel.tensor_layers import (
 from rapidformer_templates.parallel.tensor_plan import TensorPlan
 
 LAYERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(tensor_plan.ROW, Row),
-    tensor_plan.SPLIT_ROW: SplitRow,
-    tensor_plan.GATHERED_COLUMN: GatheredColumn,
-    tensor_plan.EMBEDDING: VocabularyEmbedding,
-    tensor_plan.VOCABULARY_HEAD: VocabularyHead,
-    tensor_plan.EXPERTS: Experts,
+    **dict.fromkeys(tensor_styles.ROW, Row),
+    tensor_styles.SPLIT_ROW: SplitRow,
+    tensor_styles.GATHERED_COLUMN: GatheredColumn,
+    tensor_styles.EMBEDDING: VocabularyEmbedding,
+    tensor_styles.VOCABULARY_HEAD: VocabularyHead,
+    tensor_styles.EXPERTS: Experts,
 }
 """What takes the place of a styled module's forward; column-parallel layers keep theirs."""
 
@@ -89,6 +89,23 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     return model
 
 
+def measures(model: nn.Module) -> dict[str, Callable[[], Any]]:
+    """What shows that a model is divided; nothing for another one.
+
+    ``tensor_parallel_size``; ``logits_columns`` and ``sequence_tokens``: [held on this worker, in all] of the latest
+    forward, None where this worker has no head or divides no sequence.
+    """
+    found: TensorParallel | None = getattr(model, "tensor_parallel", None)
+    if found is None:
+        return {}
+    head, shards = found.head, found.shards
+    return {
+        "tensor_parallel_size": lambda: found.peers.size,
+        "logits_columns": lambda: head and head.columns,
+        "sequence_tokens": lambda: shards and shards.held,
+    }
+
+
 def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
     """The blocks of this model (of a stage, those that are left), list by list."""
     there = set(model.modules())
@@ -130,13 +147,13 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
 
 def _regions_of(plan: TensorPlan, modules: dict[str, nn.Module]) -> list[str]:
     """Names of the modules whose inputs go into column-parallel layers."""
-    columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_plan.COLUMN}
+    columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_styles.COLUMN}
     return sorted({name.rpartition(".")[0] for name in columns})
 
 
 def _run_whole(plan: TensorPlan) -> list[str]:
     """Names of the modules inside blocks whose layers take and give whole activations."""
-    return plan.parents(frozenset({tensor_plan.GATHERED_COLUMN, tensor_plan.EXPERTS}))
+    return plan.parents(frozenset({tensor_styles.GATHERED_COLUMN, tensor_styles.EXPERTS}))
 
 
 def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Module) -> None:

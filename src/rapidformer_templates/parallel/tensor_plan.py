@@ -20,74 +20,21 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
-
-EMBEDDING, VOCABULARY_HEAD = "embedding_rowwise", "vocabulary_head"
-"""Each worker has some tokens' rows; the head's logits stay divided."""
-COLUMN = frozenset({"colwise", "fused_qkv", "packed_colwise", "embedding_colwise"})
-"""Styles whose output is divided and goes on to a row-parallel layer of the same region."""
-ROW = frozenset({"rowwise"})
-GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
-"""Layers that take and give whole activations: what lies between them runs whole on each worker."""
-PARTIAL = "replicated_with_grad_allreduce"
-"""Whole parameters inside a region: each worker has a part of their gradient."""
-EXPERTS = "moe_tp_experts"
-REPLICATED = "replicate"
-
-PARTS = {"fused_qkv": 3, "packed_colwise": 2}
-"""How many equal matrices lie side by side in one; each is divided by itself."""
-
-KNOWN = COLUMN | ROW | {EMBEDDING, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, EXPERTS, REPLICATED}
-
-_BERT = {
-    "layer.*.attention.self.query": "colwise",
-    "layer.*.attention.self.key": "colwise",
-    "layer.*.attention.self.value": "colwise",
-    "layer.*.attention.output.dense": "rowwise",
-    "layer.*.crossattention.self.query": "colwise",
-    "layer.*.crossattention.self.key": "colwise",
-    "layer.*.crossattention.self.value": "colwise",
-    "layer.*.crossattention.output.dense": "rowwise",
-    "layer.*.intermediate.dense": "colwise",
-    "layer.*.output.dense": "rowwise",
-}
-_T5 = {
-    **{
-        f"block.*.layer.*.{attention}.{name}": style
-        for attention in ("SelfAttention", "EncDecAttention")
-        for name, style in {
-            "q": "colwise",
-            "k": "colwise",
-            "v": "colwise",
-            "o": "rowwise",
-            "relative_attention_bias": "embedding_colwise",
-        }.items()
-    },
-    "block.*.layer.*.DenseReluDense.wi": "colwise",
-    "block.*.layer.*.DenseReluDense.wi_0": "colwise",
-    "block.*.layer.*.DenseReluDense.wi_1": "colwise",
-    "block.*.layer.*.DenseReluDense.wo": "rowwise",
-}
-PLANS: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {
-        "h.*.attn.c_attn": "fused_qkv",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.crossattention.q_attn": "colwise",
-        "h.*.crossattention.c_attn": "packed_colwise",
-        "h.*.crossattention.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    },
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
-    "t5": _T5,
-    "mt5": _T5,
-}
-"""Plans of our own, for architectures to which transformers gives none; ``*`` is a number."""
-
-LOCAL_SIZES = {"gpt2": ("split_size",), "t5": ("n_heads",), "mt5": ("n_heads",)}
-"""Attributes of their attention in which those architectures keep a size that is divided."""
+from rapidformer_templates.parallel.tensor_styles import (
+    COLUMN,
+    EMBEDDING,
+    EXPERTS,
+    GATHERED_COLUMN,
+    KNOWN,
+    LOCAL_SIZES,
+    PARTIAL,
+    PARTS,
+    PLANS,
+    REPLICATED,
+    ROW,
+    SPLIT_ROW,
+    VOCABULARY_HEAD,
+)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,6 @@ def _matrices_divide(request: Request) -> list[Finding]:
         "attention heads": model.num_attention_heads,
         "key-value heads": model.num_key_value_heads,
         "hidden size": model.hidden_size,
-        "vocabulary size": model.vocab_size,
     }
     known = {name: size for name, size in named.items() if size is not None}
     uneven = [f"{name} {size}" for name, size in known.items() if size % sizes.tensor]
@@ -128,7 +127,7 @@ LAYOUT_RULES = (
     ),
     Rule(
         "RF010",
-        "The pipeline size divides the blocks and is below them; the tensor size divides heads, hidden and vocabulary.",
+        "The pipeline size divides the blocks and is below them; the tensor size divides heads and hidden size.",
         "stages and shards of unequal size would wait for the greatest one, or could not be cut at all",
         "[M]",
         _model_divides,

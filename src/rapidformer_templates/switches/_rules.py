@@ -268,6 +268,6 @@ RULES = (
         "a switch acts or the run is refused; this version has no engine for it",
         "[rapidformer_templates]",
         _in_this_version,
-        Example("--tensor-model-parallel-size 2 --world-size 2"),
+        Example("--num-experts 8"),
     ),
 )

@@ -43,8 +43,9 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
+    """Kind and sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
 
+    model_type: str | None = None
     num_layers: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
