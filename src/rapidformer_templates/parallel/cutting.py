@@ -128,8 +128,7 @@ class _Cut:
         mine = [[n for n, s in stage_of.items() if s == stage] for stage in range(rank, len(sizes), self.pipeline)]
         for name in [*self.places, *self.blocks]:
             if rank not in self._ranks_of(name, stage_of) and _is_there(self.model, name):
-                skip = SkippedBlock(self.flow.form)
-                put(self.model, name, skip if name in self.blocks else Elsewhere(self.flow.absent.get(name, Absent())))
+                put(self.model, name, self._stand_in(name))
         left = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         return Placement(
             names={name: whole for name, whole in left.items() if name != whole},
@@ -144,6 +143,11 @@ class _Cut:
             blocks_in_all=len(self.blocks),
             form=self.flow.form,
         )
+
+    def _stand_in(self, name: str) -> nn.Module:
+        if name in self.blocks:
+            return SkippedBlock(self.flow.form, self.blocks[name])
+        return Elsewhere(self.flow.absent.get(name, Absent()))
 
     def _ranks_of(self, name: str, stage_of: dict[str, int]) -> frozenset[int]:
         """The pipeline ranks that have a module or tensor."""

@@ -64,15 +64,23 @@ class SkippedBlock(nn.Module):
 
     Args:
         form: entries of the tuple that a block returns; None for a tensor.
+        block: the real one, whose plain attributes a model may read; it is not kept.
     """
 
-    def __init__(self, form: int | None) -> None:
+    def __init__(self, form: int | None, block: nn.Module) -> None:
         super().__init__()
+        self.__dict__.update(facts_of(block))
         self._form = form
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         return hidden if self._form is None else (hidden, *[None] * (self._form - 1))
+
+
+def facts_of(block: nn.Module) -> dict[str, Any]:
+    """The plain attributes of a module, such as the kind of attention of a block."""
+    public = {name: value for name, value in vars(block).items() if not name.startswith("_") and name != "training"}
+    return {name: value for name, value in public.items() if value is None or isinstance(value, (str, int, float))}
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:

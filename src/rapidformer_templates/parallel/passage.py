@@ -39,7 +39,7 @@ class Passage:
         placement = placement_of(model)
         assert placement.parts is not None, "the model was not cut"
         self.model, self.parts, self._ends = model, placement.parts, ends
-        self._skipped = {name: SkippedBlock(placement.form) for name in placement.blocks}
+        self._skipped = {name: SkippedBlock(placement.form, block) for name, block in placement.blocks.items()}
         self._first: nn.Module | None = None
         self._last: nn.Module | None = None
         self._hidden: torch.Tensor | None = None

@@ -16,6 +16,8 @@ from rapidformer_templates.engines.building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.parallel import tensor_plan, tensor_styles
 from rapidformer_templates.parallel.dropout import Streams, draws_random_numbers
+from rapidformer_templates.parallel.elsewhere import Elsewhere
+from rapidformer_templates.parallel.placement import placement_of
 from rapidformer_templates.parallel.sequence import OnWholeSequence, SequenceShards
 from rapidformer_templates.parallel.shards import cut
 from rapidformer_templates.parallel.tensor_collectives import Peers
@@ -107,7 +109,10 @@ def measures(model: nn.Module) -> dict[str, Callable[[], Any]]:
 
 
 def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
-    """The blocks of this model (of a stage, those that are left), list by list."""
+    """The blocks of this model, list by list; of a pipeline's stages, stage by stage."""
+    parts = placement_of(model).parts
+    if parts is not None:
+        return [list(part.values()) for part in parts]
     there = set(model.modules())
     lists: dict[str, list[nn.Module]] = {}
     for name, block in building.layout.blocks.items():
@@ -124,7 +129,8 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
             parts = [key for key in keys if f"{name}.{key}" in partial]
             module.forward = OnLocalParameters(module, module.forward, parts, regions.peers)
     head: VocabularyHead | None = None
-    modules = dict(model.named_modules())
+    # What another pipeline stage has is not divided here.
+    modules = {name: module for name, module in model.named_modules() if not isinstance(module, Elsewhere)}
     for name, style in plan.styles.items():
         if name in modules and style in LAYERS:
             module = modules[name]

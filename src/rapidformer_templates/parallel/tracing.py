@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.engines.loss import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.parallel.elsewhere import Absent, replaced
+from rapidformer_templates.parallel.elsewhere import Absent, facts_of, replaced
 
 BEFORE, WITHIN, AFTER = "before", "within", "after"
 
@@ -71,7 +71,7 @@ def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Calla
         stack.callback(first.register_forward_hook(watch.leave_first, prepend=True).remove)
         stack.callback(model.register_forward_hook(watch.fill).remove)
         stack.enter_context(_without_new_hooks(model))
-        stack.enter_context(replaced(model, {name: _Skipping(watch, name) for name, _ in others}))
+        stack.enter_context(replaced(model, {name: _Skipping(watch, name, block) for name, block in others}))
         stack.enter_context(_trained(frozen))
         loss = compute_loss(model)
     watch.check_complete()
@@ -133,6 +133,7 @@ class _Watch:
         self.names = list(blocks)
         self.done = 0  # blocks that have been called
         self.hidden: torch.Tensor | None = None  # what the last of them has passed on
+        self.kept: list[torch.Tensor] = []  # what the first one has returned besides
 
     @property
     def phase(self) -> str:
@@ -158,16 +159,16 @@ class _Watch:
 
     def leave_first(self, block: nn.Module, args: Any, output: Any) -> Any:
         entries = output if isinstance(output, tuple) else (output,)
-        others = [leaf for leaf in tree_leaves(entries[1:]) if isinstance(leaf, torch.Tensor)]
-        if not isinstance(entries[0], torch.Tensor) or others:
+        if not isinstance(entries[0], torch.Tensor):
             raise ModelError(
-                f"{type(block).__name__} returns more than the hidden state",
+                f"{type(block).__name__} does not return the hidden state first",
                 where=self.names[0],
-                hint="a pipeline sends one tensor from block to block; encoder-decoder models cannot be cut",
+                hint="a pipeline sends one tensor from block to block: let the block return it, or a tuple with it",
             )
         self.flow.form = len(output) if isinstance(output, tuple) else None
         self.hidden = entries[0].detach().requires_grad_()
-        return in_form(self.hidden, self.flow.form)
+        self.kept = [leaf for leaf in tree_leaves(entries[1:]) if isinstance(leaf, torch.Tensor)]
+        return (self.hidden, *entries[1:]) if isinstance(output, tuple) else self.hidden
 
     def skip(self, name: str, args: Any, kwargs: Any) -> Any:
         if self.done < len(self.names) and self.names[self.done] == name and hidden_of(args, kwargs) is self.hidden:
@@ -193,6 +194,12 @@ class _Watch:
 
     def _see_beside(self, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, {k: v for k, v in kwargs.items() if k != HIDDEN})):
+            if any(leaf is kept for kept in self.kept):
+                raise ModelError(
+                    "the first block makes more than the hidden state for the others",
+                    where=self.names[0],
+                    hint="a pipeline sends one tensor from block to block: leave --pipeline-model-parallel-size out",
+                )
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 self.flow.beside |= reached_parameters(leaf)
 
@@ -206,8 +213,9 @@ class _Watch:
 class _Skipping(nn.Module):
     """Stands for a block in the one forward."""
 
-    def __init__(self, watch: _Watch, name: str) -> None:
+    def __init__(self, watch: _Watch, name: str, block: nn.Module) -> None:
         super().__init__()
+        self.__dict__.update(facts_of(block))
         self._skip, self._name_in_model = watch.skip, name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
