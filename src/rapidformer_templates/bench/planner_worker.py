@@ -115,9 +115,9 @@ def _resizing_seen_by(live: LiveStorages) -> Iterator[None]:
 
 
 def peaks_of(events: Sequence[Any]) -> list[int]:
-    """Most bytes alive in each step from the second on, from the allocations and releases that a profile has recorded."""
+    """Most bytes alive in each step from the second on, from what a profile has recorded of the allocator."""
     ends = sorted(event.start_ns() for event in events if event.name().startswith(MARK))
-    changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"))
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     peaks = [0] * len(ends)
     alive = step = 0
     for when, size in changes:

@@ -72,7 +72,7 @@ class Layout:
     def values_that_act(self, given: Container[str] = ()) -> dict[str, Any]:
         """Those of :meth:`values` that differ from a plain run, and that the user has not given."""
         batches = ("micro_batch_size", "global_batch_size")
-        acting = {name: v for name, v in self.values().items() if name in batches or (v is not False and v != 1)}
+        acting = {name: v for name, v in self.values().items() if name in batches or v is True or v > 1}
         return {name: value for name, value in acting.items() if name not in given}
 
     def flags(self) -> list[str]:

@@ -56,26 +56,38 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
-def predict(model: ModelShapes, layout: Layout, precision: str = "fp32") -> Memory:
+def predict(model: ModelShapes, layout: Layout, precision: str = "fp32", *, exact: bool = True) -> Memory:
     """The memory of the worker that needs most.
 
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``: what the products are computed in.
+        exact: see :meth:`ModelShapes.trace`.
     """
     variant = variant_of(layout, precision)
     if layout.tensor * layout.pipeline > 1:
         stages = [Stage(model, layout, rank) for rank in range(layout.pipeline)]
-        return max((_of_stage(model, stage, variant) for stage in stages), key=lambda memory: memory.total)
+        return max((_of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
     narrow = variant.narrow_parameters
     width = 2 if narrow and layout.partitioning != "fsdp" else FP32
     facts = list(model.parameters.values())
     held = max(held_by_rank(facts, layout, width), key=lambda h: h.parameters + h.gradients + h.optimizer)
-    return _worst(model, layout, held, model.trace(variant), 2 if narrow else FP32)
+    return _worst(model, layout, held, model.trace(variant, exact=exact), 2 if narrow else FP32)
 
 
-def _of_stage(model: ModelShapes, stage: Stage, variant: Variant) -> Memory:
+def states_alone(model: ModelShapes, layout: Layout, precision: str) -> Memory:
+    """The states of the worker that holds most, without anything beside them: a lower bound that costs nothing."""
+    if layout.tensor * layout.pipeline > 1:
+        held = [Stage(model, layout, rank).held() for rank in range(layout.pipeline)]
+    else:
+        width = 2 if variant_of(layout, precision).narrow_parameters and layout.partitioning != "fsdp" else FP32
+        held = held_by_rank(list(model.parameters.values()), layout, width)
+    most = max(held, key=lambda h: h.parameters + h.gradients + h.optimizer)
+    return Memory(most.parameters, most.gradients, most.optimizer, 0, 0)
+
+
+def _of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
     held = max((stage.held(replica) for replica in range(stage.layout.data)), key=lambda h: h.optimizer)
-    return _memory(model, held, stage.moments(variant))
+    return _memory(model, held, stage.moments(variant, exact=exact))
 
 
 def variant_of(layout: Layout, precision: str) -> Variant:
@@ -116,14 +128,15 @@ def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width:
         case "none":
             # DDP's buckets are the gradients; those of micro batches that are not sent yet lie beside them.
             return [Moment(alone, held.gradients, whole if later else 0)]
-        case "zero-1":
-            bucket = REDUCE_BUCKET * width
-            if later:  # gradients are added up whole, and the bucket stays
-                return [Moment(alone, whole, bucket)]
-            return [Moment(alone, 0, bucket if phase.after_first_gradient else 0)]
-        case "zero-2":
-            bucket = REDUCE_BUCKET * width if phase.after_first_gradient else 0
-            return [Moment(alone, held.gradients if later else 0, bucket)]
+        case "zero-1" if later:
+            # Gradients are added up whole, and the bucket is there from the first backward on.
+            return [Moment(alone, whole, REDUCE_BUCKET * width)]
+        case "zero-1" | "zero-2":
+            # From the first gradient on: the bucket, and the parameters' gradients until they are given up.
+            begun = phase.after_first_gradient
+            bucket = REDUCE_BUCKET * width + whole if begun else 0
+            added_up = held.gradients if layout.partitioning == "zero-2" and later else 0
+            return [Moment(phase.peak if begun and not later else alone, 2 * added_up, bucket)]
         case "zero-3":
             return [Moment(alone, held.gradients, REDUCE_BUCKET * width + _gathered_by_zero(model, width))]
         case "fsdp":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -22,6 +22,9 @@ from rapidformer_templates.planner.trace import (
     stacks_of,
     trace,
 )
+
+TRACED_SAMPLES = (2, 4)
+"""Micro batches that are traced where the exact one need not be. Not one sample: dimensions of one spare copies."""
 
 COMPUTE_TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,7 +63,8 @@ class ModelShapes:
     build: Callable[[int | None], nn.Module]
     batch: Callable[[int], Batch]
     gpu: bool = False
-    _traces: dict[Variant, tuple[Trace, dict[str, int]]] = field(default_factory=dict)
+    _traces: dict[Variant, Trace] = field(default_factory=dict)
+    _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -155,34 +159,41 @@ class ModelShapes:
             kinds.setdefault(stack, set()).update({(type(block), shapes)} if place else set())
         return all(len(alike) == 1 for alike in kinds.values())
 
-    def trace(self, variant: Variant, blocks: int | None = None) -> Trace:
+    def trace(self, variant: Variant, blocks: int | None = None, *, exact: bool = True) -> Trace:
         """The phases of a micro batch through the whole model, or through one with so many blocks.
+
+        Args:
+            exact: whether the very micro batch is traced; otherwise it follows from ``TRACED_SAMPLES``.
 
         Raises:
             ModelError: the model cannot be divided over the tensor-parallel workers.
         """
-        if variant not in self._traces:
-            self._traces[variant] = self._trace(variant)
-        traced, gradients = self._traces[variant]
+        traced = self._traced(variant) if exact else self._between(variant)
         depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
-        return traced.deepened(depths, gradients) if self._repeats or blocks else traced
+        return traced.deepened(depths, self._gradients[variant.tensor]) if self._repeats or blocks else traced
 
-    def _trace(self, variant: Variant) -> tuple[Trace, dict[str, int]]:
-        compute_type = COMPUTE_TYPES[variant.precision]
-        with silent_group(variant.tensor) as workers, fake_tensors():
-            model = self.build(TRACED_BLOCKS if self._repeats else None).train()
-            if variant.narrow_parameters and compute_type is not None:
-                for parameter in model.parameters():
-                    parameter.data = parameter.data.to(compute_type)
-            model = divide(model, workers, sequence_parallel=variant.sequence_parallel)
-            short = trace(
-                model,
-                self.batch(variant.micro_batch),
-                compute_type=compute_type,
-                recompute=variant.recompute,
-                gpu=self.gpu,
-            )
-            return short, gradient_bytes(model)
+    def _between(self, variant: Variant) -> Trace:
+        one, other = (self._traced(replace(variant, micro_batch=samples)) for samples in TRACED_SAMPLES)
+        return one.at(variant.micro_batch, other, TRACED_SAMPLES)
+
+    def _traced(self, variant: Variant) -> Trace:
+        if variant not in self._traces:
+            compute_type = COMPUTE_TYPES[variant.precision]
+            with silent_group(variant.tensor) as workers, fake_tensors():
+                model = self.build(TRACED_BLOCKS if self._repeats else None).train()
+                if variant.narrow_parameters and compute_type is not None:
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data.to(compute_type)
+                model = divide(model, workers, sequence_parallel=variant.sequence_parallel)
+                self._traces[variant] = trace(
+                    model,
+                    self.batch(variant.micro_batch),
+                    compute_type=compute_type,
+                    recompute=variant.recompute,
+                    gpu=self.gpu,
+                )
+                self._gradients[variant.tensor] = gradient_bytes(model)
+        return self._traces[variant]
 
     def local_parameters(self, tensor: int) -> dict[str, Facts]:
         """The parameters as ``tensor`` workers share them: those of the worker with the largest shares.

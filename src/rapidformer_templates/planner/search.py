@@ -8,23 +8,29 @@ decides between layouts whose predicted speeds differ by less than the predictio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planner.hardware import GB, Hardware
 from rapidformer_templates.planner.layouts import PARTITIONINGS, Layout
-from rapidformer_templates.planner.memory import Memory, predict, variant_of
+from rapidformer_templates.planner.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.planner.subject import Subject
 from rapidformer_templates.planner.timing import Timing, predict_seconds
 from rapidformer_templates.switches import REGISTRY, Registry
 from rapidformer_templates.switches._request import build_request, model_facts
 from rapidformer_templates.switches._switch import ModelFacts
 
+T = TypeVar("T", int, bool)
+
 ALLOWANCE = 0.05
 """Share of the predicted memory that must be free beside it: fragments, and buffers that a transfer still holds."""
+
+DOUBT = 0.04
+"""Share of the device's memory: a layout that is closer to the limit than this is traced exactly."""
 
 LARGEST_MICRO_BATCH = 32
 """Samples; beyond it the matrix units are full, and accumulation costs nothing."""
@@ -110,7 +116,7 @@ class Search:
                 else:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
-        return Found(tuple(sorted(fitting, key=self._order(fitting))), tuple(rejected))
+        return Found(tuple(self._verified(fitting, rejected)), tuple(rejected))
 
     def _families(self) -> Iterator[Layout]:
         """Layouts without their batches."""
@@ -131,9 +137,9 @@ class Search:
                             sequence_parallel=tensor > 1,
                         )
 
-    def _allowed(self, name: str, values: list[int] | list[bool]) -> list[int]:
+    def _allowed(self, name: str, values: list[T]) -> list[T]:
         """The values of a field: the user's, if there is one."""
-        return [self.config.get(name)] if name in self.config.origins else [*values]
+        return [self.config.get(name)] if name in self.config.origins else values
 
     def _partitionings(self, data: int, *, parallel: bool) -> list[str]:
         asked = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
@@ -172,19 +178,44 @@ class Search:
             return f"{layout.data} replicas need a global batch of at least {step}, at most {most} is allowed"
         return None
 
-    def _try(self, layout: Layout) -> Candidate | Rejected:
-        precision = self.hardware.precision
-        memory = predict(self.subject.shapes, layout, precision)
-        needed = memory.total * (1 + ALLOWANCE) / GB + self.hardware.context_gb
-        if needed > self.hardware.memory_gb:
-            what = f"memory: {needed:.1f} GB a worker of {self.hardware.memory_gb:g} GB"
-            return Rejected(layout, f"{what} ({_largest(memory)})")
-        trace = self.subject.shapes.trace(variant_of(layout, precision))
+    def _try(self, layout: Layout, *, exact: bool = False) -> Candidate | Rejected:
+        """A layout with its prediction, or why it does not fit."""
+        precision, shapes = self.hardware.precision, self.subject.shapes
+        whole = self.hardware.memory_gb
+        states = states_alone(shapes, layout, precision)
+        if self._needed_gb(states) > whole:
+            return Rejected(layout, self._too_large(states))
+        memory = predict(shapes, layout, precision, exact=exact)
+        needed = self._needed_gb(memory)
+        if not exact and abs(needed - whole) < DOUBT * whole:
+            return self._try(layout, exact=True)
+        if needed > whole:
+            return Rejected(layout, self._too_large(memory))
+        trace = shapes.trace(variant_of(layout, precision), exact=exact)
         local = self.environment.local_world_size
-        timing = predict_seconds(layout, trace, self.subject.facts, self.hardware, local)
-        return Candidate(layout, memory, timing, needed)
+        return Candidate(
+            layout, memory, predict_seconds(layout, trace, self.subject.facts, self.hardware, local), needed
+        )
 
-    def _order(self, fitting: list[Candidate]):  # type: ignore[no-untyped-def]
+    def _needed_gb(self, memory: Memory) -> float:
+        return memory.total * (1 + ALLOWANCE) / GB + self.hardware.context_gb
+
+    def _too_large(self, memory: Memory) -> str:
+        what = f"memory: {self._needed_gb(memory):.1f} GB a worker of {self.hardware.memory_gb:g} GB"
+        return f"{what} ({_largest(memory)})"
+
+    def _verified(self, fitting: list[Candidate], rejected: list[Rejected]) -> list[Candidate]:
+        """The candidates in their order; the best is traced as it is, until one holds what it promises."""
+        ordered = sorted(fitting, key=self._order(fitting))
+        while ordered:
+            tried = self._try(ordered[0].layout, exact=True)
+            if isinstance(tried, Candidate):
+                return [tried, *ordered[1:]]
+            rejected.append(tried)
+            ordered = ordered[1:]
+        return ordered
+
+    def _order(self, fitting: list[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
         """Fastest first; among equals the one with the least machinery, and the guidance of [M]."""
         best = max((c.samples_per_second for c in fitting), default=1.0)
         local = self.environment.local_world_size

@@ -110,10 +110,10 @@ class Stage:
             return [facts.count for facts in self.parameters.values()]
         return [run.length for window in self._windows() for run, _ in window.owned(replica)]
 
-    def moments(self, variant: Variant) -> list[Moment]:
+    def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and in the update."""
         layout, held = self.layout, self.held()
-        trace = self.model.trace(variant, blocks=self.blocks) if layout.pipeline > 1 else self.model.trace(variant)
+        trace = self.model.trace(variant, self.blocks if layout.pipeline > 1 else None, exact=exact)
         begin = trace.phases[0].end
         kept = trace.kept
         before = self.in_flight - 1

@@ -16,6 +16,9 @@ from rapidformer_templates.planner.trace import Trace
 ADAM_TRAFFIC = 28
 """Bytes that an fp32 update reads and writes a parameter: weight, gradient and moments; weight and moments."""
 
+OVERLAP = 0.7
+"""Share of the computation that an exchange can hide behind: what comes first and last has nothing to hide behind."""
+
 BACKWARD_SHARE = 2 / 3
 """Of the computation of a micro batch: its backward pass."""
 
@@ -78,7 +81,7 @@ def predict_seconds(layout: Layout, trace: Trace, facts: Facts, hardware: Hardwa
     near, far = hardware.intra_node * GB, hardware.inter_node * GB
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
 
-    # Two sums over the tensor group a block in the forward and two in the backward; recomputation repeats the forward's.
+    # Two sums over the tensor group a block in the forward, two in the backward; recomputation repeats the forward's.
     sums = (6 if layout.recompute else 4) * facts.blocks / layout.pipeline
     ring = 2 * (layout.tensor - 1) / layout.tensor
     tensor = sums * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
@@ -89,7 +92,7 @@ def predict_seconds(layout: Layout, trace: Trace, facts: Facts, hardware: Hardwa
     turn = computed + tensor + transfer
     waiting = (layout.pipeline - 1) * turn
     data = _data_seconds(layout, facts, width, near if layout.tensor * layout.data <= local_world else far)
-    hidden = _hides(layout) * computed
+    hidden = OVERLAP * _hides(layout) * computed
     replicas = layout.data if layout.partitioning != "none" else 1
     update = ADAM_TRAFFIC * facts.parameters / share / replicas / (hardware.memory_bandwidth * GB)
     return Timing(

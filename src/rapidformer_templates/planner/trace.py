@@ -91,6 +91,23 @@ class Trace:
         forwards = [i for i, phase in enumerate(self.phases) if phase.name == "forward"]
         return self.phases[forwards[-1]].end if forwards else 0
 
+    def at(self, micro_batch: int, other: Trace, traced: tuple[int, int]) -> Trace:
+        """The trace of another micro batch, from this one and another's: every amount is affine in the samples.
+
+        Args:
+            traced: samples of this trace and of ``other``.
+        """
+        first, second = traced
+        phases = []
+        for a, b in zip(self.phases, other.phases, strict=True):
+            amounts = {
+                name: getattr(a, name)
+                + (getattr(b, name) - getattr(a, name)) * (micro_batch - first) // (second - first)
+                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic")
+            }
+            phases.append(replace(a, **amounts))
+        return Trace(tuple(phases))
+
     def deepened(self, depths: Mapping[str, int], gradients: Mapping[str, int]) -> Trace:
         """This trace with more blocks: as many in each stack as ``depths`` says.
 
