@@ -26,7 +26,8 @@ HELP = """Train transformers; each acceleration is one switch.
 
 commands:
   rapidformer --task TASK …     train
-  rapidformer plan …            resolve the flags of a training command and start nothing
+  rapidformer plan …            resolve the flags of a training command and start nothing;
+                                with --auto-strategy: list the layouts that fit, best first
   rapidformer switches          catalogue of the switches and their compatibility
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
   rapidformer doctor            what this machine has, what does not work, and what to do about it
@@ -125,6 +126,10 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
 def _plan(words: list[str]) -> int:
     config, place, asked = plan_request(words)
     try:
+        if config.get("auto_strategy"):
+            from rapidformer_templates.planner.command import plan_command
+
+            return plan_command(config, place, as_json=asked.json)
         plan = resolve(config, place)
     except Refused as refused:
         if not asked.json:

@@ -13,7 +13,7 @@ from torch import nn
 from rapidformer_templates import ladder, launch
 from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.checkpoint import Reader, folder_of
-from rapidformer_templates.configure import resolve_plan
+from rapidformer_templates.configure import chosen_layout, resolve_plan
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.task_flags import check_data_flags
@@ -54,7 +54,7 @@ def fit(template: Trainer) -> dict[str, Any]:
         return _join_and_train(template)
     _check(template, folder)
     show_plan(plan)
-    launch.run_workers(launch.this_command(), count, config.launch.master_port)
+    launch.run_workers(launch.this_command(), count, config.launch.master_port, chosen_layout(config))
     return folder.read_summary() if folder else {}
 
 
