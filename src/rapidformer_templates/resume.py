@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rapidformer_templates.checkpoint import Reader, candidates, is_checkpoint, newest_whole
 from rapidformer_templates.data.order import Order
+from rapidformer_templates.data.task_flags import sample_flags
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.loop import Position
@@ -26,7 +27,7 @@ def take_up(template: Trainer, engine: Engine, folder: RunFolder | None, order: 
         CheckpointError: no checkpoint is whole, or it does not fit this run.
     """
     training = template.config.training
-    fresh = Position(data=order.depends_on())
+    fresh = Position(data=order.depends_on() | sample_flags(template.config))
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:
