@@ -98,7 +98,7 @@ class ParallelEngine(SingleEngine):
 
     def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Leave the gradient of this worker's samples (times the loss scale) in the model; return the global mean."""
-        scale = self.loss_scale.scale if self.loss_scale else 1.0
+        scale = float(self.loss_scale.scale) if self.loss_scale else 1.0
         total = self._forward_backward(microbatches, scale / targets).to(torch.float64)
         if not self.workers.speaks:  # the workers of a replica have one and the same loss
             total = torch.zeros_like(total)
@@ -119,16 +119,14 @@ class ParallelEngine(SingleEngine):
         return total
 
     def _grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradient of the loss; leaves it, summed and without the loss scale, in the units."""
+        """Global norm of the gradient of the loss, before its loss scale; leaves it, summed, in the units."""
         self._shards.reduce()
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self.loss_scale is not None and gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
         counted = [values.grad for values in self._counted if values.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         if counted:
             square = torch.stack(torch._foreach_norm(counted)).to(torch.float64).square().sum()
-        return self.workers.sum_tensor(square).sqrt()
+        norm = self.workers.sum_tensor(square).sqrt()
+        return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _update(self) -> None:
         super()._update()
