@@ -44,7 +44,12 @@ class Row:
 
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(SEED)
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes, max_position_embeddings=1 << 16, use_cache=False))
 
 
