@@ -61,8 +61,9 @@ class Environment:
 def installed_packages() -> dict[str, str]:
     """The optional packages that are installed, with their versions.
 
-    ``apex`` counts only when it is Nvidia's: the package of that name in the public index is
-    something else and has no ``apex.optimizers``.
+    The package ``onnxruntime`` computes on CPUs only, and so its version ends in ``+cpu``, as torch's does;
+    ``onnxruntime-gpu`` brings the same module. ``apex`` counts only when it is Nvidia's: the package of that
+    name in the public index is something else and has no ``apex.optimizers``.
     """
     found = {}
     for name in OPTIONAL_PACKAGES:
@@ -74,6 +75,8 @@ def installed_packages() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "unknown"
+        else:
+            found[name] += "+cpu" if name == "onnxruntime" else ""
     return found
 
 

@@ -19,10 +19,21 @@ from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.state import bytes_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
 from rapidformer_templates.layout import find_layout, shape_of
+from rapidformer_templates.onnx_graphs.capture import captured, receipt
+from rapidformer_templates.parallel import tensor_parallel
 
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are called and call none; of one that runs as a graph, the parts are not called."""
+    children = list(module.children())
+    if not children or captured(module):
+        yield module
+    for child in children if not captured(module) else ():
+        yield from _leaves(child)
 
 
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
@@ -85,8 +96,7 @@ class Receipts:
     @contextmanager
     def _watched_leaves(self) -> Iterator[None]:
         """Note the types that modules put out: leaves, since sums between them (a residual stream) keep the wider."""
-        leaves = [module for module in self.engine.model.modules() if next(module.children(), None) is None]
-        hooks = [leaf.register_forward_hook(self._see_output) for leaf in leaves]
+        hooks = [leaf.register_forward_hook(self._see_output) for leaf in _leaves(self.engine.model)]
         try:
             yield
         finally:
@@ -155,10 +165,12 @@ class Receipts:
             "optimizer_state_bytes": lambda: held["optimizer"],
             "optimizer_state_device": lambda: sorted({tensor.device.type for tensor in tensors["optimizer"]}),
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
+            "onnx_runtime": lambda: receipt(engine.model),
             "matmul_precision": torch.get_float32_matmul_precision,
             "compile": lambda: vars(engine.model)["compile_report"].measured(),
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
+        measures |= tensor_parallel.measures(engine.model)
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
         return values | self._early | dict(self.engine.receipts)
 
