@@ -8,12 +8,15 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from rapidformer_templates import ladder, launch
 from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.checkpoint import Reader, folder_of
-from rapidformer_templates.configure import resolve_plan
-from rapidformer_templates.data.order import Order
-from rapidformer_templates.data.tasks import check_data_flags
+from rapidformer_templates.configure import chosen_layout, resolve_plan
+from rapidformer_templates.data.loader import load
+from rapidformer_templates.data.order import Order, Request
+from rapidformer_templates.data.task_flags import check_data_flags
 from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.building import Building
@@ -51,7 +54,7 @@ def fit(template: Trainer) -> dict[str, Any]:
         return _join_and_train(template)
     _check(template, folder)
     show_plan(plan)
-    launch.run_workers(launch.this_command(), count, config.launch.master_port)
+    launch.run_workers(launch.this_command(), count, config.launch.master_port, chosen_layout(config))
     return folder.read_summary() if folder else {}
 
 
@@ -151,16 +154,24 @@ def _build_engine(template: Trainer, workers: Workers) -> Engine:
     template.model_was_built(model)
     if template.uses_task:
         template.task.check_model(model)
-    layout = find_layout(model)
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
             options = config.switches[switch.name]
-            model = load_object(switch.transform)(model, Building(layout, options, plan, workers))
+            building = Building(find_layout(model), options, plan, workers, partial(_loss_of_one, template))
+            model = load_object(switch.transform)(model, building)
+            del building
     recipe = template.build_optimizer()
     template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
     engine.setup(model, recipe, template.compute_loss)
     template.model = engine.model
     return engine
+
+
+def _loss_of_one(template: Trainer, model: nn.Module) -> Any:
+    """The user's loss of the first sample."""
+    request = Request([0], (template.config.training.seed, 0), [0])
+    (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
+    return template.compute_loss(model, microbatch.batch)
 
 
 def _build_loop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
@@ -41,7 +42,8 @@ def test_a_script_is_told_to_change_its_base_class(tmp_path: Path) -> None:
 
 def test_a_switch_of_a_later_version_is_refused_beside_its_rules() -> None:
     place = on(CPU, template="Finetuner", template_origin="command line")
-    assert refusal("--tensor-model-parallel-size 2", place) == exactly(
+    earlier = [replace(switch, available=switch.name != "tensor-parallel") for switch in REGISTRY.switches]
+    assert refusal("--tensor-model-parallel-size 2", place, Registry(tuple(earlier), REGISTRY.rules)) == exactly(
         """
         error[RF003]: tensor-parallel needs the Trainer template
           why    the other templates keep the whole model in each worker  [R]

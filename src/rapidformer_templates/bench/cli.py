@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from rapidformer_templates.errors import RapidformerError
@@ -25,11 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     # What `run` does not know are the flags of the training command that it measures.
     options, unknown = parser.parse_known_args(words)
-    if unknown and options.run is not _run:
+    if unknown and options.module != "run":
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.words = unknown
     try:
-        status: int = options.run(options)
+        module = import_module(f"rapidformer_templates.bench.{options.module}")
+        status: int = module.main(options)
     except RapidformerError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
@@ -49,58 +51,10 @@ def _command_first(words: Sequence[str]) -> list[str]:
     return rest if found is None else [found, *rest]
 
 
-def _run(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import run
+def _packing(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import packing
 
-    return run.main(options)
-
-
-def _overhead(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import overhead
-
-    return overhead.main(options)
-
-
-def _peers(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import peers
-
-    return peers.main(options)
-
-
-def _faults(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import faults
-
-    return faults.main(options)
-
-
-def _saving(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import saving
-
-    return saving.main(options)
-
-
-def _measure(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import measure
-
-    return measure.main(options)
-
-
-def _padding(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import padding
-
-    return padding.main(options)
-
-
-def _reading(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import reading
-
-    return reading.main(options)
-
-
-def _preprocess(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import preprocess
-
-    return preprocess.main(options)
+    return packing.main(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,18 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", parents=[output], help="one configuration: the flags of a training command")
     run.add_argument("--turns", type=_positive, default=6, help="measured turns (default: 6)")
     run.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on a GPU 10)")
-    run.set_defaults(run=_run)
+    run.set_defaults(module="run")
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
     overhead.add_argument("--rounds", type=_positive, default=60, help="pairs of turns a loop (default: 60)")
     overhead.add_argument("--steps", type=_positive, default=25, help="optimizer steps a turn (default: 25)")
-    overhead.set_defaults(run=_overhead)
+    overhead.set_defaults(module="overhead")
 
     peers = commands.add_parser("peers", parents=[output], help="the demo's job beside transformers' Trainer")
     peers.add_argument("--repeats", type=_positive, default=3, help="runs of each solution (default: 3)")
     peers.add_argument("--train", type=_positive, default=2000, help="training tweets (default: 2000)")
     peers.add_argument("--held-out", type=_positive, default=1000, help="held-out tweets (default: 1000)")
-    peers.set_defaults(run=_peers)
+    peers.set_defaults(module="peers")
 
     faults = commands.add_parser("faults", parents=[output], help="kill -9 at random moments, and go on")
     faults.add_argument("--kills", type=_positive, default=20, help="kills a solution (default: 20)")
@@ -141,20 +95,20 @@ def _parser() -> argparse.ArgumentParser:
         help="do the same to transformers' Trainer (default)",
     )
     faults.add_argument("--folder", type=Path, help="where to keep the runs (default: a temporary folder)")
-    faults.set_defaults(run=_faults)
+    faults.set_defaults(module="faults")
 
     saving = commands.add_parser("saving", parents=[output], help="how fast a state is durably on the disk")
     saving.add_argument("--gigabytes", type=_size, default=1.3, help="size of the state (default: 1.3)")
     saving.add_argument("--repeats", type=_positive, default=8, help="saves in each way (default: 8)")
     saving.add_argument("--folder", type=Path, metavar="DIR", help="on the disk in question (default: temporary files)")
-    saving.set_defaults(run=_saving)
+    saving.set_defaults(module="saving")
 
     reading = commands.add_parser("reading", parents=[output], help="how fast an indexed data set is read")
     reading.add_argument("--repeats", type=_positive, default=10, help="turns of each reader (default: 10)")
     reading.add_argument("--megatokens", type=_size, default=60, help="size of the corpus (default: 60)")
     reading.add_argument("--samples", type=_positive, default=10**8, help="in the large index (default: 10^8)")
     reading.add_argument("--folder", type=Path, metavar="DIR", help="where to make the corpus (default: temporary)")
-    reading.set_defaults(run=_reading)
+    reading.set_defaults(module="reading")
 
     helps = {
         "partitioning": "what each way to divide the model's state costs and saves",
@@ -165,16 +119,23 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in helps.items():
         _add_table(commands.add_parser(name, parents=[output], help=text))
 
+    _add_graph(commands.add_parser("graph", parents=[output], help="ONNX Runtime and inductor beside eager"))
+
     padding = commands.add_parser("padding", parents=[output], help="useful tokens/s of each way to batch")
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
     padding.add_argument("--steps", type=_positive, default=3, help="optimizer steps a turn (default: 3)")
-    padding.set_defaults(run=_padding)
+    padding.set_defaults(module="padding")
+
+    packing = commands.add_parser("packing", parents=[output], help="documents of a row apart with and without a mask")
+    packing.add_argument("--rounds", type=_positive, default=10, help="steps of each way (default: 10)")
+    packing.add_argument("--tokens", type=_positive, default=2048, help="of a row (default: 2048)")
+    packing.set_defaults(module="packing")
 
     preprocess = commands.add_parser("preprocess", parents=[output], help="raw text to indexed data sets")
     preprocess.add_argument("--megabytes", type=_megabytes, default=100.0, help="of text (default: 100)")
     preprocess.add_argument("--workers", type=_positive, help="processes that tokenize (default: all cores)")
     preprocess.add_argument("--repeats", type=_positive, default=3, help="runs of each way (default: 3)")
-    preprocess.set_defaults(run=_preprocess)
+    preprocess.set_defaults(module="preprocess")
     return parser
 
 
@@ -195,7 +156,22 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="other libraries beside it (default)"
     )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to offload to (default: temporary)")
-    parser.set_defaults(run=_measure)
+    parser.set_defaults(module="measure")
+
+
+def _add_graph(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scale",
+        choices=("tiny", "small", "paper"),
+        default="small",
+        help="small (default): BERT-base on 128 tokens; paper: on 512; tiny: for trying out",
+    )
+    parser.add_argument("--rounds", type=_positive, default=8, help="turns of each solution (default: 8)")
+    parser.add_argument("--steps", type=_positive, default=2, help="optimizer steps a turn (default: 2)")
+    parser.add_argument("--inductor", action="store_true", help="beside it torch.compile's inductor: minutes more")
+    parser.add_argument("--all", action="store_true", help="also what this device is slow at")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: a GPU)")
+    parser.set_defaults(module="graph")
 
 
 def _positive(text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,12 +69,15 @@ class Layout:
             **flags,
         }
 
+    def values_that_act(self, given: Container[str] = ()) -> dict[str, Any]:
+        """Those of :meth:`values` that differ from a plain run, and that the user has not given."""
+        batches = ("micro_batch_size", "global_batch_size")
+        acting = {name: v for name, v in self.values().items() if name in batches or v is True or v > 1}
+        return {name: value for name, value in acting.items() if name not in given}
+
     def flags(self) -> list[str]:
         """What to put on the training command."""
         words: list[str] = []
-        for name, value in self.values().items():
-            if value is True:
-                words.append(spelling(name))
-            elif value is not False and (value != 1 or name.endswith("batch_size")):
-                words += [spelling(name), str(value)]
+        for name, value in self.values_that_act().items():
+            words += [spelling(name)] if value is True else [spelling(name), str(value)]
         return words

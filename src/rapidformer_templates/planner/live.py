@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.state import local_part
+
 
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of the storages made inside of it that are still alive, on real or on fake tensors.
@@ -30,7 +32,7 @@ class LiveStorages(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         for tensor in known:
-            self._watch(tensor.untyped_storage(), 0)
+            self._watch(local_part(tensor).untyped_storage(), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -41,7 +43,7 @@ class LiveStorages(TorchDispatchMode):
 
     def see(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor, if it is a new one."""
-        storage = tensor.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if id(storage) not in self._sizes:
             self._watch(storage, storage.nbytes())
             self.peak = max(self.peak, self.live)
@@ -49,6 +51,14 @@ class LiveStorages(TorchDispatchMode):
     def restart(self) -> None:
         """Let the peak begin anew at what lives now."""
         self.peak = self.live
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew that has got another size: FSDP gives up and takes memory in this way."""
+        key = id(storage)
+        if key in self._sizes:
+            self.live += storage.nbytes() - self._sizes[key]
+            self._sizes[key] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         key = id(storage)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planner.layouts import Layout
 from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
+from rapidformer_templates.planner.stage_memory import Moment, Stage
 from rapidformer_templates.planner.states import (
     FP32,
     KEPT_WHOLE,
@@ -54,31 +56,46 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """Bytes beside the parameters and the optimizer's state in a phase: gradients and buffers are told apart."""
-
-    activations: int
-    gradients: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.gradients + self.buffers
-
-
-def predict(model: ModelShapes, layout: Layout, precision: str = "fp32") -> Memory:
+def predict(model: ModelShapes, layout: Layout, precision: str = "fp32", *, exact: bool = True) -> Memory:
     """The memory of the worker that needs most.
 
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``: what the products are computed in.
+        exact: see :meth:`ModelShapes.trace`.
     """
-    narrow = precision != "fp32" and layout.partitioning != "none"
-    variant = Variant(layout.micro_batch, layout.recompute, precision, narrow)
+    variant = variant_of(layout, precision)
+    if layout.tensor * layout.pipeline > 1:
+        stages = [Stage(model, layout, rank) for rank in range(layout.pipeline)]
+        return max((_of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
+    narrow = variant.narrow_parameters
     width = 2 if narrow and layout.partitioning != "fsdp" else FP32
     facts = list(model.parameters.values())
     held = max(held_by_rank(facts, layout, width), key=lambda h: h.parameters + h.gradients + h.optimizer)
-    return _worst(model, layout, held, model.trace(variant), 2 if narrow else FP32)
+    return _worst(model, layout, held, model.trace(variant, exact=exact), 2 if narrow else FP32)
+
+
+def states_alone(model: ModelShapes, layout: Layout, precision: str) -> Memory:
+    """The states of the worker that holds most, without anything beside them: a lower bound that costs nothing."""
+    if layout.tensor * layout.pipeline > 1:
+        held = [Stage(model, layout, rank).held() for rank in range(layout.pipeline)]
+    else:
+        width = 2 if variant_of(layout, precision).narrow_parameters and layout.partitioning != "fsdp" else FP32
+        held = held_by_rank(list(model.parameters.values()), layout, width)
+    most = max(held, key=lambda h: h.parameters + h.gradients + h.optimizer)
+    return Memory(most.parameters, most.gradients, most.optimizer, 0, 0)
+
+
+def _of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
+    held = max((stage.held(replica) for replica in range(stage.layout.data)), key=lambda h: h.optimizer)
+    return _memory(model, held, stage.moments(variant, exact=exact))
+
+
+def variant_of(layout: Layout, precision: str) -> Variant:
+    """What a micro batch of this layout's activations depends on."""
+    # DeepSpeed converts the model, and FSDP gathers its parameters in the type that is computed in.
+    narrow = precision != "fp32" and layout.partitioning != "none" and layout.tensor * layout.pipeline == 1
+    shared = layout.tensor, layout.sequence_parallel
+    return Variant(layout.micro_batch, layout.recompute, precision, narrow, *shared)
 
 
 def held_by_rank(parameters: list[Facts], layout: Layout, width: int) -> list[Held]:
@@ -87,15 +104,19 @@ def held_by_rank(parameters: list[Facts], layout: Layout, width: int) -> list[He
 
 
 def _worst(model: ModelShapes, layout: Layout, held: Held, trace: Trace, width: int) -> Memory:
-    phases = [beside for phase in trace.phases for beside in _beside(model, layout, held, phase, width)]
-    phases.append(_update(layout, held))
-    worst = max(phases, key=lambda beside: beside.total)
+    moments = [moment for phase in trace.phases for moment in _beside(model, layout, held, phase, width)]
+    return _memory(model, held, [*moments, _update(layout, held)])
+
+
+def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment]) -> Memory:
+    """The worst of the moments, in the parts that people know."""
+    worst = max(moments, key=lambda moment: moment.total)
     activations = worst.total - worst.buffers - held.gradients
     buffers = worst.buffers + model.buffer_bytes
     return Memory(held.parameters, held.gradients, held.optimizer, buffers + min(activations, 0), max(activations, 0))
 
 
-def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width: int) -> list[_Beside]:
+def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width: int) -> list[Moment]:
     """What may lie beside parameters and optimizer state in a phase, in the first micro batch and in later ones."""
     whole = width * sum(p.count for p in model.parameters.values())
     later = layout.accumulation > 1
@@ -103,29 +124,30 @@ def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width:
     alone = phase.peak_without_gradients
     match layout.partitioning:
         case "none" if layout.data == 1:
-            return [_Beside(alone, apart, 0)] + ([_Beside(alone, whole, 0)] if later else [])
+            return [Moment(alone, apart, 0)] + ([Moment(alone, whole, 0)] if later else [])
         case "none":
             # DDP's buckets are the gradients; those of micro batches that are not sent yet lie beside them.
-            return [_Beside(alone, held.gradients, whole if later else 0)]
-        case "zero-1":
-            bucket = REDUCE_BUCKET * width
-            if later:  # gradients are added up whole, and the bucket stays
-                return [_Beside(alone, whole, bucket)]
-            return [_Beside(alone, 0, bucket if phase.after_first_gradient else 0)]
-        case "zero-2":
-            bucket = REDUCE_BUCKET * width if phase.after_first_gradient else 0
-            return [_Beside(alone, held.gradients if later else 0, bucket)]
+            return [Moment(alone, held.gradients, whole if later else 0)]
+        case "zero-1" if later:
+            # Gradients are added up whole, and the bucket is there from the first backward on.
+            return [Moment(alone, whole, REDUCE_BUCKET * width)]
+        case "zero-1" | "zero-2":
+            # From the first gradient on: the bucket, and the parameters' gradients until they are given up.
+            begun = phase.after_first_gradient
+            bucket = REDUCE_BUCKET * width + whole if begun else 0
+            added_up = held.gradients if layout.partitioning == "zero-2" and later else 0
+            return [Moment(phase.peak if begun and not later else alone, 2 * added_up, bucket)]
         case "zero-3":
-            return [_Beside(alone, held.gradients, REDUCE_BUCKET * width + _gathered_by_zero(model, width))]
+            return [Moment(alone, held.gradients, REDUCE_BUCKET * width + _gathered_by_zero(model, width))]
         case "fsdp":
-            return [_Beside(alone, whole if later else apart // layout.data, _gathered_by_fsdp(model, phase, width))]
+            return [Moment(alone, whole if later else apart // layout.data, _gathered_by_fsdp(model, phase, width))]
     raise KeyError(layout.partitioning)
 
 
-def _update(layout: Layout, held: Held) -> _Beside:
+def _update(layout: Layout, held: Held) -> Moment:
     """While the update runs: ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
     flat = held.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
-    return _Beside(0, held.gradients, flat)
+    return Moment(0, held.gradients, flat)
 
 
 def _gathered_by_zero(model: ModelShapes, width: int) -> int:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
 from rapidformer_templates.layout import canonical_name
+from rapidformer_templates.planner.divided import divide, ends_of, local_parameters, silent_group
 from rapidformer_templates.planner.states import Facts
-from rapidformer_templates.planner.trace import Batch, Trace, fake_tensors, gradient_bytes, stacks_of, trace
+from rapidformer_templates.planner.trace import (
+    TRACED_BLOCKS,
+    AnswersAboutData,
+    Batch,
+    Trace,
+    fake_tensors,
+    gradient_bytes,
+    stacks_of,
+    trace,
+)
 
-TRACED_BLOCKS = 3
-"""Blocks of each stack in a model that is traced: a first one, one that is repeated, and a last one."""
+TRACED_SAMPLES = (2, 4)
+"""Micro batches that are traced where the exact one need not be. Not one sample: dimensions of one spare copies."""
 
 COMPUTE_TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,12 +38,16 @@ class Variant:
         recompute: activation checkpointing.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         narrow_parameters: whether the parameters are of that type themselves, as ZeRO and FSDP have them.
+        tensor: workers that share each block's matrices.
+        sequence_parallel: whether they share the rest along the sequence.
     """
 
     micro_batch: int
     recompute: bool = False
     precision: str = "fp32"
     narrow_parameters: bool = False
+    tensor: int = 1
+    sequence_parallel: bool = False
 
 
 @dataclass
@@ -50,6 +64,7 @@ class ModelShapes:
     batch: Callable[[int], Batch]
     gpu: bool = False
     _traces: dict[Variant, Trace] = field(default_factory=dict)
+    _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -90,10 +105,36 @@ class ModelShapes:
         """Elements of the trained parameters of each block; a parameter that two blocks share counts in the first."""
         elements = dict.fromkeys(self.blocks, 0)
         for name, facts in self.parameters.items():
-            home = next((block for block in self.blocks if name.startswith(f"{block}.")), None)
+            home = self.block_of(name)
             if home:
                 elements[home] += facts.count
         return elements
+
+    def block_of(self, name: str) -> str | None:
+        """The block that a parameter is in."""
+        return self._block_of.get(name)
+
+    @cached_property
+    def _block_of(self) -> dict[str, str]:
+        homes = {}
+        for name in self.parameters:
+            parts = name.split(".")
+            outer = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+            home = next((block for block in outer if block in self.blocks), None)
+            if home:
+                homes[name] = home
+        return homes
+
+    def names_of(self, name: str) -> list[str]:
+        """Every name of a parameter, which may be tied."""
+        return self._names.get(name, [name])
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.whole.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(canonical_name(name))
+        return {same[0]: same for same in names.values()}
 
     @cached_property
     def largest_block(self) -> int:
@@ -118,24 +159,57 @@ class ModelShapes:
             kinds.setdefault(stack, set()).update({(type(block), shapes)} if place else set())
         return all(len(alike) == 1 for alike in kinds.values())
 
-    def trace(self, variant: Variant) -> Trace:
-        """The phases of a micro batch through the whole model."""
+    def trace(self, variant: Variant, blocks: int | None = None, *, exact: bool = True) -> Trace:
+        """The phases of a micro batch through the whole model, or through one with so many blocks.
+
+        Args:
+            exact: whether the very micro batch is traced; otherwise it follows from ``TRACED_SAMPLES``.
+
+        Raises:
+            ModelError: the model cannot be divided over the tensor-parallel workers.
+        """
+        traced = self._traced(variant) if exact else self._between(variant)
+        depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
+        return traced.deepened(depths, self._gradients[variant.tensor]) if self._repeats or blocks else traced
+
+    def _between(self, variant: Variant) -> Trace:
+        one, other = (self._traced(replace(variant, micro_batch=samples)) for samples in TRACED_SAMPLES)
+        return one.at(variant.micro_batch, other, TRACED_SAMPLES)
+
+    def _traced(self, variant: Variant) -> Trace:
         if variant not in self._traces:
-            self._traces[variant] = self._trace(variant)
+            compute_type = COMPUTE_TYPES[variant.precision]
+            with silent_group(variant.tensor) as workers, fake_tensors():
+                model = self.build(TRACED_BLOCKS if self._repeats else None).train()
+                if variant.narrow_parameters and compute_type is not None:
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data.to(compute_type)
+                model = divide(model, workers, sequence_parallel=variant.sequence_parallel)
+                self._traces[variant] = trace(
+                    model,
+                    self.batch(variant.micro_batch),
+                    compute_type=compute_type,
+                    recompute=variant.recompute,
+                    gpu=self.gpu,
+                )
+                self._gradients[variant.tensor] = gradient_bytes(model)
         return self._traces[variant]
 
-    def _trace(self, variant: Variant) -> Trace:
-        compute_type = COMPUTE_TYPES[variant.precision]
-        with fake_tensors():
-            model = self.build(TRACED_BLOCKS if self._repeats else None).train()
-            if variant.narrow_parameters and compute_type is not None:
-                for parameter in model.parameters():
-                    parameter.data = parameter.data.to(compute_type)
-            short = trace(
-                model,
-                self.batch(variant.micro_batch),
-                compute_type=compute_type,
-                recompute=variant.recompute,
-                gpu=self.gpu,
-            )
-            return short.deepened(self.depths, gradient_bytes(model)) if self._repeats else short
+    def local_parameters(self, tensor: int) -> dict[str, Facts]:
+        """The parameters as ``tensor`` workers share them: those of the worker with the largest shares.
+
+        Raises:
+            ModelError: the model cannot be divided so.
+        """
+        return local_parameters(self.whole, self.parameters, tensor)
+
+    @cached_property
+    def ends(self) -> dict[str, frozenset[str]]:
+        """For each parameter that is in no block, by its every name, the stages that have it.
+
+        Raises:
+            ModelError: the model cannot be cut into stages.
+        """
+        with fake_tensors(), AnswersAboutData(dense=True):
+            model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
+            return ends_of(model, lambda model: model(**self.batch(1)).loss)

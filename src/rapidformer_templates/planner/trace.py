@@ -11,7 +11,6 @@ repeats the middle one: exact, because the blocks differ in nothing but their pl
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +20,17 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from rapidformer_templates.engines.state import local_part
 from rapidformer_templates.engines.transforms import Checkpointed
 from rapidformer_templates.layout import find_layout
 from rapidformer_templates.planner.live import LiveStorages
+
+TRACED_BLOCKS = 3
+"""Blocks of each stack in a model that is traced: a first one, one that is repeated, and a last one."""
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -87,6 +91,23 @@ class Trace:
         forwards = [i for i, phase in enumerate(self.phases) if phase.name == "forward"]
         return self.phases[forwards[-1]].end if forwards else 0
 
+    def at(self, micro_batch: int, other: Trace, traced: tuple[int, int]) -> Trace:
+        """The trace of another micro batch, from this one and another's: every amount is affine in the samples.
+
+        Args:
+            traced: samples of this trace and of ``other``.
+        """
+        first, second = traced
+        phases = []
+        for a, b in zip(self.phases, other.phases, strict=True):
+            amounts = {
+                name: getattr(a, name)
+                + (getattr(b, name) - getattr(a, name)) * (micro_batch - first) // (second - first)
+                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic")
+            }
+            phases.append(replace(a, **amounts))
+        return Trace(tuple(phases))
+
     def deepened(self, depths: Mapping[str, int], gradients: Mapping[str, int]) -> Trace:
         """This trace with more blocks: as many in each stack as ``depths`` says.
 
@@ -107,7 +128,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
     forward = [i for i, p in enumerate(phases) if p.name == "forward" and p.stack and p.stack[0] == stack]
     backward = [i for i, p in enumerate(phases) if p.name == "backward" and p.stack and p.stack[0] == stack]
     missing = depth - len(forward)
-    if missing <= 0:
+    if missing == 0 or len(forward) < TRACED_BLOCKS:
         return phases
     first, middle, last = forward
     kept = missing * (phases[middle].end - phases[first].end)
@@ -133,23 +154,32 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
     return tuple(deeper)
 
 
+class AnswersAboutData(TorchDispatchMode):
+    """Answers what a model asks of data that is not there: whether a mask hides nothing, documents are not packed."""
+
+    def __init__(self, *, dense: bool) -> None:
+        super().__init__()
+        self._dense = dense
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._dense if args[0].dtype == torch.bool else 1
+        return func(*args, **(kwargs or {}))
+
+
 class _Watch(LiveStorages):
     """Live storages, operations and finished gradients, phase by phase."""
 
-    def __init__(self, model: nn.Module, *, dense: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__([*model.parameters(), *model.buffers()])
         self.finished = 0
         self.phases: list[Phase] = []
-        self._dense = dense
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
         self._without = 0
         self._flops = self._traffic = 0
         self._has_gradient = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            # Models ask whether a mask hides anything, or whether documents are packed.
-            return self._dense if args[0].dtype == torch.bool else 1
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._without = max(self._without, self.live - self.finished)
         count = flop_registry.get(func._overloadpacket)
@@ -175,7 +205,7 @@ class _Watch(LiveStorages):
         assert parameter.grad is not None
         if not self.finished:
             self.enter("reduce")
-        self.finished += parameter.grad.untyped_storage().nbytes()
+        self.finished += local_part(parameter.grad).untyped_storage().nbytes()
 
 
 class OnGpu(TorchFunctionMode):
@@ -196,6 +226,16 @@ class OnGpu(TorchFunctionMode):
         elif torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "").strip("_") in self.IN_FP32:
             args = tuple(_to_fp32(arg) for arg in args)
         return func(*args, **kwargs)
+
+
+def _on_gpu(forward: Any) -> Callable[..., Any]:
+    """A forward that is computed again in the backward, where modes of functions are off."""
+
+    def on_gpu(*args: Any, **kwargs: Any) -> Any:
+        with OnGpu():
+            return forward(*args, **kwargs)
+
+    return on_gpu
 
 
 def _to_fp32(value: Any) -> Any:
@@ -231,13 +271,14 @@ def trace(
     """
     padded = "attention_mask" in batch
     with contextlib.ExitStack() as stack:
-        watch = _Watch(model, dense=not padded)
-        _watch_blocks(model, watch, stack, recompute=recompute)
+        watch = _Watch(model)
+        _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(watch.finish).remove)
         if gpu:
             stack.enter_context(OnGpu())
+        stack.enter_context(AnswersAboutData(dense=not padded))
         stack.enter_context(watch)
         with torch.autocast("cpu", dtype=compute_type or torch.bfloat16, enabled=compute_type is not None):
             loss = compute_loss(model, batch) if compute_loss else model(**batch).loss
@@ -251,14 +292,14 @@ def trace(
     return Trace(tuple(watch.phases))
 
 
-def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool) -> None:
+def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool, gpu: bool) -> None:
     """Hooks that begin the phases; and, if asked, recomputation, taken back at the end."""
     places = stacks_of(model)
     final = {name: number for name, number in places.values()}  # noqa: C416 - the last place of each stack
     for name, place in places.items():
         block = model.get_submodule(name)
         if recompute:
-            block.forward = Checkpointed(block.forward)
+            block.forward = Checkpointed(_on_gpu(block.forward) if gpu else block.forward)
             stack.callback(delattr, block, "forward")
 
         def before(module: nn.Module, args: Any, *, place: tuple[str, int] = place) -> None:
@@ -301,5 +342,5 @@ def gradient_bytes(model: nn.Module) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, (stack, _) in stacks_of(model).items():
         parameters = model.get_submodule(name).parameters()
-        sizes[stack] = sum(math.prod(p.shape) * p.element_size() for p in parameters if p.requires_grad)
+        sizes[stack] = sum(local_part(p).nbytes for p in parameters if p.requires_grad)
     return sizes

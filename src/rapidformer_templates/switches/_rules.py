@@ -9,7 +9,7 @@ from rapidformer_templates.switches._switch import Change, Example, Finding, Req
 from rapidformer_templates.switches.optimizers import missing_package, not_in_this_version
 
 # Flags that act only together with another one: (flag, its value when off, the other, a value to suggest for it).
-# The other is off when it is None or, of a choice, ``static``.
+# The other is off when it is None, of a choice ``static``, of a size 1.
 ONLY_WITH = (
     ("moe_top_k", None, "num_experts", 8),
     ("weights_only", False, "load", "DIR"),
@@ -17,6 +17,8 @@ ONLY_WITH = (
     ("tokens_per_batch", None, "data_iterator", "dynamic-shape"),
     ("max_shapes", None, "data_iterator", "dynamic-shape"),
     ("shape_multiple", None, "data_iterator", "dynamic-shape"),
+    ("virtual_pipeline_size", 1, "pipeline_model_parallel_size", 2),
+    ("pipeline_stages", None, "pipeline_model_parallel_size", 2),
 )
 
 
@@ -106,7 +108,7 @@ def _sequence_fits(request: Request) -> list[Finding]:
 def _has_companion(request: Request) -> list[Finding]:
     findings = []
     for name, off, other, value in ONLY_WITH:
-        if request.config.get(name) != off and request.config.get(other) in (None, "static"):
+        if request.config.get(name) != off and request.config.get(other) in (None, "static", 1):
             changes = (add({other: value}), drop({name: off}))
             message = f"{spelling(name)} acts only together with {spelling(other)}"
             findings.append(Finding(message, request.asked(name), changes=changes))
@@ -268,6 +270,6 @@ RULES = (
         "a switch acts or the run is refused; this version has no engine for it",
         "[rapidformer_templates]",
         _in_this_version,
-        Example("--tensor-model-parallel-size 2 --world-size 2"),
+        Example("--num-experts 8"),
     ),
 )
