@@ -38,7 +38,10 @@ FOUR = {
     "pp2-dp2-frozen": ("frozen-8", True, f"--micro-batch-size 2 {PIPELINE} 2 {ZERO_2}"),
     "own-loss": ("own-loss", True, f"--micro-batch-size 2 {PIPELINE} 2 {DISTRIBUTED}"),
 }
-BF16 = ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision bf16 {PIPELINE} 2 {ZERO_1}")
+HALF = {
+    "bf16": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision bf16 {PIPELINE} 2 {ZERO_1}"),
+    "fp16": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision fp16 {PIPELINE} 2 {ZERO_2}"),
+}
 OFFLOADED = ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_1} --cpu-offload")
 WIDE = {
     f"{family}-{layout}-{name}-{'fp64' if double else 'fp32'}": (
@@ -63,7 +66,7 @@ def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:
     """The same job in one process and in micro batches of the same size: some models round to fp32 inside."""
     words = case[2].split()
     size = words[words.index("--micro-batch-size") + 1]
-    precision = " --mixed-precision bf16" if "bf16" in words else ""
+    precision = "".join(f" --mixed-precision {kind}" for kind in HALF if kind in words)
     return case[0], case[1], f"{STEPS} --micro-batch-size {size}{precision}"
 
 
@@ -89,7 +92,7 @@ def _go_on(folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float,
 
 
 def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
-    runs = train_all(workers, folder, _with_steps(FOUR | {"bf16": BF16}))
+    runs = train_all(workers, folder, _with_steps(FOUR | HALF))
     with mock.patch("rapidformer_templates.engines.local.lies_in_host_memory", return_value=False):
         runs |= train_all(workers, folder, _with_steps({"offloaded": OFFLOADED}))
     return runs | {"resumed": _go_on(f"{folder}/chain", CHAIN)}
@@ -105,7 +108,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = str(tmp_path_factory.mktemp("whole"))
-    return train_all(None, folder, {name: _whole(case) for name, case in (FOUR | {"bf16": BF16}).items()})
+    return train_all(None, folder, {name: _whole(case) for name, case in (FOUR | HALF).items()})
 
 
 def _assert_follows(actual: dict[str, Any], expected: dict[str, Any], double: bool) -> None:
@@ -131,11 +134,14 @@ def test_the_references_learn_and_are_clipped(references: Any) -> None:
         assert max(norm for _, norm in reference["curve"]) > 2 * CLIP
 
 
-def test_bf16_follows_one_process_within_its_rounding(runs: Any, references: Any) -> None:
-    found, wanted = (torch.tensor(run["bf16"]["curve"]) for run in (runs, references))
-    torch.testing.assert_close(found, wanted, rtol=2**-8, atol=0)
-    receipts = runs["bf16"]["summary"]["receipts"]
-    assert "bfloat16" in receipts["activation_dtypes"]
+@pytest.mark.parametrize(("kind", "dtype", "bits"), [("bf16", "bfloat16", 8), ("fp16", "float16", 11)])
+def test_half_precision_follows_one_process_within_its_rounding(
+    kind: str, dtype: str, bits: int, runs: Any, references: Any
+) -> None:
+    found, wanted = (torch.tensor(run[kind]["curve"]) for run in (runs, references))
+    torch.testing.assert_close(found, wanted, rtol=2**-bits, atol=0)
+    receipts = runs[kind]["summary"]["receipts"]
+    assert dtype in receipts["activation_dtypes"]
     assert receipts["parameter_dtypes"] == ["float32"]
 
 

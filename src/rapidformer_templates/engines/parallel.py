@@ -53,6 +53,8 @@ class ParallelEngine(SingleEngine):
         self._counted = self._counted_once()
         self.optimizer = self._build_optimizer(optimizer, named, differing)
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        if self.loss_scale is not None:
+            self.loss_scale.to(self.workers.device)
 
     def _counted_once(self) -> list[nn.Parameter]:
         """The units that this worker adds to the global norm, so that over all workers each value is added once."""
@@ -98,28 +100,31 @@ class ParallelEngine(SingleEngine):
 
     def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Leave the gradient of this worker's samples (times the loss scale) in the model; return the global mean."""
-        scale = float(self.loss_scale.scale) if self.loss_scale else 1.0
-        total = self._forward_backward(microbatches, scale / targets).to(torch.float64)
+        total = self._forward_backward(microbatches, 1.0 / targets)
         if not self.workers.speaks:  # the workers of a replica have one and the same loss
             total = torch.zeros_like(total)
-        return self.workers.sum_tensor(total) / scale
+        return self.workers.sum_tensor(total)
 
     def _forward_backward(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        """The sum of the weighted losses of this worker's micro batches, after their backward passes."""
+        """The sum of the weighted losses of this worker's micro batches (fp64), after their backward passes."""
         total = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         for microbatch in microbatches:
             batch = to_device(microbatch.batch, self.workers.device)
             with self._precision():
                 loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight)
             self._shards.begin_backward()
-            loss.backward()
+            self._scaled(loss).backward()
             self._shards.end_backward()
             total += loss.detach()
             self.micro_steps += 1
         return total
 
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that a backward begins with."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
     def _grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradient of the loss, before its loss scale; leaves it, summed, in the units."""
+        """Global norm of the gradient of the loss, before its loss scale; leaves the summed gradient in the units."""
         self._shards.reduce()
         counted = [values.grad for values in self._counted if values.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
