@@ -16,6 +16,7 @@ CASES = [
     *(Case(model, 2, kind="float64") for model in ("llama", "gpt_neox", "gpt2", "bert", "t5")),
     *(Case(model, 2, kind="float64", **ALL) for model in MODELS),
     *(Case(model, 2, own_loss=True, sequence=True) for model in ("llama", "bert")),
+    Case("own", 2, kind="float64", checkpointed=True),
     Case("gpt2", 4, kind="float64", sequence=True),
     Case("llama", 4, own_loss=True, tied=False),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ FOUR = {
     "own-loss": ("own-loss", True, f"--micro-batch-size 2 {PIPELINE} 2 {DISTRIBUTED}"),
 }
 BF16 = ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision bf16 {PIPELINE} 2 {ZERO_1}")
+OFFLOADED = ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_1} --cpu-offload")
 WIDE = {
     f"{family}-{layout}-{name}-{'fp64' if double else 'fp32'}": (
         f"{family}-{blocks}-{tied}",
@@ -88,6 +90,8 @@ def _go_on(folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float,
 
 def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
     runs = train_all(workers, folder, _with_steps(FOUR | {"bf16": BF16}))
+    with mock.patch("rapidformer_templates.engines.local.lies_in_host_memory", return_value=False):
+        runs |= train_all(workers, folder, _with_steps({"offloaded": OFFLOADED}))
     return runs | {"resumed": _go_on(f"{folder}/chain", CHAIN)}
 
 
@@ -135,6 +139,11 @@ def test_bf16_follows_one_process_within_its_rounding(runs: Any, references: Any
     assert receipts["parameter_dtypes"] == ["float32"]
 
 
+def test_offload_moves_the_state_and_nothing_else(runs: Any, references: Any) -> None:
+    """The engine is made to believe that host memory is elsewhere; the job is that of another layout."""
+    _assert_follows(runs["offloaded"], references["pp2-dp2-zero-2"], double=True)
+
+
 def test_receipts_show_what_each_worker_holds(runs: Any, references: Any) -> None:
     held = runs["pp2-dp2-zero-2"]["summary"]["receipts"]["held_bytes_by_rank"]
     whole = references["pp2-dp2-zero-2"]["summary"]["receipts"]["held_bytes_by_rank"][0]
@@ -156,6 +165,30 @@ def test_a_run_goes_on_in_any_layout_and_in_one_process(runs: Any, tmp_path: Pat
     end = begin("gpt2-8-tied", f"{runs['folder']}/chain", f"{RESUMED} --micro-batch-size 2 --resume")
     curve = torch.tensor([*runs["resumed"][:-1], *end])
     torch.testing.assert_close(curve, torch.tensor(whole), rtol=1e-5, atol=1e-6)
+
+
+def _chain_begins(workers: Any, folder: str) -> list[tuple[float, float]]:
+    to_zero_2 = (f"--micro-batch-size 2 {ZERO_2} --resume", 7)
+    return _go_on(folder, (*CHAIN[:2], to_zero_2))
+
+
+def _chain_ends(workers: Any, folder: str) -> list[tuple[float, float]]:
+    return begin("gpt2-8-tied", folder, f"{RESUMED} --micro-batch-size 2 --fsdp-memory-optimization --resume")
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_a_run_goes_through_all_engines(tmp_path: Path) -> None:
+    """3D, a pipeline alone, DeepSpeed's ZeRO-2, one process, FSDP."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+    folder = str(tmp_path / "chain")
+    curve = run_in_workers(4, _chain_begins, folder)[0][:-1]
+    # One more step in one process; it dies in the last one, before which FSDP takes over.
+    flags = f"{RESUMED} --micro-batch-size 4 --save-interval 7 --resume"
+    curve += begin("gpt2-8-tied", folder, flags, dies_after=8)[:-1]
+    curve += run_in_workers(4, _chain_ends, folder)[0]
+    whole = begin("gpt2-8-tied", str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
+    torch.testing.assert_close(torch.tensor(curve), torch.tensor(whole), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -70,14 +70,17 @@ class ParallelEngine(SingleEngine):
         return found
 
     def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """A process group for each set of stages that hold copies of a parameter; the same order on all of them."""
+        """A process group for each set of stages that hold copies of a parameter.
+
+        Every worker opens those of all, in one order: torch numbers groups where they are opened.
+        """
         workers, groups = self.workers, {}
-        here = {stages for stages in placement_of(self.model).stages.values() if workers.pipeline_rank in stages}
-        for stages in sorted(here):
-            ranks = [
-                (stage * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank for stage in stages
-            ]
-            groups[stages] = dist.new_group(ranks, use_local_synchronization=True)
+        line = workers.data * workers.tensor
+        for stages in sorted(set(placement_of(self.model).stages.values())):
+            for first in range(line):
+                group = dist.new_group([stage * line + first for stage in stages])
+                if first == workers.rank % line and workers.pipeline_rank in stages:
+                    groups[stages] = group
         return groups
 
     def _agree_on_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:

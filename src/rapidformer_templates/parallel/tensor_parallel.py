@@ -21,6 +21,8 @@ from rapidformer_templates.parallel.sequence import OnWholeSequence, SequenceSha
 from rapidformer_templates.parallel.shards import cut
 from rapidformer_templates.parallel.tensor_collectives import Peers
 from rapidformer_templates.parallel.tensor_layers import (
+    AroundColumns,
+    EnteringColumn,
     Experts,
     GatheredColumn,
     OnLocalParameters,
@@ -81,6 +83,10 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     blocks = _lists_of(building, model)
     if shards is not None and not blocks:
         raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
+    if shards is not None and plan.given:
+        hint = "leave out --sequence-parallel"
+        message = "sequence parallelism needs a plan of the architecture, and the model brings a tensor_plan of its own"
+        raise ModelError(message, where="--sequence-parallel", hint=hint)
     partial = plan.partial | (_computed_on_shards(model, plan, blocks) if shards else frozenset())
     head = _install(model, plan, Regions(peers, streams, shards), partial)
     if shards is not None:
@@ -134,15 +140,19 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
             module = modules[name]
             module.forward = layer = LAYERS[style](module, module.forward, regions)
             head = layer if isinstance(layer, VocabularyHead) else head
-        elif name in modules and isinstance(modules[name], Conv1D):
-            modules[name].nf //= regions.peers.size
+        elif name in modules and style in tensor_styles.COLUMN:
+            module = modules[name]
+            if isinstance(module, Conv1D):
+                module.nf //= regions.peers.size
+            if plan.given:
+                module.forward = EnteringColumn(module, module.forward, regions)
     for name in _regions_of(plan, modules):
         region = modules[name]
         _check_region(model, plan, name, region)
         for size in plan.local_sizes:
             if hasattr(region, size):
                 setattr(region, size, getattr(region, size) // regions.peers.size)
-        region.forward = Region(region, region.forward, regions)
+        region.forward = (AroundColumns if plan.given else Region)(region, region.forward, regions)
     if regions.shards is not None:
         for name in _run_whole(plan):
             modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
