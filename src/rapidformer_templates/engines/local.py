@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines import state as engine_state
+from rapidformer_templates.engines.auxiliary import AuxiliaryLosses, auxiliary_losses_of
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
 from rapidformer_templates.engines.loss import Recorder, reached_parameters, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
@@ -48,12 +49,15 @@ class SingleEngine:
         self._callable: nn.Module  # what compute_loss is given
         self._parameters: list[nn.Parameter]
         self._lr_factor = 1.0
+        self._auxiliary: AuxiliaryLosses | None = None
+        self._measured: Mapping[str, torch.Tensor] = {}
 
     def build_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         self.compute_loss = compute_loss
+        self._auxiliary = auxiliary_losses_of(model)
         self.model = model.to(self.workers.device).train()
         trainable = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
         if not trainable:
@@ -104,11 +108,14 @@ class SingleEngine:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         if finite:
             if 0 < self.clip_grad < length + 1e-6:  # else torch would multiply everything by one
-                clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
+                self._clip(norm)
             self._set_lr(lr_factor)
             self._update()
         self._drop_gradients()
-        return StepResult(loss, norm, skipped=not finite)
+        return StepResult(loss, norm, skipped=not finite, measured=self._measured)
+
+    def _clip(self, norm: torch.Tensor) -> None:
+        clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
 
     def _update(self) -> None:
         self.optimizer.step()
@@ -131,15 +138,21 @@ class SingleEngine:
         # DDP and FSDP average over the workers, while the mean over targets needs their sum.
         scale = (self.loss_scale.scale if self.loss_scale else 1.0) * self.workers.world
         total: torch.Tensor | None = None
+        if self._auxiliary:
+            self._auxiliary.begin_step(microbatches, self.workers)
         for i, microbatch in enumerate(microbatches):
             batch = to_device(microbatch.batch, self.workers.device)
             with self._synchronise(last=i == len(microbatches) - 1):
                 with self._precision():
                     part = weighted_loss(self.compute_loss, self._callable, batch, microbatch, scale / targets)
+                if self._auxiliary:
+                    self._auxiliary.follow(part, microbatch, scale)
                 self._backward(part)
             total = part.detach() if total is None else total + part.detach()
             self.micro_steps += 1
         assert total is not None
+        if self._auxiliary:
+            self._measured = self._auxiliary.results(self.workers)
         # One type for all: the zero of an idle worker has another one than the others' losses may have.
         return self.workers.sum_tensor(total.to(torch.float64)) / scale
 

@@ -21,6 +21,7 @@ CONFIG_KEYS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
 }
 
 
@@ -34,8 +35,13 @@ def build_request(
 ) -> Request:
     """Gather the facts; ``model`` spares reading the model's ``config.json`` again."""
     sizes = sizes_of(config, environment)
-    active = {switch.name: switch for switch in switches if switch.active(config.switches[switch.name], sizes)}
-    return Request(config, environment, active, sizes, model or model_facts(config), training)
+    model = model or model_facts(config)
+    active = {
+        switch.name: switch
+        for switch in switches
+        if switch.active(config.switches[switch.name], sizes) or switch.implied(model)
+    }
+    return Request(config, environment, active, sizes, model, training)
 
 
 def sizes_of(config: RunConfig, environment: Environment) -> Sizes:
@@ -64,12 +70,13 @@ def model_facts(config: RunConfig) -> ModelFacts:
         ModelError: that file is not a JSON object.
     """
     found = _read_config(config.model.pretrained_model_name_or_path)
-    facts: dict[str, int | None] = {}
+    facts: dict[str, Any] = {}
     for name, keys in CONFIG_KEYS.items():
         in_file = next((found[key] for key in keys if isinstance(found.get(key), int)), None)
         asked = getattr(config.model, name, None)
         facts[name] = in_file if asked is None else asked
-    return ModelFacts(**facts)
+    kind = found.get("model_type") if found else config.model.model_type
+    return ModelFacts(**facts, model_type=kind if isinstance(kind, str) else None)
 
 
 def _read_config(folder: str | None) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
+    """Architecture and sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
 
     num_layers: int | None = None
     num_attention_heads: int | None = None
@@ -51,6 +51,8 @@ class ModelFacts:
     hidden_size: int | None = None
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
+    num_experts: int | None = None
+    model_type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,10 @@ class Rule:
     refuses: bool = True
 
 
+def _never(model: ModelFacts) -> bool:
+    return False
+
+
 def _no_notes(request: Request) -> Sequence[str]:
     return ()
 
@@ -202,6 +208,7 @@ class Switch:
         engine_options: what the engine must know of it: plain values, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
+        implied: whether a model is such that the switch is on without any flag.
         available: whether this version has it.
     """
 
@@ -225,6 +232,7 @@ class Switch:
     engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
     transform: str | None = None
     receipt: tuple[str, ...] = ()
+    implied: Callable[[ModelFacts], bool] = _never
     available: bool = True
 
     @property
