@@ -66,6 +66,12 @@ def _padding(options: argparse.Namespace) -> int:
     return padding.main(options)
 
 
+def _moe(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import moe
+
+    return moe.main(options)
+
+
 def _reading(options: argparse.Namespace) -> int:
     from rapidformer_templates.bench import reading
 
@@ -86,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
     commands = parser.add_subparsers(
-        required=True, metavar="overhead|peers|faults|saving|partitioning|preprocess|reading|padding"
+        required=True, metavar="overhead|peers|faults|saving|partitioning|preprocess|reading|padding|moe"
     )
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
@@ -131,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
     padding.add_argument("--steps", type=_positive, default=3, help="optimizer steps a turn (default: 3)")
     padding.set_defaults(run=_padding)
+
+    moe = commands.add_parser("moe", parents=[output], help="a mixture of experts beside the dense model")
+    moe.add_argument("--steps", type=_positive, default=3000, help="optimizer steps of each model (default: 3000)")
+    moe.add_argument("--rounds", type=_positive, default=30, help="turns of each way to compute (default: 30)")
+    moe.set_defaults(run=_moe)
 
     preprocess = commands.add_parser("preprocess", parents=[output], help="raw text to indexed data sets")
     preprocess.add_argument("--megabytes", type=_megabytes, default=100.0, help="of text (default: 100)")

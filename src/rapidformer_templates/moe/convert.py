@@ -168,7 +168,7 @@ def _check(model: nn.Module, chosen: list[tuple[str, nn.Module]], sizes: Mixture
         )
     if not chosen:
         raise ModelError(
-            f"there is no block to put experts into: every {sizes.interval}th of those of {type(model).__name__}",
+            f"{type(model).__name__} has no block to put experts into",
             where="--moe-layer-interval" if sizes.interval > 1 else "--num-experts",
             hint="keep the blocks in an nn.ModuleList, and --moe-layer-interval at most their number",
         )

@@ -41,12 +41,12 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor 
     Returns:
         [B]; 0 for a row of padding.
     """
-    shares = F.one_hot(chosen, logits.shape[-1]).sum(2)  # [B, T, N]
+    shares = F.one_hot(chosen, logits.shape[-1]).sum(2).to(logits.dtype)  # [B, T, N]
     probabilities = logits.softmax(-1)
     tokens: Any = logits.shape[1]
     if mask is not None:
         shares, probabilities = shares * mask.unsqueeze(-1), probabilities * mask.unsqueeze(-1)
-        tokens = mask.sum(1, keepdim=True).clamp(min=1)
+        tokens = mask.sum(1, keepdim=True).clamp(min=1).to(logits.dtype)
     share = shares.sum(1) / (tokens * chosen.shape[-1])
     return logits.shape[-1] * (share * probabilities.sum(1) / tokens).sum(-1)
 

@@ -58,6 +58,7 @@ OFF = {
     "moe_z_loss_coeff": None,
     "moe_capacity_factor": None,
 }
+SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
 NOT_WITH = ("tensor-parallel", "pipeline-parallel", "sequence-parallel", "onnx-runtime-training")
 
@@ -112,19 +113,20 @@ def _weights_have_experts(request: Request) -> list[Finding]:
 
 
 def _own_experts_as_they_are(request: Request) -> list[Finding]:
-    given = {name: OFF[name] for name in SHAPING if request.config.get(name) != OFF[name]}
-    if request.config.get("expert_parallel"):
+    config, kind = request.config, request.model.model_type
+    if not _has_experts(request.model):
+        return []
+    fixed: tuple[str, ...] = SHAPING if kind in OWN_EXPERTS else ()
+    if config.model.pretrained_model_name_or_path:
+        fixed = (*SIZING, *SHAPING)
+    given = {name: OFF[name] for name in fixed if config.get(name) != OFF[name]}
+    if kind in OWN_EXPERTS and config.get("expert_parallel"):
         given["expert_parallel"] = False
-    if request.model.model_type not in OWN_EXPERTS or not given:
+    if not given:
         return []
     words = " and ".join(map(spelling, given))
-    return [
-        Finding(
-            f"{request.model.model_type} has experts of its own, which {words} does not reach",
-            request.asked(*given),
-            changes=(drop(given),),
-        )
-    ]
+    message = f"the experts of {kind} are taken as they are, and {words} cannot change them"
+    return [Finding(message, request.asked(*given), changes=(drop(given),))]
 
 
 def _whole_model_in_eager(request: Request) -> list[Finding]:
@@ -224,8 +226,8 @@ SWITCHES = (
             ),
             Rule(
                 "RF071",
-                "Experts that an architecture has itself are taken as they are.",
-                "which blocks have them and what they drop is part of the architecture",
+                "Experts that an architecture or a pretrained model has itself are taken as they are.",
+                "which blocks have them and what they drop is part of the architecture, and their sizes of the weights",
                 "[transformers]",
                 _own_experts_as_they_are,
                 Example("--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25"),
