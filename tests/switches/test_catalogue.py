@@ -43,9 +43,15 @@ FLAGS = [
 
 
 TUNING = [
+    "--expert-parallel",
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
     "--max-shapes",
+    "--moe-capacity-factor",
+    "--moe-ffn-hidden-size",
+    "--moe-layer-interval",
+    "--moe-loss-coeff",
+    "--moe-z-loss-coeff",
     "--shape-multiple",
     "--tokens-per-batch",
     "--zero-3-max-live-parameters",

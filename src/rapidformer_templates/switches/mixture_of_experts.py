@@ -60,7 +60,7 @@ OFF = {
 }
 SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
-NOT_WITH = ("tensor-parallel", "pipeline-parallel", "sequence-parallel", "onnx-runtime-training")
+NOT_WITH = ("tensor-parallel", "pipeline-parallel", "sequence-parallel", "onnx-runtime")
 
 
 def _asks_for_mixture(options: Any) -> bool:
