@@ -16,6 +16,8 @@ from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.state import bytes_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
+from rapidformer_templates.fused_loss.logits import head_of
+from rapidformer_templates.fused_loss.watch import WidestRows
 from rapidformer_templates.layout import find_layout, shape_of
 
 
@@ -62,6 +64,8 @@ class Receipts:
         """Around the first step: what its forward puts out, and what it keeps for the backward."""
         if "saved_tensor_bytes" in self.wanted:
             self._early |= self._saved_tensors(microbatches[0])
+        if "logits_rows" in self.wanted:
+            self._early |= self._logits(microbatches[0])
         # Leaves, because the sums between them (a residual stream, for instance) keep the wider type.
         leaves = [module for module in self.engine.model.modules() if next(module.children(), None) is None]
         hooks = [leaf.register_forward_hook(self._see_output) for leaf in leaves]
@@ -114,6 +118,20 @@ class Receipts:
         with engine.measuring() as model, torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
             engine.compute_loss(model, batch)
         return sum(size for _, size in kept.values())
+
+    def _logits(self, microbatch: MicroBatch) -> dict[str, Any]:
+        """Rows of logits that a forward has in memory at a time, and how many there are without fusing."""
+        engine = self.engine
+        head = head_of(engine.model)
+        assert head is not None
+        batch = to_device(microbatch.batch, engine.workers.device)
+        with engine.measuring() as model, WidestRows(head.out_features) as seen:
+            engine.compute_loss(model, batch)
+        return {
+            "logits_rows": seen.rows,
+            "logits_rows_without": head.rows,
+            "fused_loss_kernel": sorted(head.used),
+        }
 
     def measured(self) -> dict[str, Any]:
         """All that was wanted, after the first step."""

@@ -96,7 +96,6 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF039", "--data-iterator dynamic-shape --pack-sequences", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --group-by-length", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --no-group-by-length", on(CPU, template="Pretrainer")),
-    ("RF090", "--optimizer adamw_anyprecision", GPUS),
 ]
 
 ACCEPTED = [  # the nearest requests on the other side of each rule
