@@ -78,6 +78,18 @@ def _preprocess(options: argparse.Namespace) -> int:
     return preprocess.main(options)
 
 
+def _optimizers(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import optimizers
+
+    return optimizers.main(options)
+
+
+def _fused_loss(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import fused_loss
+
+    return fused_loss.main(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)
@@ -86,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
     commands = parser.add_subparsers(
-        required=True, metavar="overhead|peers|faults|saving|partitioning|preprocess|reading|padding"
+        required=True,
+        metavar="overhead|peers|faults|saving|partitioning|preprocess|reading|padding|optimizers|fused-loss",
     )
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
@@ -131,6 +144,25 @@ def _parser() -> argparse.ArgumentParser:
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
     padding.add_argument("--steps", type=_positive, default=3, help="optimizer steps a turn (default: 3)")
     padding.set_defaults(run=_padding)
+
+    optimizers = commands.add_parser("optimizers", parents=[output], help="state, loss and time of each optimizer")
+    optimizers.add_argument("--steps", type=_positive, default=300, help="of each optimizer (default: 300)")
+    optimizers.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: 1e-3)")
+    optimizers.add_argument("--scale", choices=("small", "paper"), default="small", help="of the model")
+    optimizers.set_defaults(run=_optimizers)
+
+    fused = commands.add_parser("fused-loss", parents=[output], help="memory and time with and without logits")
+    for name, default, text in (
+        ("vocabulary", 50257, "words"),
+        ("rows", 2, "samples of a batch"),
+        ("length", 512, "tokens of a sample"),
+        ("hidden", 128, "hidden size, a multiple of 64"),
+        ("layers", 2, "blocks"),
+        ("rounds", 5, "timed steps of each way"),
+    ):
+        fused.add_argument(f"--{name}", type=_positive, default=default, help=f"{text} (default: {default})")
+    fused.add_argument("--bf16", action="store_true", help="bf16 autocast")
+    fused.set_defaults(run=_fused_loss)
 
     preprocess = commands.add_parser("preprocess", parents=[output], help="raw text to indexed data sets")
     preprocess.add_argument("--megabytes", type=_megabytes, default=100.0, help="of text (default: 100)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import EllipsisType
 from typing import Any, NoReturn, cast
 
@@ -40,7 +40,7 @@ class FusedHead(nn.Linear):
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> Any:
         if self.training and torch.is_grad_enabled():
-            return Logits(self, hidden)
+            return Logits.of(self, hidden)
         return super().__call__(hidden)
 
     def loss(self, hidden: torch.Tensor, target: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -76,64 +76,75 @@ def _by_liger(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Parts:
-    """What logits would be computed from.
+class _Origin:
+    """Where logits would come from, besides the hidden states.
 
     Attributes:
         head: the layer.
-        hidden: (..., hidden size), its input.
         pointwise: what the model has done to each logit since.
         dtype: of the result.
+        totals: the sums of losses that were taken of them.
     """
 
     head: FusedHead
-    hidden: torch.Tensor
     pointwise: tuple[Pointwise, ...]
     dtype: torch.dtype
+    totals: list[torch.Tensor] = field(default_factory=list)
 
 
-class Logits:
+class Logits(tuple[Any, ...]):
     """Stands for the logits of a model in training: whoever asks for their cross-entropy gets it, without them.
 
     What models do to logits on the way to the loss is done to what they would be computed from:
     choosing and reshaping rows to the hidden states, and functions of each number to each chunk later.
 
+    A tuple, (origin, hidden states), because ZeRO-3 and DDP look for tensors in what a module puts out,
+    and ZeRO-3 puts others in their place: they find the hidden states.
+
     Raises:
         ModelError: from everything else that is asked of them.
     """
 
-    def __init__(self, head: FusedHead, hidden: torch.Tensor) -> None:
+    @classmethod
+    def of(cls, head: FusedHead, hidden: torch.Tensor) -> Logits:
+        """The logits that ``head`` would give for ``hidden``, of shape (..., hidden size)."""
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        self._parts = _Parts(head, hidden, (), dtype)
+        return cls((_Origin(head, (), torch.get_autocast_dtype(device) if autocast else hidden.dtype), hidden))
 
-    def _with(self, **changes: Any) -> Logits:
-        other = object.__new__(Logits)
-        other._parts = replace(self._parts, **changes)
-        return other
+    @property
+    def _origin(self) -> _Origin:
+        return cast(_Origin, tuple.__getitem__(self, 0))
+
+    @property
+    def _hidden(self) -> torch.Tensor:
+        return cast(torch.Tensor, tuple.__getitem__(self, 1))
+
+    def _of_rows(self, hidden: torch.Tensor) -> Logits:
+        return Logits((self._origin, hidden))
 
     def _then(self, step: Pointwise, dtype: torch.dtype | None = None) -> Logits:
-        parts = self._parts
-        return self._with(pointwise=(*parts.pointwise, step), dtype=dtype or parts.dtype)
+        origin = self._origin
+        changed = replace(origin, pointwise=(*origin.pointwise, step), dtype=dtype or origin.dtype)
+        return Logits((changed, self._hidden))
 
     # What they are like.
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self._parts.hidden.shape[:-1], self._parts.head.out_features))
+        return torch.Size((*self._hidden.shape[:-1], self._origin.head.out_features))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._parts.dtype
+        return self._origin.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._parts.hidden.device
+        return self._hidden.device
 
     @property
     def ndim(self) -> int:
-        return self._parts.hidden.ndim
+        return self._hidden.ndim
 
     def dim(self) -> int:
         return self.ndim
@@ -145,19 +156,19 @@ class Logits:
 
     def view(self, *shape: Any) -> Logits:
         wanted = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        words, hidden = self.shape[-1], self._parts.hidden
+        words, hidden = self.shape[-1], self._hidden
         if wanted[-1] == -1:
             wanted[-1] = math.prod(self.shape) // math.prod(wanted[:-1])
         if wanted[-1] != words:
             _refuse(f"a shape of {tuple(shape)}, which cuts their {words} words")
-        return self._with(hidden=hidden.reshape(*wanted[:-1], hidden.shape[-1]))
+        return self._of_rows(hidden.reshape(*wanted[:-1], hidden.shape[-1]))
 
     reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Logits:
         if end_dim % self.ndim == self.ndim - 1:
             _refuse("flattening their words")
-        return self._with(hidden=self._parts.hidden.flatten(start_dim, end_dim))
+        return self._of_rows(self._hidden.flatten(start_dim, end_dim))
 
     def contiguous(self) -> Logits:
         return self
@@ -169,7 +180,7 @@ class Logits:
         whole = [*before, *[slice(None)] * (self.ndim - len(before) - len(after)), *after]
         if len(whole) > self.ndim or any(part is None for part in whole) or whole[-1] != slice(None):
             _refuse(f"the part {index!r}")
-        return self._with(hidden=self._parts.hidden[tuple(whole)])
+        return self._of_rows(self._hidden[tuple(whole)])
 
     # Functions of each number.
 
@@ -217,14 +228,21 @@ class Logits:
             _refuse("a cross-entropy with weights or without a sum over the rows")
         if self.ndim != 2 or target.ndim != 1 or target.is_floating_point():
             _refuse(f"a cross-entropy of {tuple(self.shape)} and {tuple(target.shape)}, not of rows and their words")
-        recipe = Recipe(self._parts.pointwise, ignore_index, label_smoothing)
-        total = self._parts.head.loss(self._parts.hidden, target, recipe)
+        recipe = Recipe(self._origin.pointwise, ignore_index, label_smoothing)
+        total = self._origin.head.loss(self._hidden, target, recipe)
+        self._origin.totals.append(total)
         return total if reduction == "sum" else total / (target != ignore_index).sum()
 
     def zero(self) -> torch.Tensor:
-        """A zero that depends on all that these logits would depend on."""
-        row = self._parts.hidden.reshape(-1, self._parts.hidden.shape[-1])[:1]
-        return self._with(hidden=row).cross_entropy(row.new_full((len(row),), -100, dtype=torch.long), reduction="sum")
+        """A zero that depends on all that these logits would depend on.
+
+        From a sum that was taken, if there is one: to ask the head again would gather a sharded weight
+        on this worker alone. The sum is finite where no row counts, while their mean is 0/0.
+        """
+        if self._origin.totals:
+            return self._origin.totals[-1] * 0.0
+        row = self._hidden.reshape(-1, self._hidden.shape[-1])[:1]
+        return self._of_rows(row).cross_entropy(row.new_full((len(row),), -100, dtype=torch.long), reduction="sum")
 
     @classmethod
     def __torch_function__(

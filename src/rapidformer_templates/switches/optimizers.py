@@ -154,10 +154,10 @@ def _refusal(request: Request, message: str, *switches: str) -> Finding:
 def _needs_gpu(request: Request) -> list[Finding]:
     name = request.config.get("optimizer")
     facts, environment = OPTIMIZERS[name], request.environment
-    if environment.device == "cuda":
-        return []
-    if facts.needs_cuda:
+    if facts.needs_cuda and environment.device != "cuda":
         return [_refusal(request, f"{name} needs a GPU, and this run is on a CPU")]
+    if environment.device == "cuda" and not request.of_family("offload"):
+        return []
     version = environment.packages.get(facts.package or "")
     if facts.cpu_since is None or version is None or _numbers(version) >= facts.cpu_since:
         return []
