@@ -164,7 +164,7 @@ def serves(package: str) -> tuple[str, ...]:
     if package in HELPS and REGISTRY[HELPS[package]].available:
         names.append(HELPS[package])
     for name, facts in OPTIMIZERS.items():
-        if facts.available and (facts.package == package or facts.implementation.startswith(f"{package}.")):
+        if facts.package == package or facts.implementation.startswith(f"{package}."):
             names.append(name)
     return tuple(names)
 

@@ -19,6 +19,8 @@ from rapidformer_templates.engines.auxiliary import receipts_of
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.state import bytes_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
+from rapidformer_templates.fused_loss.logits import head_of
+from rapidformer_templates.fused_loss.watch import WidestRows
 from rapidformer_templates.layout import find_layout, shape_of
 from rapidformer_templates.onnx_graphs.capture import captured, receipt
 from rapidformer_templates.parallel import tensor_parallel
@@ -76,6 +78,8 @@ class Receipts:
         """Around the first step: what its forward puts out, and what it keeps for the backward."""
         if "saved_tensor_bytes" in self.wanted:
             self._early |= self._saved_tensors(microbatches[0])
+        if "logits_rows" in self.wanted:
+            self._early |= self._logits(microbatches[0])
         compiled = "compile" in self.wanted
         if compiled:
             # Hooks inside of the blocks would become part of their graphs, which are compiled again without them.
@@ -151,6 +155,19 @@ class Receipts:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
             self._forward(microbatch)
         return sum(size for _, size in kept.values())
+
+    def _logits(self, microbatch: MicroBatch) -> dict[str, Any]:
+        """Rows of logits that a forward has in memory at a time, and how many there are without fusing."""
+        engine = self.engine
+        head = head_of(engine.model)
+        assert head is not None
+        with WidestRows(head.out_features) as seen:
+            self._forward(microbatch)
+        return {
+            "logits_rows": seen.rows,
+            "logits_rows_without": head.rows,
+            "fused_loss_kernel": sorted(head.used),
+        }
 
     def measured(self) -> dict[str, Any]:
         """All that was wanted, after the first step."""

@@ -75,11 +75,11 @@ the nearest that work: 16 and 24
 
 
 def test_a_missing_package_is_told_with_what_to_install() -> None:
-    assert refusal("--optimizer adamw_bnb_8bit", on(GPUS, packages={})) == exactly(
+    assert refusal("--optimizer adamw_torch_8bit", on(GPUS, packages={})) == exactly(
         """
-        error[RF023]: adamw_bnb_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes
+        error[RF023]: adamw_torch_8bit needs torchao, which is not installed: pip install torchao
           why    nothing else stands for it, and a switch that cannot act is refused  [environment]
-          asked  --optimizer adamw_bnb_8bit (command line)
+          asked  --optimizer adamw_torch_8bit (command line)
           works  --optimizer apex_adam
           more   rapidformer explain RF023
         """

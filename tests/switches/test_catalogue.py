@@ -39,6 +39,7 @@ FLAGS = [
     "--data-iterator",
     "--deepspeed-config",
     "--auto-strategy",
+    "--fused-linear-cross-entropy",
 ]
 
 

@@ -77,10 +77,15 @@ def test_precision(flags: str, place: Environment, precision: str) -> None:
         ("", on(CPU, packages={"apex": "1"}), "torch.optim.AdamW (fused)"),
         ("", GPUS, "apex.optimizers.FusedAdam"),
         ("--fsdp-memory-optimization", GPUS, "torch.optim.AdamW (fused)"),
-        ("--optimizer apex_lamb", CPU, "rapidformer_templates.lamb.Lamb"),
+        ("--optimizer apex_lamb", CPU, "rapidformer_templates.optimizers.lamb.Lamb"),
         ("--optimizer apex_lamb", GPUS, "apex.optimizers.FusedLAMB"),
         ("--optimizer adafactor", CPU, "torch.optim.Adafactor"),
-        ("--optimizer adamw_bnb_8bit", GPUS, "bitsandbytes.optim.AdamW8bit"),
+        (
+            "--optimizer adamw_bnb_8bit",
+            GPUS,
+            "rapidformer_templates.optimizers.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
+        ),
+        ("--optimizer muon", CPU, "rapidformer_templates.optimizers.muon.Muon"),
     ],
 )
 def test_stand_ins_are_noted(flags: str, place: Environment, implementation: str) -> None:

@@ -167,11 +167,10 @@ class SingleEngine:
         self.optimizer.step()
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return {
             "parameters": list(self.model.parameters()),
             "gradients": self._gradients(),
-            "optimizer": [value for value in state if isinstance(value, torch.Tensor)],
+            "optimizer": engine_state.state_tensors(self.optimizer),
         }
 
     def _drop_gradients(self) -> None:

@@ -114,9 +114,17 @@ def _optimizers() -> str:
     rows = []
     for name, facts in OPTIMIZERS.items():
         needs = " and ".join([*([facts.package] if facts.package else []), *(["a GPU"] if facts.needs_cuda else [])])
-        shown = facts.implementation if facts.available else "not in this version"
         stand_in = facts.stand_in or ""
-        rows.append((f"`{name}`", shown, stand_in, needs, f"{facts.state_bytes:g}", ", ".join(sorted(facts.not_under))))
+        rows.append(
+            (
+                f"`{name}`",
+                facts.implementation,
+                stand_in,
+                needs,
+                f"{facts.state_bytes:g}",
+                ", ".join(sorted(facts.not_under)),
+            )
+        )
     return _table(("", "class", "without apex or a GPU", "needs", "state, bytes a parameter", "not under"), rows)
 
 

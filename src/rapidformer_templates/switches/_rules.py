@@ -6,7 +6,7 @@ from rapidformer_templates.config import spelling
 from rapidformer_templates.switches._changes import add, drop, replace
 from rapidformer_templates.switches._checks import one_claim
 from rapidformer_templates.switches._switch import Change, Example, Finding, Request, Resource, Rule
-from rapidformer_templates.switches.optimizers import missing_package, not_in_this_version
+from rapidformer_templates.switches.optimizers import missing_package
 
 # Flags that act only together with another one: (flag, its value when off, the other, a value to suggest for it).
 # The other is off when it is None, of a choice ``static``, of a size 1.
@@ -120,12 +120,11 @@ def _has_companion(request: Request) -> list[Finding]:
 
 
 def _in_this_version(request: Request) -> list[Finding]:
-    later = [
+    return [
         Finding(f"{switch.name} is not in this version", request.asked_for(switch.name), switches=(switch.name,))
         for switch in request.active.values()
         if not switch.available
     ]
-    return [*later, *not_in_this_version(request)]
 
 
 def _packs_samples(request: Request) -> list[Finding]:
