@@ -11,7 +11,7 @@ from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.switches import REGISTRY, resolve
 from rapidformer_templates.switches._document import example_request
 from rapidformer_templates.switches._switch import Rule
-from tests.switches.helpers import CPU, EVERYTHING, GPUS, codes, config_of, on
+from tests.switches.helpers import CPU, GPUS, codes, config_of, on
 
 DOCUMENTED = {  # SPEC §3, with the sources that it names
     "RF001": "[R]",
@@ -98,8 +98,8 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF025", "--optimizer muon --zero-1-memory-optimization", GPUS),
     ("RF025", "--optimizer adamw_torch_4bit --fsdp-memory-optimization", GPUS),
     ("RF025", "--optimizer lamb --tensor-model-parallel-size 2", GPUS),
-    ("RF060", "--fused-linear-cross-entropy --task question_answering", GPUS),
-    ("RF061", "--fused-linear-cross-entropy --pipeline-model-parallel-size 2", GPUS),
+    ("RF062", "--fused-linear-cross-entropy --task question_answering", GPUS),
+    ("RF063", "--fused-linear-cross-entropy --pipeline-model-parallel-size 2", GPUS),
     ("RF034", "--weights-only", CPU),
     ("RF034", "--tokens-per-batch 4096", CPU),
     ("RF034", "--max-shapes 0", CPU),
@@ -177,7 +177,7 @@ ACCEPTED = [  # the nearest requests on the other side of each rule
 @pytest.mark.parametrize(("code", "flags", "place"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_refused(code: str, flags: str, place: object) -> None:
     assert code in codes(flags, place)  # type: ignore[arg-type]
-    assert code not in codes(flags, place, EVERYTHING.without(code))  # type: ignore[arg-type]
+    assert code not in codes(flags, place, REGISTRY.without(code))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("flags", "place"), ACCEPTED, ids=lambda x: x if isinstance(x, str) else "")
@@ -195,9 +195,9 @@ def test_training_asks_for_what_a_plan_may_leave_open() -> None:
 def test_flash_attention_notes_padding() -> None:
     note = "flash-attention: batches with padding use the memory-efficient kernel"
     config = config_of("--use-flash-attn --task sequence_classification")
-    assert note in resolve(config, GPUS, EVERYTHING).notes
-    assert note not in resolve(config, GPUS, EVERYTHING.without("RF013")).notes
-    assert note not in resolve(config_of("--use-flash-attn --task pretraining"), GPUS, EVERYTHING).notes
+    assert note in resolve(config, GPUS, REGISTRY).notes
+    assert note not in resolve(config, GPUS, REGISTRY.without("RF013")).notes
+    assert note not in resolve(config_of("--use-flash-attn --task pretraining"), GPUS, REGISTRY).notes
 
 
 def test_sizes_are_read_from_the_model_folder(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_experts_are_read_from_the_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert codes(f"{folder} --num-experts 8", CPU) == ["RF070"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
-    assert "mixture-of-experts" in resolve(config_of(folder), CPU, EVERYTHING).switches
+    assert "mixture-of-experts" in resolve(config_of(folder), CPU, REGISTRY).switches
     assert codes(f"{folder} --num-experts 8", CPU) == []
     assert codes(f"{folder} --num-experts 4", CPU) == ["RF070"]
     assert codes(f"{folder} --num-experts 8 --moe-top-k 1", CPU) == ["RF071"]

@@ -51,8 +51,7 @@ def _package_installed(request: Request) -> list[Finding]:
             switches=(switch.name,),
         )
         for switch in request.active.values()
-        # What to install for a switch that this version lacks would be no help.
-        if switch.available and switch.needs_package and switch.needs_package not in request.environment.packages
+        if switch.needs_package and switch.needs_package not in request.environment.packages
     ]
     return [*missing, *missing_package(request)]
 
@@ -117,14 +116,6 @@ def _has_companion(request: Request) -> list[Finding]:
             message = f"{spelling(name)} acts only together with {spelling(other)}"
             findings.append(Finding(message, request.asked(name), changes=changes))
     return findings
-
-
-def _in_this_version(request: Request) -> list[Finding]:
-    return [
-        Finding(f"{switch.name} is not in this version", request.asked_for(switch.name), switches=(switch.name,))
-        for switch in request.active.values()
-        if not switch.available
-    ]
 
 
 def _packs_samples(request: Request) -> list[Finding]:
@@ -266,13 +257,5 @@ RULES = (
         "[rapidformer_templates]",
         _learns_answers,
         Example("--task masked_lm --loss-on answers"),
-    ),
-    Rule(
-        "RF090",
-        "A switch that a later version brings is refused: it is not in this version.",
-        "a switch acts or the run is refused; this version has no engine for it",
-        "[rapidformer_templates]",
-        _in_this_version,
-        Example("--num-experts 8"),
     ),
 )

@@ -210,7 +210,6 @@ class Switch:
         receipt: names of the measurements in ``summary.json`` that show that it acted.
         under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
         implied: whether a model is such that the switch is on without any flag.
-        available: whether this version has it.
     """
 
     name: str
@@ -235,7 +234,6 @@ class Switch:
     receipt: tuple[str, ...] = ()
     under_3d: Mapping[str, Any] = field(default_factory=dict)
     implied: Callable[[ModelFacts], bool] = _never
-    available: bool = True
 
     def in_layout(self, sizes: Sizes) -> Switch:
         """This switch as it acts with these sizes."""
