@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.attention.count import count_kernels
 from rapidformer_templates.compiling.blocks import Compiled
 from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.engines.auxiliary import receipts_of
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.state import bytes_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
@@ -179,4 +180,5 @@ class Receipts:
         values = self.measured()
         mine = {name: values[name] for name in HELD if name in values}
         padding = self._padding() if "fill" in self.wanted else {}
+        values |= receipts_of(self.engine.model, self.engine.workers)
         return values | padding | {"held_bytes_by_rank": self.engine.workers.gather(mine)}

@@ -51,14 +51,9 @@ def _command_first(words: Sequence[str]) -> list[str]:
     return rest if found is None else [found, *rest]
 
 
-def _packing(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import packing
-
-    return packing.main(options)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
+    parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as naming the table alone")
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     output.add_argument(
@@ -129,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--rounds", type=_positive, default=10, help="steps of each way (default: 10)")
     packing.add_argument("--tokens", type=_positive, default=2048, help="of a row (default: 2048)")
     packing.set_defaults(module="packing")
+
+    moe = commands.add_parser("moe", parents=[output], help="a mixture of experts beside the dense model")
+    moe.add_argument("--steps", type=_positive, default=3000, help="optimizer steps of each model (default: 3000)")
+    moe.add_argument("--rounds", type=_positive, default=30, help="turns of each way to compute (default: 30)")
+    moe.set_defaults(module="moe")
 
     preprocess = commands.add_parser("preprocess", parents=[output], help="raw text to indexed data sets")
     preprocess.add_argument("--megabytes", type=_megabytes, default=100.0, help="of text (default: 100)")

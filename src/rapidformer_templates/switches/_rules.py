@@ -12,6 +12,10 @@ from rapidformer_templates.switches.optimizers import missing_package, not_in_th
 # The other is off when it is None, of a choice ``static``, of a size 1.
 ONLY_WITH = (
     ("moe_top_k", None, "num_experts", 8),
+    ("moe_ffn_hidden_size", None, "num_experts", 8),
+    ("moe_layer_interval", 1, "num_experts", 8),
+    ("moe_capacity_factor", None, "num_experts", 8),
+    ("expert_parallel", False, "num_experts", 8),
     ("weights_only", False, "load", "DIR"),
     ("resume", False, "save", "DIR"),
     ("tokens_per_batch", None, "data_iterator", "dynamic-shape"),
