@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if ``faults`` found a run of this library that was not the uninterrupted
-        one, or a solution of ``partitioning`` failed; 2 for a mistake in the command. A missed speed goal
-        is a result, not an error.
+        one, a solution of ``partitioning`` failed, or what the ``planner`` predicted does not hold; 2 for a
+        mistake in the command. A missed speed goal is a result, not an error.
     """
     options = _parser().parse_args(argv)
     try:
@@ -60,6 +60,12 @@ def _partitioning(options: argparse.Namespace) -> int:
     return partitioning.main(options)
 
 
+def _planner(options: argparse.Namespace) -> int:
+    from rapidformer_templates.bench import planner
+
+    return planner.main(options)
+
+
 def _padding(options: argparse.Namespace) -> int:
     from rapidformer_templates.bench import padding
 
@@ -86,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="DIR", help="write NAME.json and, if there is one, NAME.png here"
     )
     commands = parser.add_subparsers(
-        required=True, metavar="overhead|peers|faults|saving|partitioning|preprocess|reading|padding"
+        required=True, metavar="overhead|peers|faults|saving|partitioning|planner|preprocess|reading|padding"
     )
 
     overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
@@ -126,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     reading.set_defaults(run=_reading)
 
     _add_partitioning(commands.add_parser("partitioning", parents=[output], help="speed and memory of each solution"))
+
+    planner = commands.add_parser("planner", parents=[output], help="memory that a plan predicts, beside real steps")
+    planner.add_argument("--workers", type=_positive, default=4, help="most worker processes (default: 4)")
+    planner.set_defaults(run=_planner)
 
     padding = commands.add_parser("padding", parents=[output], help="useful tokens/s of each way to batch")
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")

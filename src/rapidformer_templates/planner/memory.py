@@ -74,6 +74,19 @@ def predict(model: ModelShapes, layout: Layout, precision: str = "fp32", *, exac
     return _worst(model, layout, held, model.trace(variant, exact=exact), 2 if narrow else FP32)
 
 
+def held_by_worker(model: ModelShapes, layout: Layout, precision: str = "fp32") -> list[Held]:
+    """The states of every worker, by rank: tensor-parallel peers lie closest, then replicas, then stages."""
+    if layout.tensor * layout.pipeline == 1:
+        width = 2 if variant_of(layout, precision).narrow_parameters and layout.partitioning != "fsdp" else FP32
+        return held_by_rank(list(model.parameters.values()), layout, width)
+    return [
+        Stage(model, layout, stage).held(replica)
+        for stage in range(layout.pipeline)
+        for replica in range(layout.data)
+        for _ in range(layout.tensor)
+    ]
+
+
 def states_alone(model: ModelShapes, layout: Layout, precision: str) -> Memory:
     """The states of the worker that holds most, without anything beside them: a lower bound that costs nothing."""
     if layout.tensor * layout.pipeline > 1:
