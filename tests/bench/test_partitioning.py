@@ -14,9 +14,8 @@ from rapidformer_templates.bench.cli import main
 from rapidformer_templates.bench.partitioning import Report, facts_of
 from rapidformer_templates.bench.partitioning_runs import Run
 from rapidformer_templates.bench.partitioning_show import deviation
-from rapidformer_templates.bench.partitioning_solutions import (
-    SCALES,
-    SOLUTIONS,
+from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS
+from rapidformer_templates.planner.states import (
     Facts,
     Held,
     cut_each,

@@ -162,7 +162,7 @@ def _run(rows: Sequence[Row], world: int) -> list[list[dict[str, Any]]]:
         module = "rapidformer_templates.bench.planner_worker"
         command = [sys.executable, "-m", module, json.dumps(cases), folder]
         if world == 1:
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         else:
             launch.run_workers(command, world)
         files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(rows))]
