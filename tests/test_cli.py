@@ -132,3 +132,17 @@ def test_module_is_the_command() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error[RF018]")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--task causal_lm --mask-prob 0.2", "the task causal_lm has no use for --mask-prob"),
+        ("--task causal_lm --split 9,1", "the task causal_lm has no use for --split"),
+    ],
+)
+def test_a_plan_refuses_what_the_task_has_no_use_for(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(["plan", *words.split()]) == 2
+    assert message in capsys.readouterr().err

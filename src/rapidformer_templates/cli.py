@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates import environment
 from rapidformer_templates.config import RunConfig, build_parser, parse
+from rapidformer_templates.data.task_flags import check_data_flags, check_task_flags
 from rapidformer_templates.deepspeed_file import adopt
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
@@ -135,6 +136,9 @@ def _plan(words: list[str]) -> int:
             raise
         print(json.dumps({"ok": False, "errors": [found.to_json() for found in refused.diagnostics]}, indent=2))
         return refused.exit_status
+    if config.training.task and not config.launch.user_script:
+        check_task_flags(config)
+        check_data_flags(config)
     if asked.json:
         print(json.dumps({"ok": True, "plan": plan.to_json()}, indent=2))
     else:

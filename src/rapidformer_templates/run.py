@@ -16,7 +16,7 @@ from rapidformer_templates.checkpoint import Reader, folder_of
 from rapidformer_templates.configure import chosen_layout, resolve_plan
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import Order, Request
-from rapidformer_templates.data.tasks import check_data_flags
+from rapidformer_templates.data.task_flags import check_data_flags
 from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.building import Building
@@ -28,6 +28,7 @@ from rapidformer_templates.layout import find_layout
 from rapidformer_templates.loop import Intervals, Loop, Position
 from rapidformer_templates.meter import Meter
 from rapidformer_templates.ordering import build_order
+from rapidformer_templates.profile import WARMUP, Profile
 from rapidformer_templates.progress import Progress
 from rapidformer_templates.random_state import seed_all
 from rapidformer_templates.receipts import Receipts
@@ -62,6 +63,10 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
     training = template.config.training
     if training.resume and folder is None:
         raise ConfigError("--resume needs --save, the run folder to go on in", where=template.config.origin("resume"))
+    if training.profile and folder is None:
+        raise ConfigError(
+            "--profile needs --save, the run folder that it writes to", where=template.config.origin("profile")
+        )
     if folder:
         folder.check(resume=training.resume, overwrite=training.overwrite)
     if template.reads_task_data:
@@ -206,7 +211,26 @@ def _build_loop(
         saver=AsyncSaver(folder.checkpoints, workers, training.keep_checkpoints)
         if folder and training.async_save
         else None,
+        profile=_profile(template, folder, total - position.step, workers),
     )
+
+
+def _profile(template: Trainer, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:
+    """The recorder of the main worker, if it is asked for; a complete run that is resumed has no step to record.
+
+    Raises:
+        ConfigError: the run is too short.
+    """
+    asked = template.config.training.profile
+    if not asked or not steps_left or folder is None:
+        return None
+    if steps_left < WARMUP + asked:
+        raise ConfigError(
+            f"--profile {asked} needs {WARMUP + asked} steps, this run has {steps_left}",
+            where=template.config.origin("profile"),
+            hint=f"the first {WARMUP} are a warm-up; train for more steps, or record fewer",
+        )
+    return Profile(folder.profile, asked, workers.device) if workers.is_main else None
 
 
 def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str, Any]:

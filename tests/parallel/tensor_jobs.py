@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,11 @@ from transformers import (
 
 from rapidformer_templates.engines.building import Building
 from rapidformer_templates.engines.transforms import checkpoint_activations
-from rapidformer_templates.layout import find_layout
+from rapidformer_templates.layout import ModelLayout, find_layout
 from rapidformer_templates.parallel import tensor_parallel
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.workers import Workers
+from tests.worker_group import alone
 
 VOCABULARY = 51  # three for each of 17: two and four workers get unequal shares
 HIDDEN, HEADS, LAYERS, WIDTH, POSITIONS = 32, 4, 2, 64, 32
@@ -105,6 +107,30 @@ def _mixtral(dropout: float, tied: bool) -> nn.Module:
     return MixtralForCausalLM(config)
 
 
+class _OwnBlock(nn.Module):
+    """A residual block as users write it: what is whole stands beside what is divided."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(HIDDEN), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.dropout(self.up(self.norm(x)).relu()))
+
+
+class _Own(nn.Module):
+    tensor_plan: ClassVar = {"layers.*.norm": "replicate", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.Sequential(*(_OwnBlock(dropout) for _ in range(LAYERS)))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=self.head(self.layers(self.embedding(input_ids))))
+
+
 MODELS: dict[str, Callable[[float, bool], nn.Module]] = {
     "llama": _llama,
     "gpt_neox": _gpt_neox,
@@ -114,6 +140,9 @@ MODELS: dict[str, Callable[[float, bool], nn.Module]] = {
     "t5": _t5,
     "mixtral": _mixtral,
 }
+"""Of transformers."""
+
+OWN = {"own": lambda dropout, tied: _Own(dropout)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +168,7 @@ class Case:
 def build(case: Case, workers: Workers | None = None) -> nn.Module:
     """The model of a case, divided over ``workers``."""
     torch.manual_seed(3)
-    model = MODELS[case.model](case.dropout, case.tied)
+    model = (MODELS | OWN)[case.model](case.dropout, case.tied)
     for name, parameter in model.named_parameters():  # biases and norms that matter
         if parameter.ndim == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
@@ -149,14 +178,14 @@ def build(case: Case, workers: Workers | None = None) -> nn.Module:
     layout = find_layout(model)
     if workers is not None:
         switches = ("tensor-parallel", *(("sequence-parallel",) if case.sequence else ()))
-        model = tensor_parallel.apply(model, Building(layout, None, Plan("Trainer", switches), workers))
+        model = tensor_parallel.apply(model, _building(layout, workers, *switches))
     if case.checkpointed:
-        checkpoint_activations(model, Building(layout, None, Plan("Trainer"), workers or alone()))
+        checkpoint_activations(model, _building(layout, workers or alone()))
     return model
 
 
-def alone() -> Workers:
-    return Workers(0, 0, 1, torch.device("cpu"))
+def _building(layout: ModelLayout, workers: Workers, *switches: str) -> Building:
+    return Building(layout, None, Plan("Trainer", switches), workers, try_loss=lambda model: None)
 
 
 def divided(workers: Workers, tensor: int) -> Workers:

@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rapidformer_templates import Data, Trainer
-from rapidformer_templates.bench.partitioning_worker import resident_mb
+from rapidformer_templates.bench.worker import resident_mb
 from rapidformer_templates.planner.live import LiveStorages
 from rapidformer_templates.workers import join
 

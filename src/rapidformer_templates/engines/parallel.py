@@ -53,6 +53,8 @@ class ParallelEngine(SingleEngine):
         self._counted = self._counted_once()
         self.optimizer = self._build_optimizer(optimizer, named, differing)
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        if self.loss_scale is not None:
+            self.loss_scale.to(self.workers.device)
 
     def _counted_once(self) -> list[nn.Parameter]:
         """The units that this worker adds to the global norm, so that over all workers each value is added once."""
@@ -70,14 +72,17 @@ class ParallelEngine(SingleEngine):
         return found
 
     def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """A process group for each set of stages that hold copies of a parameter; the same order on all of them."""
+        """A process group for each set of stages that hold copies of a parameter.
+
+        Every worker opens those of all, in one order: torch numbers groups where they are opened.
+        """
         workers, groups = self.workers, {}
-        here = {stages for stages in placement_of(self.model).stages.values() if workers.pipeline_rank in stages}
-        for stages in sorted(here):
-            ranks = [
-                (stage * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank for stage in stages
-            ]
-            groups[stages] = dist.new_group(ranks, use_local_synchronization=True)
+        line = workers.data * workers.tensor
+        for stages in sorted(set(placement_of(self.model).stages.values())):
+            for first in range(line):
+                group = dist.new_group([stage * line + first for stage in stages])
+                if first == workers.rank % line and workers.pipeline_rank in stages:
+                    groups[stages] = group
         return groups
 
     def _agree_on_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
@@ -95,37 +100,38 @@ class ParallelEngine(SingleEngine):
 
     def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Leave the gradient of this worker's samples (times the loss scale) in the model; return the global mean."""
-        scale = self.loss_scale.scale if self.loss_scale else 1.0
-        total = self._forward_backward(microbatches, scale / targets).to(torch.float64)
+        total = self._forward_backward(microbatches, 1.0 / targets)
         if not self.workers.speaks:  # the workers of a replica have one and the same loss
             total = torch.zeros_like(total)
-        return self.workers.sum_tensor(total) / scale
+        return self.workers.sum_tensor(total)
 
     def _forward_backward(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        """The sum of the weighted losses of this worker's micro batches, after their backward passes."""
+        """The sum of the weighted losses of this worker's micro batches (fp64), after their backward passes."""
         total = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         for microbatch in microbatches:
             batch = to_device(microbatch.batch, self.workers.device)
             with self._precision():
                 loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight)
             self._shards.begin_backward()
-            loss.backward()
+            self._scaled(loss).backward()
             self._shards.end_backward()
             total += loss.detach()
             self.micro_steps += 1
         return total
 
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that a backward begins with."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
     def _grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradient of the loss; leaves it, summed and without the loss scale, in the units."""
+        """Global norm of the gradient of the loss, before its loss scale; leaves the summed gradient in the units."""
         self._shards.reduce()
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self.loss_scale is not None and gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
         counted = [values.grad for values in self._counted if values.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         if counted:
             square = torch.stack(torch._foreach_norm(counted)).to(torch.float64).square().sum()
-        return self.workers.sum_tensor(square).sqrt()
+        norm = self.workers.sum_tensor(square).sqrt()
+        return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _update(self) -> None:
         super()._update()

@@ -135,7 +135,9 @@ class _Step:
         if stage != engine.last_stage:
             gradient = self._coming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
         engine._shards.begin_backward(part)
-        if output.requires_grad:  # not where all that came before is frozen
+        if stage == engine.last_stage:
+            engine._scaled(output).backward()
+        elif output.requires_grad:  # not where all that came before is frozen
             output.backward(gradient)
         engine._shards.end_backward()
         if stage:

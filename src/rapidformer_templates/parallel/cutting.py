@@ -62,11 +62,13 @@ class _Cut:
     def _places(self) -> dict[str, frozenset[int]]:
         everywhere = frozenset(range(self.pipeline))
         ends = {BEFORE: frozenset({0}), AFTER: frozenset({self.pipeline - 1}), WITHIN: everywhere}
+        own_of = {name: self._own(name) for name in self.flow.called}
+        after = set().union(*(own_of[name] for name, phases in self.flow.called.items() if AFTER in phases))
         places: dict[str, frozenset[int]] = {}
         for name, phases in self.flow.called.items():
             place: frozenset[int] = frozenset().union(*(ends[phase] for phase in phases))
-            own = {id(p) for p in self.model.get_submodule(name).parameters(recurse=False)}
-            if own & self.flow.beyond:
+            own = own_of[name]
+            if own & self.flow.beyond - after:  # a tied head's matrix reaches the loss through the head
                 place |= ends[AFTER]
             if own & self.flow.beside or (BEFORE in phases and self.flow.absent[name].kind is None):
                 place = everywhere
@@ -82,6 +84,9 @@ class _Cut:
                 if outer in places:
                     places[outer] |= places[name]
         return places
+
+    def _own(self, name: str) -> set[int]:
+        return {id(p) for p in self.model.get_submodule(name).parameters(recurse=False)}
 
     def _block_of(self, name: str) -> str | None:
         return next((outer for outer in (*_ancestors(name), name) if outer in self.blocks), None)

@@ -50,6 +50,15 @@ class Streams:
         self._shared = (torch.get_rng_state(), torch.cuda.get_rng_state() if _uses_cuda() else None)
         torch.manual_seed(seed + self.rank)
 
+    @property
+    def apart(self) -> bool:
+        """Whether this worker goes on with a stream of its own."""
+        return self._shared is not None
+
+    def forget(self) -> None:
+        """Take the generators as they are for the shared stream, whatever a computation that was cut short has left."""
+        self._shared = None
+
     def rejoin(self) -> None:
         """Go back to the shared stream, where :meth:`diverge` left it."""
         if self._shared is None:

@@ -124,6 +124,33 @@ class Region:
         return self.forward(**kwargs)
 
 
+class EnteringColumn:
+    """A column-parallel layer of a module of which nothing is known: a region begins at the layer itself."""
+
+    def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.regions = regions
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.regions.streams.apart:
+            self.regions.streams.diverge()
+        return self.forward(enter(x, self.regions.peers))
+
+
+class AroundColumns:
+    """A module that contains such layers: it begins on the shared stream of random numbers."""
+
+    def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.regions = regions
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.regions.streams.forget()
+        return self.forward(*args, **kwargs)
+
+
 class Experts:
     """Experts of which each worker has a share of every one's features: inputs and weights are whole."""
 

@@ -16,12 +16,13 @@ from rapidformer_templates.engines.building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.parallel import tensor_plan, tensor_styles
 from rapidformer_templates.parallel.dropout import Streams, draws_random_numbers
-from rapidformer_templates.parallel.elsewhere import Elsewhere
 from rapidformer_templates.parallel.placement import placement_of
 from rapidformer_templates.parallel.sequence import OnWholeSequence, SequenceShards
 from rapidformer_templates.parallel.shards import cut
 from rapidformer_templates.parallel.tensor_collectives import Peers
 from rapidformer_templates.parallel.tensor_layers import (
+    AroundColumns,
+    EnteringColumn,
     Experts,
     GatheredColumn,
     OnLocalParameters,
@@ -82,6 +83,10 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     blocks = _lists_of(building, model)
     if shards is not None and not blocks:
         raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
+    if shards is not None and plan.given:
+        hint = "leave out --sequence-parallel"
+        message = "sequence parallelism needs a plan of the architecture, and the model brings a tensor_plan of its own"
+        raise ModelError(message, where="--sequence-parallel", hint=hint)
     partial = plan.partial | (_computed_on_shards(model, plan, blocks) if shards else frozenset())
     head = _install(model, plan, Regions(peers, streams, shards), partial)
     if shards is not None:
@@ -129,22 +134,25 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
             parts = [key for key in keys if f"{name}.{key}" in partial]
             module.forward = OnLocalParameters(module, module.forward, parts, regions.peers)
     head: VocabularyHead | None = None
-    # What another pipeline stage has is not divided here.
-    modules = {name: module for name, module in model.named_modules() if not isinstance(module, Elsewhere)}
+    modules = dict(model.named_modules())
     for name, style in plan.styles.items():
         if name in modules and style in LAYERS:
             module = modules[name]
             module.forward = layer = LAYERS[style](module, module.forward, regions)
             head = layer if isinstance(layer, VocabularyHead) else head
-        elif name in modules and isinstance(modules[name], Conv1D):
-            modules[name].nf //= regions.peers.size
+        elif name in modules and style in tensor_styles.COLUMN:
+            module = modules[name]
+            if isinstance(module, Conv1D):
+                module.nf //= regions.peers.size
+            if plan.given:
+                module.forward = EnteringColumn(module, module.forward, regions)
     for name in _regions_of(plan, modules):
         region = modules[name]
         _check_region(model, plan, name, region)
         for size in plan.local_sizes:
             if hasattr(region, size):
                 setattr(region, size, getattr(region, size) // regions.peers.size)
-        region.forward = Region(region, region.forward, regions)
+        region.forward = (AroundColumns if plan.given else Region)(region, region.forward, regions)
     if regions.shards is not None:
         for name in _run_whole(plan):
             modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
@@ -177,11 +185,24 @@ def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Modu
 
 
 def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequence[nn.Module]]) -> frozenset[str]:
-    """Names of whole parameters that see a stretch of the sequence: those of the blocks, but for what runs whole."""
+    """Names of whole parameters that see a stretch of the sequence: those of the blocks, but for what runs whole.
+
+    Raises:
+        ModelError: there is a matrix among them. What is not divided in a block must take each token by itself, as
+            norms and biases do; attention without a plan would not.
+    """
     whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
-    named = model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, p in named if id(p) in inside and name not in plan.cuts)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = {name for name, p in named.items() if id(p) in inside and name not in plan.cuts}
+    matrices = sorted(name for name in found if named[name].ndim > 1)
+    if matrices:
+        raise ModelError(
+            f"the tensor plan leaves {', '.join(matrices[:3])} whole, which may need the whole sequence",
+            where="--sequence-parallel",
+            hint="leave out --sequence-parallel for this model",
+        )
+    return frozenset(found)
 
 
 def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers) -> None:

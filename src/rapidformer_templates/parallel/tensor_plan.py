@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.parallel.elsewhere import Elsewhere
 from rapidformer_templates.parallel.tensor_styles import (
     COLUMN,
     EMBEDDING,
@@ -58,12 +59,14 @@ class TensorPlan:
         cuts: by parameter name, every name of a tied parameter among them; whole parameters are not named.
         partial: names of whole parameters of which each worker computes a part of the gradient.
         local_sizes: attributes of regions that are to be divided.
+        given: it is the model's own ``tensor_plan``, which promises nothing of what stands beside divided layers.
     """
 
     styles: Mapping[str, str]
     cuts: Mapping[str, Cut]
     partial: frozenset[str]
     local_sizes: tuple[str, ...] = ()
+    given: bool = False
 
     def parents(self, styles: frozenset[str]) -> list[str]:
         """Names of the modules that contain one with such a style."""
@@ -102,6 +105,7 @@ def plan_of(model: nn.Module) -> TensorPlan:
         {name: cuts[id(p)] for name, p in named if id(p) in cuts},
         frozenset(name for name, p in named if id(p) in partial),
         LOCAL_SIZES.get(_type_of(model), ()),
+        given=bool(getattr(model, "tensor_plan", None)),
     )
 
 
@@ -147,13 +151,14 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             hint=f"known are {', '.join(sorted(KNOWN))}",
         )
     expressions = [(re.compile(_expression(pattern)), style) for pattern, style in patterns.items()]
-    names = {name for name, _ in model.named_modules()} | {
+    # What another pipeline stage has is not divided here.
+    names = {name for name, module in model.named_modules() if not isinstance(module, Elsewhere)} | {
         name for name, _ in model.named_parameters(remove_duplicate=False)
     }
     styles: dict[str, str] = {}
     for name in sorted(names):
-        style = next((style for expression, style in expressions if expression.fullmatch(name)), REPLICATED)
-        if style != REPLICATED:
+        style = next((style for expression, style in expressions if expression.fullmatch(name)), None)
+        if style is not None:
             styles[name] = style
     if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
         raise _no_plan(model)
@@ -209,6 +214,8 @@ def _asked(question: Any) -> nn.Module | None:
 
 def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Cut | None]]:
     """The parameters that a styled name stands for, each with its cut; None is whole."""
+    if style == REPLICATED:
+        return
     owner, _, key = name.rpartition(".")
     parameter = _submodule(model, owner)._parameters.get(key)
     if parameter is not None:

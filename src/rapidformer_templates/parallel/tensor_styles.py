@@ -19,6 +19,7 @@ PARTIAL = "replicated_with_grad_allreduce"
 """Whole parameters inside a region: each worker has a part of their gradient."""
 EXPERTS = "moe_tp_experts"
 REPLICATED = "replicate"
+"""Whole parameters beside divided layers, with whole gradients: what comes before the columns or after the rows."""
 
 PARTS = {"fused_qkv": 3, "packed_colwise": 2}
 """How many equal matrices lie side by side in one; each is divided by itself."""

@@ -100,7 +100,7 @@ SWITCH = Switch(
     rules=(
         *LAYOUT_RULES,
         Rule(
-            "RF065",
+            "RF075",
             "--pipeline-stages names each stage's blocks, and all blocks.",
             "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
             "[rapidformer_templates]",
@@ -108,7 +108,7 @@ SWITCH = Switch(
             Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
         ),
         Rule(
-            "RF066",
+            "RF076",
             "Interleaved stages have at least one block each.",
             "a stage without a block would only pass hidden states on",
             "[M]",
@@ -116,7 +116,7 @@ SWITCH = Switch(
             Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
         ),
         Rule(
-            "RF067",
+            "RF077",
             "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
             "every block of a decoder needs what the encoder puts out, and stages send one hidden state to the next",
             "[rapidformer_templates]",
@@ -124,7 +124,7 @@ SWITCH = Switch(
             Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
         ),
         Rule(
-            "RF068",
+            "RF078",
             "No switch that captures the model's graph together with a pipeline.",
             "the forward of a stage ends in the middle of the model, which a captured graph has no way to do",
             "[torch, onnxruntime]",

@@ -1,13 +1,15 @@
-"""The peers of ``bench partitioning``: the loops of their own documentation, with everything else as in ours."""
+"""The peers of the tables: the loops of their own documentation, with everything else as in ours."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from rapidformer_templates.bench.partitioning_worker import (
+from rapidformer_templates.bench.tables import HAND_WRITTEN, HF_TRAINER
+from rapidformer_templates.bench.worker import (
     CLIP,
     LR,
     SEED,
@@ -51,9 +53,7 @@ def accelerate_zero(job: Job, line: Line, stage: int) -> None:
 
     if job.device == "cpu":
         leave_out_shm_comm()  # half a minute of compiling for what training does not use, here as in ours
-    plugin = DeepSpeedPlugin(
-        zero_stage=stage, gradient_accumulation_steps=job.sizes.accumulation, gradient_clipping=CLIP
-    )
+    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=job.accumulation, gradient_clipping=CLIP)
     options = _options(job)
     if job.device == "cpu":
         # With cpu=True it would leave DeepSpeed out, and without a backend the other workers.
@@ -65,7 +65,7 @@ def _options(job: Job) -> dict[str, Any]:
     return {
         "cpu": job.device == "cpu",
         "mixed_precision": "no" if job.precision == "fp32" else job.precision,
-        "gradient_accumulation_steps": job.sizes.accumulation,
+        "gradient_accumulation_steps": job.accumulation,
     }
 
 
@@ -94,7 +94,7 @@ def _accelerate(job: Job, line: Line, accelerator: Any) -> None:
         if accelerator.sync_gradients:
             line.step_ends()
             last, loss = loss, torch.zeros_like(loss)
-    line.end(float(accelerator.reduce(last, "mean")) / job.sizes.accumulation, None)
+    line.end(float(accelerator.reduce(last, "mean")) / job.accumulation, None)
     accelerator.end_training()
 
 
@@ -138,11 +138,105 @@ def torch_fully_shard(job: Job, line: Line) -> None:
         line.end(float(loss) / workers.world, None)
 
 
+def plain_pytorch(job: Job, line: Line, *, compiled: bool = False) -> None:
+    """A loop written by hand for one device, with everything that torch's tuning guide says.
+
+    Raises:
+        Absent: in fp16, for which it has no loss scale; or for several workers.
+    """
+    import torch
+
+    if job.precision == "fp16" or job.workers > 1:
+        raise Absent("the hand-written loop is for one worker, and has no loss scale for fp16")
+    torch.manual_seed(SEED)
+    line.model_comes()
+    model = build_model(job.sizes).to(job.device).train()
+    optimizer = _adamw(model)
+    forward = torch.compile(model) if compiled else model
+    line.training_starts()
+    narrow = torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.precision == "bf16")
+    for parts in _steps(job, 0):
+        loss = torch.zeros((), device=job.device)
+        for batch in parts:
+            moved = {name: tensor.to(job.device, non_blocking=True) for name, tensor in batch.items()}
+            with narrow:
+                part = forward(**moved).loss / len(parts)
+            part.backward()
+            loss += part.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        line.step_ends()
+    line.end(float(loss), None)
+
+
+def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> None:
+    """transformers' Trainer with its best switches: the narrow type, a fused optimizer, loaders ahead.
+
+    Raises:
+        Absent: for several workers.
+    """
+    import tempfile
+
+    import torch
+    import transformers
+
+    if job.workers > 1:
+        raise Absent("compared on one worker only")
+
+    class Watch(transformers.TrainerCallback):
+        def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
+            line.training_starts()
+
+        def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
+            line.step_ends()
+
+    class InOurOrder(transformers.Trainer):
+        losses: list[Any]
+
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(_loader(job, 0))
+
+        def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+            part = super().training_step(*arguments, **keywords)
+            self.losses = [*self.losses, part][-job.accumulation :]
+            return part
+
+    torch.manual_seed(SEED)
+    line.model_comes()
+    model = build_model(job.sizes)
+    with tempfile.TemporaryDirectory(prefix="rapidformer-bench-") as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=job.sizes.micro_batch,
+            gradient_accumulation_steps=job.accumulation,
+            max_steps=job.total_steps,
+            max_grad_norm=CLIP,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            use_cpu=job.device == "cpu",
+            bf16=job.precision == "bf16",
+            fp16=job.precision == "fp16",
+            torch_compile=compiled,
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+        )
+        optimizers: Any = (_adamw(model.to(job.device)), None)
+        watch: Any = [Watch()]
+        data: Any = RandomTokens(job)
+        trainer = InOurOrder(model, arguments, train_dataset=data, optimizers=optimizers, callbacks=watch)
+        trainer.losses = []
+        trainer.train()
+        line.end(float(sum(trainer.losses)), None)
+
+
 def _steps(job: Job, rank: int) -> Iterator[list[dict[str, Any]]]:
     """The micro batches of one rank, step by step."""
-    batches = list(_loader(job, rank))
-    for first in range(0, len(batches), job.sizes.accumulation):
-        yield batches[first : first + job.sizes.accumulation]
+    batches = iter(_loader(job, rank))
+    while parts := list(islice(batches, job.accumulation)):
+        yield parts
 
 
 def _adamw(model: Any) -> Any:
@@ -164,9 +258,11 @@ def _loader(job: Job, rank: int | None = None) -> Any:
 
     tokens = RandomTokens(job)
     order = SampleOrder(len(tokens), job.global_batch, SEED, by_epochs=False)
-    samples = [sample for step in range(job.steps) for sample in order.step(step)[0].tolist()]
+    samples = [sample for step in range(job.total_steps) for sample in order.step(step)[0].tolist()]
     mine = samples if rank is None else samples[rank :: job.workers]
-    return DataLoader(Subset(tokens, mine), batch_size=1)  # type: ignore[arg-type]
+    # On a GPU two processes draw the samples, as in ours, into page-locked memory.
+    on_gpu: dict[str, Any] = {"num_workers": 2, "pin_memory": True} if job.device == "cuda" else {}
+    return DataLoader(Subset(tokens, mine), batch_size=job.sizes.micro_batch, **on_gpu)  # type: ignore[arg-type]
 
 
 PEERS: dict[str, Callable[[Job, Line], None]] = {
@@ -176,4 +272,9 @@ PEERS: dict[str, Callable[[Job, Line], None]] = {
     "accelerate ZeRO-1": partial(accelerate_zero, stage=1),
     "accelerate ZeRO-2": partial(accelerate_zero, stage=2),
     "accelerate ZeRO-3": partial(accelerate_zero, stage=3),
+    HAND_WRITTEN: plain_pytorch,
+    f"{HAND_WRITTEN}, compiled": partial(plain_pytorch, compiled=True),
+    HF_TRAINER: transformers_trainer,
+    f"{HF_TRAINER}, mixed": transformers_trainer,
+    f"{HF_TRAINER}, compiled": partial(transformers_trainer, compiled=True),
 }

@@ -1,4 +1,4 @@
-"""Runs of ``bench partitioning``: workers in processes of their own that step only when it is their turn."""
+"""Runs of a table: workers in processes of their own that step only when it is their turn."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from rapidformer_templates.bench import partitioning_job
-from rapidformer_templates.bench.partitioning_worker import Job
+from rapidformer_templates.bench import job as job_module
+from rapidformer_templates.bench.worker import Job
 
 WARMUP = 2
-"""First steps that do not count: allocations, receipts, buckets that are built anew."""
+"""First turns that do not count: allocations, receipts, buckets that are built anew."""
 
 SILENCE_SECONDS = 600.0
 """Workers that say nothing for so long hang, and are ended."""
@@ -31,13 +31,15 @@ class Run:
     """What one run measured.
 
     Attributes:
-        seconds: of each step after the warm-up, the slowest worker's.
+        seconds: of a step, in each turn after the warm-up, the slowest worker's.
+        peaks: FLOP/s of a large matrix product around each of these turns; none if nobody measured it.
         figures: by rank: loss of the last step, ``peak_mb``, ``before_mb`` (without a model),
             ``setup_mb`` (until the first step), ``held`` (ours).
     """
 
     seconds: list[float] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
 
     @property
     def peak_mb(self) -> float:
@@ -62,11 +64,11 @@ class Contender:
         self._door.listen(job.workers)
         self._door.settimeout(POLL_SECONDS)
         self._process = subprocess.Popen(
-            partitioning_job.command(job), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
+            job_module.command(job), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )
 
     def step(self) -> float:
-        """Let it make a step; seconds of the slowest worker.
+        """Let it make a turn of steps; seconds a step of the slowest worker.
 
         Raises:
             CannotRun: it has failed, or hangs.
@@ -145,11 +147,14 @@ class Contender:
         self._log.close()
 
 
-def run_together(jobs: Sequence[Job], repeat: int) -> tuple[dict[str, Run], dict[str, str]]:
+def run_together(
+    jobs: Sequence[Job], repeat: int, peak: Callable[[], float] | None = None
+) -> tuple[dict[str, Run], dict[str, str]]:
     """Let runs step in turns, so that a busy moment of the machine hits all of them.
 
     Args:
         repeat: decides who begins.
+        peak: measures what the machine can do now, FLOP/s; called before and after each turn.
 
     Returns:
         The runs, and why those that are not among them could not run; by :func:`name_of`.
@@ -157,10 +162,11 @@ def run_together(jobs: Sequence[Job], repeat: int) -> tuple[dict[str, Run], dict
     runs, reasons = {name_of(job): Run() for job in jobs}, dict[str, str]()
     with ExitStack() as stack:
         contenders = {name_of(job): stack.enter_context(closing(Contender(job))) for job in jobs}
-        for step in range(jobs[0].steps):
+        for step in range(jobs[0].turns):
             # All have their warm-up before the first step that counts; then they begin in turns.
             names = list(contenders)
             for name in names if (step + repeat) % 2 else reversed(names):
+                before = peak() if peak and step >= WARMUP else 0.0
                 try:
                     seconds = contenders[name].step()
                 except CannotRun as error:
@@ -169,6 +175,8 @@ def run_together(jobs: Sequence[Job], repeat: int) -> tuple[dict[str, Run], dict
                     continue
                 if step >= WARMUP:
                     runs[name].seconds.append(seconds)
+                    if peak:
+                        runs[name].peaks.append((before + peak()) / 2)
         for name in list(contenders):
             try:
                 runs[name].figures = contenders[name].end()

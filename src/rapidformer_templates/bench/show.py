@@ -1,4 +1,4 @@
-"""Tables, notes and picture of ``bench partitioning``."""
+"""Tables, notes and picture of a measured table."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from rapidformer_templates.bench.output import spread
-from rapidformer_templates.bench.partitioning_solutions import SCALES, SOLUTIONS
 from rapidformer_templates.planner.states import Held
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from rapidformer_templates.bench.partitioning import Report
+    from rapidformer_templates.bench.report import Report
 
 GOAL = 1.0
 """Our samples a second over a peer's."""
@@ -53,27 +52,29 @@ def _table(title: str, first: str, *headings: str) -> Table:
 
 
 def _solutions(report: Report) -> Table:
-    scale = SCALES[report.scale]
+    scale = report.of.scales[report.scale]
+    shape = f"{scale.layers} layers, hidden {scale.hidden}, {report.count:,} parameters, {scale.length} tokens"
+    batches = f"micro batch {scale.micro_batch}, global batch {report.global_batch}"
     made = _table(
-        f"GPT, {scale.layers} layers, hidden {scale.hidden}, {report.count:,} parameters, {scale.length} tokens, "
-        f"micro batch 1, global batch {report.global_batch}, {report.workers} × {report.device}",
+        f"{scale.kind.upper()}, {shape}, {batches}, {report.workers} × {report.device}",
         "solution",
         "samples/s",
         "peak MB a worker",
         "until 1st step",
         "without model",
+        "utilisation",
         "published",
         "peak MB",
     )
-    for name, solution in SOLUTIONS.items():
+    for name, solution in report.of.solutions.items():
         published = solution.published
         reference = (published, "") if isinstance(published, str) else (f"{published[0]:.2f}", f"{published[1]:,}")
         if name in report.runs:
             made.add_row(name, *_figures(report, name), *reference)
         elif name in report.absent:
-            made.add_row(name, "N/A", "", "", "", *reference)
+            made.add_row(name, "N/A", "", "", "", "", *reference)
     for name in report.runs:
-        if name not in SOLUTIONS:
+        if name not in report.of.solutions:
             made.add_row(name, *_figures(report, name), "", "")
     return made
 
@@ -85,6 +86,7 @@ def _figures(report: Report, name: str) -> tuple[str, ...]:
         f"{report.peak_mb(name):,.0f}",
         f"{report.memory_mb(name, 'setup_mb'):,.0f}",
         f"{report.memory_mb(name, 'before_mb'):,.0f}",
+        "" if (share := report.utilisation(name)) is None else f"{share:.3f}",
     )
 
 
@@ -98,7 +100,7 @@ def _bytes(report: Report) -> Table:
         "deviation",
         "bucket MB",
     )
-    for name in SOLUTIONS:
+    for name in report.expected:
         if name in report.runs:
             held, expected = report.held(name), report.expected[name]
             made.add_row(
@@ -143,7 +145,7 @@ def _compared(report: Report) -> list[tuple[str, str]]:
     """(solution, peer) of all that ran."""
     return [
         (name, peer)
-        for name, solution in SOLUTIONS.items()
+        for name, solution in report.of.solutions.items()
         for peer in solution.peers
         if name in report.runs and peer in report.runs
     ]
@@ -156,16 +158,21 @@ def notes(report: Report) -> list[str]:
         ratio = statistics.mean(report.ratios(name, peer))
         reached = "reached" if ratio >= GOAL else "missed"
         lines.append(f"{name}: {ratio:.2f} × {peer}; goal {GOAL:.1f} ×: {reached}")
+    for name, goal in ((name, report.of.utilisation.get(report.device)) for name in report.of.solutions):
+        share = report.utilisation(name) if name in report.runs else None
+        if goal and share is not None:
+            reached = "reached" if share >= goal else "missed"
+            lines.append(f"{name}: utilisation {share:.3f}; goal {goal:.2f}: {reached}")
     lines += [f"{name} did not run: {_in_short(why)}" for name, why in report.absent.items()]
     for name, why in WHY_DIFFERENT.items():
-        if name in report.runs:
+        if name in report.runs and name in report.expected:
             lines.append(f"{name}: {why}")
     for name in report.runs:
-        if name in SOLUTIONS and (far := deviation(report.held(name), report.expected[name])) > ALLOWED:
+        if name in report.expected and (far := deviation(report.held(name), report.expected[name])) > ALLOWED:
             lines.append(f"{name}: holds {far:.1%} more or less than its formula says")
     if report.device == "cpu":
         lines.append("peak MB is resident memory, the interpreter and its libraries included ('without model')")
-    return lines
+    return [*lines, *report.of.notes]
 
 
 def _in_short(why: str) -> str:
@@ -178,8 +185,8 @@ def draw(axes: Axes, report: Report) -> None:
     """Two panels: speed, and memory as it was before the model and on top of that."""
     figure: Any = axes.figure
     axes.remove()
-    ours = [name for name in SOLUTIONS if name in report.runs]
-    names = ours + [name for name in report.runs if name not in SOLUTIONS]
+    ours = [name for name in report.of.solutions if name in report.runs]
+    names = ours + [name for name in report.runs if name not in ours]
     figure.set_size_inches(11, 1.2 + 0.32 * len(names))
     left, right = figure.subplots(1, 2, sharey=True)
     colours = ["tab:orange" if name in ours else "tab:blue" for name in names]
