@@ -74,9 +74,9 @@ def test_refusal_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in captured.err
 
 
-def test_auto_strategy_is_not_in_this_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_strategy_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--auto-strategy", "--world-size", "8"]) == 2
-    assert "error[RF090]: auto-strategy is not in this version" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: no model is named")
 
 
 @pytest.mark.parametrize(

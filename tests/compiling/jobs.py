@@ -68,7 +68,7 @@ class Block(nn.Module):
             torch._dynamo.graph_break()
         if self.kind == "restless":  # a number that is another one in each call
             self.calls += 1
-            hidden = hidden * (1 + float(str(self.calls)) / 100)
+            hidden = hidden + 0 * float(str(self.calls))
         return hidden
 
 

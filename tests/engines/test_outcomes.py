@@ -115,19 +115,18 @@ def test_unread_steps_are_those_that_are_read(flags: list[str], monkeypatch: pyt
 @pytest.mark.usefixtures("ahead")
 def test_non_finite_loss_is_heard_of_late_and_has_touched_nothing(interval: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = [*FLAGS, "--epochs", "2", "--save", str(folder), "--log-interval", interval, "--save-interval", "3"]
+    flags = [*FLAGS, "--epochs", "2", "--save", str(folder), "--log-interval", interval]
+    flags += ["--save-interval", "3" if interval == "1" else "100"]
     job = Line(flags)
     job.poisoned = 7
     with pytest.raises(NonFiniteLoss) as caught:
         job.fit()
     step = int(caught.value.message.split()[1].rstrip(":"))
-    reference = Line(flags[:-6])
-    reference.fit()
     assert f"the weights are as after step {step - 1}" in caught.value.message
     assert "7" in caught.value.where.replace("[", " ").replace(",", " ").replace("]", " ").split()
     # It went on until the next step but one, or the next line or checkpoint.
     begun = len(job.weights)
-    assert step <= begun <= step + 1
+    assert begun == (step if interval == "1" else step + 1)
     for kept in job.weights[step - 1 :]:
         torch.testing.assert_close(kept, job.weights[step - 2])
     assert all(torch.isfinite(p).all() for p in job.model.parameters())

@@ -13,6 +13,9 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+import onnxruntime
+
+from rapidformer_templates.environment import installed_packages
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.layout import find_layout
 from rapidformer_templates.onnx_graphs import session
@@ -115,6 +118,18 @@ def test_what_cannot_run_is_named_and_refused(block: type[nn.Module], named: str
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match="no repeated blocks"):
         _capture(nn.Linear(3, 3))
+
+
+def test_a_build_without_the_provider_of_the_device_is_refused() -> None:
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this build has it")
+    with pytest.raises(ModelError, match="no CUDAExecutionProvider"):
+        session.check_provider(torch.device("cuda"))
+
+
+def test_the_package_for_cpus_is_told_from_that_for_gpus() -> None:
+    cpu_only = "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
+    assert installed_packages()["onnxruntime"].endswith("+cpu") is cpu_only
 
 
 def test_equal_blocks_share_graphs_which_read_and_write_the_tensors_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

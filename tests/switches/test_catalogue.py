@@ -45,6 +45,7 @@ FLAGS = [
 TUNING = [
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
+    "--max-global-batch-size",
     "--max-shapes",
     "--pipeline-stages",
     "--shape-multiple",

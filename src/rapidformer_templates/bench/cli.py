@@ -59,6 +59,7 @@ def _packing(options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
+    parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as naming the table alone")
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     output.add_argument(

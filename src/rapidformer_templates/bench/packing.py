@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates.attention.kernels import NAMES
 from rapidformer_templates.bench.output import progress, put_out
+from rapidformer_templates.bench.worker import peak_mb
 
 MASK, DOCUMENTS = "a mask of the row", "document by document"
 WAYS = {MASK: "sdpa", DOCUMENTS: NAMES["flash"]}  # attention functions of transformers
 ROWS = 2
 SEED = 0
-MEGABYTE = 2**20
 
 
 @dataclass
@@ -73,7 +71,7 @@ def step(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], way: str) -> f
     loss = model(**batch).loss
     loss.backward()
     model.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 def memory_of(way: str, tokens: int) -> float:
@@ -86,14 +84,9 @@ def _peak_of_a_step(way: str, tokens: int, threads: int) -> float:
     torch.set_num_threads(threads)
     model = make_model()
     step(model, make_batch(64), way)  # what is allocated once and for all
-    batch, before = make_batch(tokens), _peak()
+    batch, before = make_batch(tokens), peak_mb("cpu")
     step(model, batch, way)
-    return (_peak() - before) / MEGABYTE
-
-
-def _peak() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_mb("cpu") - before
 
 
 def measure_packing(rounds: int, tokens: int) -> list[Row]:

@@ -31,21 +31,27 @@ class CompileReport:
 
         Returns:
             ``graphs``: how many were compiled; ``seconds`` that took; ``graph_breaks`` and
-            ``recompilations``: how often each reason was met; ``limit``: most graphs of one piece of
-            code, and ``limit_reached``: how often it was asked for more, which then ran as it was.
+            ``recompilations``: how often each reason was met; ``not_compiled``: why code that was met
+            runs as it is, such as the ``limit`` of graphs of one piece of code.
         """
         records = [record for record in get_compilation_metrics() if id(record) not in self._earlier]
-        compiled_again = Counter(_short(r.recompile_reason) for r in records if r.recompile_reason)
-        breaks = Counter(counters["graph_break"]) - self._breaks
-        reached = {reason for reason in breaks if "recompile limit" in reason}
         return {
             **self._asked,
             "graphs": counters["stats"]["unique_graphs"] - self._graphs,
             "seconds": round(sum(record.duration_us or 0 for record in records) / 1e6, 3),
-            "graph_breaks": {_short(reason): count for reason, count in breaks.items() if reason not in reached},
-            "recompilations": dict(compiled_again),
-            "limit_reached": sum(breaks[reason] for reason in reached),
+            "graph_breaks": _counted(Counter(counters["graph_break"]) - self._breaks),
+            "recompilations": _counted(Counter(r.recompile_reason for r in records if not r.fail_reason)),
+            "not_compiled": _counted(Counter(r.fail_reason for r in records)),
         }
+
+
+def _counted(reasons: Counter[Any]) -> dict[str, int]:
+    """How often each reason was met, in a line; None is no reason."""
+    counts: Counter[str] = Counter()
+    for reason, count in reasons.items():
+        if reason:
+            counts[_short(reason)] += count
+    return dict(counts)
 
 
 def _short(reason: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import onnxruntime
 import torch
-from onnxruntime import OrtValue
+from onnxruntime import IOBinding, OrtValue
 from onnxruntime.capi import _pybind_state
 
 from rapidformer_templates.errors import ModelError
@@ -49,7 +49,8 @@ class Graph:
         self._exported = exported
         self._device = device
         self._constants = {k: _share(v.to(device).contiguous()) for k, v in exported.constants.items()}
-        self._session, self.operators = _open(exported.model, name, device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._session, self.operators = _open(exported.model, name, _providers(device, self._stream))
         self.provider: str = self._session.get_providers()[0]
 
     def __call__(self, given: list[Any]) -> list[Any]:
@@ -65,11 +66,21 @@ class Graph:
             binding.bind_ortvalue_input(name, constant)
         for name, tensor in computed.items():
             binding.bind_ortvalue_output(name, _share(tensor))
-        self._session.run_with_iobinding(binding)
+        self._run(binding)
         self.seconds += time.perf_counter() - began
         self.runs += 1
         everything = computed | noise
         return [self._result(result, given, everything) for result in exported.results]
+
+    def _run(self, binding: IOBinding) -> None:
+        if self._stream is None:
+            self._session.run_with_iobinding(binding)
+            return
+        # ONNX Runtime takes no default stream, so it has one of its own, in order with torch's.
+        torchs = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(torchs)
+        self._session.run_with_iobinding(binding, _without_waiting())
+        torchs.wait_stream(self._stream)
 
     def _draw(self, value: Value, rate: float, given: Sequence[Any]) -> torch.Tensor:
         return dropout_noise(torch.empty(value.shape(given), dtype=value.dtype, device=self._device), rate)
@@ -110,7 +121,14 @@ def _share(tensor: torch.Tensor) -> OrtValue:
     return OrtValue.from_dlpack(tensor)
 
 
-def _open(model: bytes, name: str, device: torch.device) -> tuple[onnxruntime.InferenceSession, Counter[str]]:
+def _without_waiting() -> onnxruntime.RunOptions:
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def _open(model: bytes, name: str, providers: list[Any]) -> tuple[onnxruntime.InferenceSession, Counter[str]]:
+    """The optimised graph, and how often each operator is in it."""
     with tempfile.TemporaryDirectory() as folder:
         optimised = Path(folder) / "optimised.onnx"
         options = onnxruntime.SessionOptions()
@@ -120,7 +138,7 @@ def _open(model: bytes, name: str, device: torch.device) -> tuple[onnxruntime.In
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            session = onnxruntime.InferenceSession(model, options, providers=_providers(device))
+            session = onnxruntime.InferenceSession(model, options, providers=providers)
         except Exception as error:
             raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
         return session, Counter(node.op_type for node in onnx.load(optimised).graph.node)
@@ -144,13 +162,12 @@ def _provider(device: torch.device) -> str:
     return "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
 
 
-def _providers(device: torch.device) -> list[Any]:
-    if device.type == "cpu":
+def _providers(device: torch.device, stream: torch.cuda.Stream | None) -> list[Any]:
+    if stream is None:
         return [_provider(device)]
     options = {
         "device_id": str(device.index or 0),
-        # On torch's own stream, no one needs to wait for the other.
-        "user_compute_stream": str(torch.cuda.current_stream(device).cuda_stream),
+        "user_compute_stream": str(stream.cuda_stream),
         "use_tf32": str(int(torch.get_float32_matmul_precision() != "highest")),
     }
     return [(_provider(device), options), "CPUExecutionProvider"]  # sizes are computed on the host

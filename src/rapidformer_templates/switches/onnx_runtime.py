@@ -53,6 +53,13 @@ def _needs_plain_blocks(request: Request) -> list[Finding]:
     ]
 
 
+def _generates(request: Request) -> list[Finding]:
+    if request.config.training.task != "seq2seq_lm":
+        return []
+    message = "onnx-runtime does not go with --task seq2seq_lm, which generates texts to evaluate them"
+    return [Finding(message, (*request.asked_for("onnx-runtime"), *request.asked("task")), switches=("onnx-runtime",))]
+
+
 def _sixteen_bits_on_cpu(request: Request) -> list[Finding]:
     computed = precision(request.config, request.environment)
     if request.environment.device != "cpu" or computed == "fp32":
@@ -139,6 +146,14 @@ SWITCH = Switch(
             "[torch, onnxruntime]",
             _complete,
             Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
+        ),
+        Rule(
+            "RF088",
+            "ONNX Runtime is not for tasks that generate texts.",
+            "generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold",
+            "[torch]",
+            _generates,
+            Example("--onnx-runtime-training --task seq2seq_lm"),
         ),
     ),
 )
