@@ -224,8 +224,8 @@ def notes(results: Sequence[Result]) -> list[str]:
         f"peak: median error {median:.1%} (goal {GOAL_MEDIAN:.0%}), worst {worst:.1%} (goal {GOAL_WORST:.0%})",
         f"would not fit although the plan says so, with its allowance of {ALLOWANCE:.0%}: {len(beyond)}"
         + _named(beyond),
-        "DeepSpeed: its estimators of model states (ZeRO rows); Megatron: sbh(34 + 5as/h) a block, 16-bit, and 16 bytes "
-        "a parameter (Korthikanti et al., 2022); neither counts what is outside of the blocks",
+        "DeepSpeed: its estimators of model states, on ZeRO rows; Megatron: sbh(34 + 5as/h) a block in 16 bits, and "
+        "16 bytes a parameter (Korthikanti et al., 2022); neither counts what is outside of the blocks",
     ]
 
 
