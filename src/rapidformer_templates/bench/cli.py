@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if ``faults`` found a run of this library that was not the uninterrupted
-        one, or a solution of a table failed; 2 for a mistake in the command. A missed speed goal
-        is a result, not an error.
+        one, a solution of a table failed, or what the ``planner`` predicted does not hold; 2 for a
+        mistake in the command. A missed speed goal is a result, not an error.
     """
     words = _command_first(sys.argv[1:] if argv is None else argv)
     parser = _parser()
@@ -114,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         _add_table(commands.add_parser(name, parents=[output], help=text))
 
     _add_graph(commands.add_parser("graph", parents=[output], help="ONNX Runtime and inductor beside eager"))
+
+    planner = commands.add_parser("planner", parents=[output], help="memory that a plan predicts, beside real steps")
+    planner.add_argument("--workers", type=_positive, default=4, help="most worker processes (default: 4)")
+    planner.set_defaults(module="planner")
 
     padding = commands.add_parser("padding", parents=[output], help="useful tokens/s of each way to batch")
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")

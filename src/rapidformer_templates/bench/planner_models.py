@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rapidformer_templates.planner.model_shapes import ModelShapes
 
 
 @dataclass(frozen=True)
@@ -16,12 +19,28 @@ class Sizes:
         blocks: how many it has.
         vocabulary: tokens.
         length: of a sample, tokens.
+        width: of the hidden state.
+        heads: of a block's attention.
     """
 
     make: Callable[[int], Any]
     blocks: int
     vocabulary: int
     length: int
+    width: int
+    heads: int
+
+    def shapes(self) -> ModelShapes:
+        """The model as the planner knows it."""
+        import torch
+
+        from rapidformer_templates.planner.model_shapes import ModelShapes
+
+        def batch(samples: int) -> dict[str, torch.Tensor]:
+            tokens = torch.zeros((samples, self.length), dtype=torch.long)
+            return {"input_ids": tokens, "labels": tokens}
+
+        return ModelShapes(lambda blocks: self.make(self.blocks if blocks is None else blocks), batch)
 
     def build(self) -> Any:
         return self.make(self.blocks)
@@ -59,8 +78,8 @@ def _bert(blocks: int) -> Any:
 
 
 MODELS = {
-    "gpt2": Sizes(_gpt2, 6, 1024, 128),
-    "llama": Sizes(_llama, 8, 2048, 192),
-    "bert": Sizes(_bert, 4, 4096, 96),
+    "gpt2": Sizes(_gpt2, 6, 1024, 128, 128, 4),
+    "llama": Sizes(_llama, 8, 2048, 192, 192, 6),
+    "bert": Sizes(_bert, 4, 4096, 96, 256, 4),
 }
 """By architecture: 1.3 M parameters with dropout and a tied head, 4 M with grouped heads and none, 5 M with a mask."""

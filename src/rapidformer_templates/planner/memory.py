@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planner.layouts import Layout
 from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
-from rapidformer_templates.planner.stage_memory import Moment, Stage
+from rapidformer_templates.planner.stage_memory import Moment, Stage, telling_stages
 from rapidformer_templates.planner.states import (
     FP32,
     KEPT_WHOLE,
@@ -65,7 +65,7 @@ def predict(model: ModelShapes, layout: Layout, precision: str = "fp32", *, exac
     """
     variant = variant_of(layout, precision)
     if layout.tensor * layout.pipeline > 1:
-        stages = [Stage(model, layout, rank) for rank in range(layout.pipeline)]
+        stages = telling_stages(model, layout)
         return max((_of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
     narrow = variant.narrow_parameters
     width = 2 if narrow and layout.partitioning != "fsdp" else FP32
@@ -74,10 +74,23 @@ def predict(model: ModelShapes, layout: Layout, precision: str = "fp32", *, exac
     return _worst(model, layout, held, model.trace(variant, exact=exact), 2 if narrow else FP32)
 
 
+def held_by_worker(model: ModelShapes, layout: Layout, precision: str = "fp32") -> list[Held]:
+    """The states of every worker, by rank: tensor-parallel peers lie closest, then replicas, then stages."""
+    if layout.tensor * layout.pipeline == 1:
+        width = 2 if variant_of(layout, precision).narrow_parameters and layout.partitioning != "fsdp" else FP32
+        return held_by_rank(list(model.parameters.values()), layout, width)
+    return [
+        Stage(model, layout, stage).held(replica)
+        for stage in range(layout.pipeline)
+        for replica in range(layout.data)
+        for _ in range(layout.tensor)
+    ]
+
+
 def states_alone(model: ModelShapes, layout: Layout, precision: str) -> Memory:
     """The states of the worker that holds most, without anything beside them: a lower bound that costs nothing."""
     if layout.tensor * layout.pipeline > 1:
-        held = [Stage(model, layout, rank).held() for rank in range(layout.pipeline)]
+        held = [stage.held() for stage in telling_stages(model, layout)]
     else:
         width = 2 if variant_of(layout, precision).narrow_parameters and layout.partitioning != "fsdp" else FP32
         held = held_by_rank(list(model.parameters.values()), layout, width)
@@ -86,7 +99,7 @@ def states_alone(model: ModelShapes, layout: Layout, precision: str) -> Memory:
 
 
 def _of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
-    held = max((stage.held(replica) for replica in range(stage.layout.data)), key=lambda h: h.optimizer)
+    held = stage.held()  # of the first replica, whose shares have no padding
     return _memory(model, held, stage.moments(variant, exact=exact))
 
 

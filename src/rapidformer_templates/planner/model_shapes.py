@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.layout import canonical_name
+from rapidformer_templates.parallel.stages import cut
 from rapidformer_templates.planner.divided import divide, ends_of, local_parameters, silent_group
 from rapidformer_templates.planner.states import Facts
 from rapidformer_templates.planner.trace import (
@@ -65,6 +66,9 @@ class ModelShapes:
     gpu: bool = False
     _traces: dict[Variant, Trace] = field(default_factory=dict)
     _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
+    _local: dict[int, dict[str, Facts]] = field(default_factory=dict)
+    _sizes: dict[int, list[int]] = field(default_factory=dict)
+    _stages: dict[tuple[int, int, int], list[Facts]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -201,7 +205,56 @@ class ModelShapes:
         Raises:
             ModelError: the model cannot be divided so.
         """
-        return local_parameters(self.whole, self.parameters, tensor)
+        if tensor not in self._local:
+            self._local[tensor] = local_parameters(self.whole, self.parameters, tensor)
+        return self._local[tensor]
+
+    def stage_sizes(self, pipeline: int) -> list[int]:
+        """Blocks of each stage, as the engine cuts them: by the number of parameters.
+
+        Raises:
+            ModelError: the model cannot be cut into stages.
+        """
+        if pipeline not in self._sizes:
+            outside = [name for name in self.parameters if self.block_of(name) is None]
+            front, back = (
+                float(sum(self.parameters[name].count for name in outside if end in self.ends_of(name)))
+                for end in ("first", "last")
+            )
+            blocks = [float(count) for count in self.block_elements.values()]
+            self._sizes[pipeline] = cut(front, blocks, back, pipeline)
+        return self._sizes[pipeline]
+
+    def stage_parameters(self, tensor: int, pipeline: int, rank: int) -> list[Facts]:
+        """What a worker of a stage has of the parameters, in the model's order.
+
+        Raises:
+            ModelError: the model cannot be divided or cut so.
+        """
+        key = (tensor, pipeline, rank)
+        if key not in self._stages:
+            self._stages[key] = self._parameters_of_stage(*key)
+        return self._stages[key]
+
+    def _parameters_of_stage(self, tensor: int, pipeline: int, rank: int) -> list[Facts]:
+        local = self.local_parameters(tensor)
+        if pipeline == 1:
+            return list(local.values())
+        sizes = self.stage_sizes(pipeline)
+        begin = sum(sizes[:rank])
+        end = "first" if rank == 0 else "last" if rank == pipeline - 1 else "middle"
+
+        def is_here(name: str) -> bool:
+            block = self.block_of(name)
+            if block is None:
+                return end in self.ends_of(name)
+            return begin <= self.blocks[block][1] < begin + sizes[rank]
+
+        return [facts for name, facts in local.items() if is_here(name)]
+
+    def ends_of(self, name: str) -> frozenset[str]:
+        """The stages that have a parameter which is in no block, under any of its names."""
+        return frozenset().union(*(self.ends.get(other, frozenset()) for other in self.names_of(name)))
 
     @cached_property
     def ends(self) -> dict[str, frozenset[str]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from rapidformer_templates.engines.windows import WINDOW, windows
-from rapidformer_templates.parallel.stages import cut
+from rapidformer_templates.engines.windows import WINDOW, Window, windows
 from rapidformer_templates.planner.layouts import Layout
 from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
 from rapidformer_templates.planner.states import COUNTER, FP32, MOMENTS, Facts, Held
@@ -24,6 +23,17 @@ class Moment:
     @property
     def total(self) -> int:
         return self.activations + self.gradients + self.buffers
+
+
+def telling_stages(model: ModelShapes, layout: Layout) -> list[Stage]:
+    """The stages among which the one is that needs most: of equal stages, the first holds most micro batches.
+
+    Raises:
+        ModelError: the model cannot be cut in this way.
+    """
+    sizes = [0] if layout.pipeline == 1 else model.stage_sizes(layout.pipeline)
+    middle = {sizes[rank]: rank for rank in range(layout.pipeline - 2, 0, -1)}
+    return [Stage(model, layout, rank) for rank in sorted({0, *middle.values(), layout.pipeline - 1})]
 
 
 class Stage:
@@ -44,48 +54,21 @@ class Stage:
     def is_last(self) -> bool:
         return self.rank == self.layout.pipeline - 1
 
-    @cached_property
-    def parameters(self) -> dict[str, Facts]:
-        """Its parameters by whole-model name.
+    @property
+    def parameters(self) -> list[Facts]:
+        """Its parameters.
 
         Raises:
             ModelError: the model cannot be cut or divided in this way.
         """
-        local = self.model.local_parameters(self.layout.tensor)
-        if self.layout.pipeline == 1:
-            return local
-        begin = sum(self._sizes[: self.rank])
-        mine = [block for block, (_, place) in self.model.blocks.items() if begin <= place < begin + self.blocks]
-        place = "first" if self.is_first else "last" if self.is_last else "middle"
-        return {
-            name: facts
-            for name, facts in local.items()
-            if self._in_blocks(name, mine) or (self.model.block_of(name) is None and place in self._places(name))
-        }
-
-    def _places(self, name: str) -> frozenset[str]:
-        """The ends of the pipeline that have a parameter, under any of its names."""
-        return frozenset().union(*(self.model.ends.get(other, frozenset()) for other in self.model.names_of(name)))
-
-    @staticmethod
-    def _in_blocks(name: str, blocks: list[str]) -> bool:
-        return any(name.startswith(f"{block}.") for block in blocks)
-
-    @cached_property
-    def _sizes(self) -> list[int]:
-        """Blocks of each stage, as the engine cuts them: by the number of parameters."""
-        ends = {name: self._places(name) for name in self.model.parameters if self.model.block_of(name) is None}
-        front, back = (
-            float(sum(self.model.parameters[name].count for name, places in ends.items() if place in places))
-            for place in ("first", "last")
-        )
-        blocks = [float(count) for count in self.model.block_elements.values()]
-        return cut(front, blocks, back, self.layout.pipeline)
+        return self.model.stage_parameters(self.layout.tensor, self.layout.pipeline, self.rank)
 
     @property
     def blocks(self) -> int:
         """How many it has."""
-        return self._sizes[self.rank] if self.layout.pipeline > 1 else sum(self.model.depths.values())
+        if self.layout.pipeline == 1:
+            return sum(self.model.depths.values())
+        return self.model.stage_sizes(self.layout.pipeline)[self.rank]
 
     @property
     def in_flight(self) -> int:
@@ -94,21 +77,22 @@ class Stage:
 
     def held(self, replica: int = 0) -> Held:
         """The states of a replica's worker; gradients when the last backward has ended."""
-        count = sum(facts.count for facts in self.parameters.values())
+        count = sum(facts.count for facts in self.parameters)
         runs = self._runs(replica)
         gradients = FP32 * count
         if self.layout.partitioning == "zero-2" and self.layout.data > 1:
-            gradients = FP32 * sum(window.share for window in self._windows())
+            gradients = FP32 * sum(window.share for window in self._windows)
         return Held(FP32 * count, gradients, MOMENTS * sum(runs) + COUNTER * len(runs))
 
-    def _windows(self):  # type: ignore[no-untyped-def]
-        return windows([(i, f.count) for i, f in reversed(list(enumerate(self.parameters.values())))], self.layout.data)
+    @cached_property
+    def _windows(self) -> list[Window]:
+        return windows([(i, f.count) for i, f in reversed(list(enumerate(self.parameters)))], self.layout.data)
 
     def _runs(self, replica: int) -> list[int]:
         """Elements of each tensor that the optimizer of a replica's worker updates."""
         if self.layout.partitioning == "none" or self.layout.data == 1:
-            return [facts.count for facts in self.parameters.values()]
-        return [run.length for window in self._windows() for run, _ in window.owned(replica)]
+            return [facts.count for facts in self.parameters]
+        return [run.length for window in self._windows for run, _ in window.owned(replica)]
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and in the update."""
@@ -137,7 +121,7 @@ class Stage:
     @property
     def _window_bytes(self) -> int:
         """One window that is being filled while another is on its way."""
-        count = sum(facts.count for facts in self.parameters.values())
+        count = sum(facts.count for facts in self.parameters)
         return 2 * FP32 * min(WINDOW, count)
 
     def _has(self, phase: Phase) -> bool:

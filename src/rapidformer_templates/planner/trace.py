@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -162,31 +162,55 @@ class AnswersAboutData(TorchDispatchMode):
         self._dense = dense
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self._dense if args[0].dtype == torch.bool else 1
-        return func(*args, **(kwargs or {}))
+        return _answer(args[0], dense=self._dense) if func is _ASKS else func(*args, **(kwargs or {}))
+
+
+_ASKS = torch.ops.aten._local_scalar_dense.default
+
+
+def _answer(question: torch.Tensor, *, dense: bool) -> Any:
+    return dense if question.dtype == torch.bool else 1
+
+
+def _bytes_of(values: Any) -> int:
+    """Bytes of a tensor, or of those in a tuple or list."""
+    if isinstance(values, torch.Tensor):
+        return values.nbytes
+    return sum(_bytes_of(value) for value in values) if isinstance(values, (tuple, list)) else 0
 
 
 class _Watch(LiveStorages):
     """Live storages, operations and finished gradients, phase by phase."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, dense: bool) -> None:
         super().__init__([*model.parameters(), *model.buffers()])
         self.finished = 0
         self.phases: list[Phase] = []
+        self._dense = dense
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
         self._without = 0
         self._flops = self._traffic = 0
         self._has_gradient = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._without = max(self._without, self.live - self.finished)
+        kwargs = kwargs or {}
+        if func is _ASKS:
+            return _answer(args[0], dense=self._dense)
+        result = func(*args, **kwargs)
+        if type(result) is FakeTensor:
+            self.see(result)
+        else:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf)
+        without = self.live - self.finished
+        if without > self._without:
+            self._without = without
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            self._flops += count(*args, **(kwargs or {}), out_val=result)
+            self._flops += count(*args, **kwargs, out_val=result)
         elif not func.is_view:
-            self._traffic += sum(t.nbytes for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor))
+            self._traffic += _bytes_of(args) + _bytes_of(result)
         return result
 
     def enter(self, name: str, stack: tuple[str, int] | None = None) -> None:
@@ -271,14 +295,13 @@ def trace(
     """
     padded = "attention_mask" in batch
     with contextlib.ExitStack() as stack:
-        watch = _Watch(model)
+        watch = _Watch(model, dense=not padded)
         _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(watch.finish).remove)
         if gpu:
             stack.enter_context(OnGpu())
-        stack.enter_context(AnswersAboutData(dense=not padded))
         stack.enter_context(watch)
         with torch.autocast("cpu", dtype=compute_type or torch.bfloat16, enabled=compute_type is not None):
             loss = compute_loss(model, batch) if compute_loss else model(**batch).loss
