@@ -123,7 +123,7 @@ def test_an_architecture_of_elsewhere_is_not_judged() -> None:
         ("--model-type deepseek_v2", ["RF064"]),
         ("--model-type my-own-kind", []),
         *((f"--model-type {kind}", []) for kind in ("llama", "qwen2", "mistral", "gpt_neox", *PLANS)),
-        ("--model-type gpt2 --torch-compile", ["RF065"]),
+        ("--model-type gpt2 --torch-compile", ["RF062"]),
         ("--model-type gpt2 --num-attention-heads 3", ["RF010"]),
         ("--model-type gpt2 --hidden-size 33", ["RF010"]),
     ],

@@ -83,7 +83,7 @@ SWITCH = Switch(
             Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
         ),
         Rule(
-            "RF065",
+            "RF062",
             "Captured graphs need the whole model in each worker.",
             "the exchanges between tensor-parallel workers stand inside the blocks, where a graph is captured",
             "[torch, onnxruntime]",
