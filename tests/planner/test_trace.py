@@ -105,6 +105,6 @@ def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
 
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
-    model = shapes("gpt2")
+    model = shapes("llama")
     plain = model.trace(Variant(4, tensor=2))
-    assert model.trace(Variant(4, tensor=2, sequence_parallel=True)).kept < 0.85 * plain.kept
+    assert model.trace(Variant(4, tensor=2, sequence_parallel=True)).kept < 0.9 * plain.kept

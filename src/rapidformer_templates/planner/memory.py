@@ -153,7 +153,9 @@ def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width:
         case "zero-3":
             return [Moment(alone, held.gradients, REDUCE_BUCKET * width + _gathered_by_zero(model, width))]
         case "fsdp":
-            return [Moment(alone, whole if later else apart // layout.data, _gathered_by_fsdp(model, phase, width))]
+            # Until they are summed, gradients of earlier micro batches lie whole in the type of the sum.
+            gradients = FP32 // width * whole if later else apart // layout.data
+            return [Moment(alone, gradients, _gathered_by_fsdp(model, phase, width))]
     raise KeyError(layout.partitioning)
 
 
@@ -176,5 +178,6 @@ def _gathered_by_fsdp(model: ModelShapes, phase: Phase, width: int) -> int:
         return root + (block if phase.name == "begin" else 0)
     if phase.name == "backward":
         # The block's gradient, and its copy in the order in which it is sent.
-        return root + 3 * block + 2 * FP32 * model.largest_block
+        arriving = block if width < FP32 else 0  # parameters of a narrow type are copied once more
+        return root + 2 * block + arriving + 2 * FP32 * model.largest_block
     return root + 2 * block

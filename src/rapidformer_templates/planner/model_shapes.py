@@ -68,7 +68,7 @@ class ModelShapes:
     _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
     _local: dict[int, dict[str, Facts]] = field(default_factory=dict)
     _sizes: dict[int, list[int]] = field(default_factory=dict)
-    _stages: dict[tuple[int, int, int], list[Facts]] = field(default_factory=dict)
+    _stages: dict[tuple[int, int, int], dict[str, Facts]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -225,8 +225,8 @@ class ModelShapes:
             self._sizes[pipeline] = cut(front, blocks, back, pipeline)
         return self._sizes[pipeline]
 
-    def stage_parameters(self, tensor: int, pipeline: int, rank: int) -> list[Facts]:
-        """What a worker of a stage has of the parameters, in the model's order.
+    def stage_parameters(self, tensor: int, pipeline: int, rank: int) -> dict[str, Facts]:
+        """What a worker of a stage has of the parameters, by name and in the model's order.
 
         Raises:
             ModelError: the model cannot be divided or cut so.
@@ -236,10 +236,10 @@ class ModelShapes:
             self._stages[key] = self._parameters_of_stage(*key)
         return self._stages[key]
 
-    def _parameters_of_stage(self, tensor: int, pipeline: int, rank: int) -> list[Facts]:
+    def _parameters_of_stage(self, tensor: int, pipeline: int, rank: int) -> dict[str, Facts]:
         local = self.local_parameters(tensor)
         if pipeline == 1:
-            return list(local.values())
+            return local
         sizes = self.stage_sizes(pipeline)
         begin = sum(sizes[:rank])
         end = "first" if rank == 0 else "last" if rank == pipeline - 1 else "middle"
@@ -250,7 +250,7 @@ class ModelShapes:
                 return end in self.ends_of(name)
             return begin <= self.blocks[block][1] < begin + sizes[rank]
 
-        return [facts for name, facts in local.items() if is_here(name)]
+        return {name: facts for name, facts in local.items() if is_here(name)}
 
     def ends_of(self, name: str) -> frozenset[str]:
         """The stages that have a parameter which is in no block, under any of its names."""

@@ -55,8 +55,8 @@ class Stage:
         return self.rank == self.layout.pipeline - 1
 
     @property
-    def parameters(self) -> list[Facts]:
-        """Its parameters.
+    def parameters(self) -> dict[str, Facts]:
+        """Its parameters by name.
 
         Raises:
             ModelError: the model cannot be cut or divided in this way.
@@ -77,52 +77,83 @@ class Stage:
 
     def held(self, replica: int = 0) -> Held:
         """The states of a replica's worker; gradients when the last backward has ended."""
-        count = sum(facts.count for facts in self.parameters)
         runs = self._runs(replica)
-        gradients = FP32 * count
-        if self.layout.partitioning == "zero-2" and self.layout.data > 1:
-            gradients = FP32 * sum(window.share for window in self._windows)
-        return Held(FP32 * count, gradients, MOMENTS * sum(runs) + COUNTER * len(runs))
+        gradients = self._share_bytes if self._sums_early else self._bytes
+        return Held(self._bytes, gradients, MOMENTS * sum(runs) + COUNTER * len(runs))
+
+    @property
+    def _bytes(self) -> int:
+        return FP32 * sum(facts.count for facts in self.parameters.values())
+
+    @property
+    def _share_bytes(self) -> int:
+        """A replica's share of all windows, with padding."""
+        return FP32 * sum(window.share for window in self._windows)
+
+    @property
+    def _sums_early(self) -> bool:
+        """ZeRO-2: gradients go to their owners in each backward."""
+        return self.layout.partitioning == "zero-2" and self.layout.data > 1
 
     @cached_property
     def _windows(self) -> list[Window]:
-        return windows([(i, f.count) for i, f in reversed(list(enumerate(self.parameters)))], self.layout.data)
+        """What is exchanged at a time: parameters that several stages have lie in windows of their own."""
+        shared = {name for name in self.parameters if self._stages_of(name) > 1}
+        alone = [facts.count for name, facts in reversed(self.parameters.items()) if name not in shared]
+        tied = [self.parameters[name].count for name in sorted(shared)]
+        return [w for counts in (alone, tied) for w in windows(list(enumerate(counts)), self.layout.data)]
+
+    def _stages_of(self, name: str) -> int:
+        if self.layout.pipeline == 1 or self.model.block_of(name) is not None:
+            return 1
+        return len(self.model.ends_of(name))
 
     def _runs(self, replica: int) -> list[int]:
         """Elements of each tensor that the optimizer of a replica's worker updates."""
         if self.layout.partitioning == "none" or self.layout.data == 1:
-            return [facts.count for facts in self.parameters]
+            return [facts.count for facts in self.parameters.values()]
         return [run.length for window in self._windows for run, _ in window.owned(replica)]
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
-        """What lies beside the states, phase by phase, when most micro batches are in flight, and in the update."""
+        """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
         layout, held = self.layout, self.held()
         trace = self.model.trace(variant, self.blocks if layout.pipeline > 1 else None, exact=exact)
-        begin = trace.phases[0].end
-        kept = trace.kept
-        before = self.in_flight - 1
+        # Later stages have a hidden state that came in the place of the embedding; and one is on its way each way.
+        given = 0 if self.is_first else trace.hidden - trace.phases[0].end
+        others = (self.in_flight - 1) * (trace.kept + given)
+        if layout.pipeline > 1:
+            others += (1 if self.is_last or self.is_first else 2) * trace.hidden
         found = []
-        whole = layout.accumulation > 1
         for phase in trace.phases:
-            if not self._has(phase):
-                continue
-            activations = phase.peak_without_gradients + before * kept
-            apart = phase.peak - phase.peak_without_gradients
-            if layout.pipeline > 1:
-                activations += 2 * begin  # what came from one neighbour, and what goes to the other
-            if layout.partitioning == "zero-2" and layout.data > 1:
-                found.append(Moment(activations, held.gradients, self._window_bytes))
-            else:
-                found.append(Moment(activations, held.gradients if whole else apart, 0))
-        shares = held.gradients // layout.data if layout.partitioning == "zero-1" else 0
-        found.append(Moment(0, held.gradients, shares + self._window_bytes if layout.data > 1 else 0))
-        return found
+            if self._has(phase):
+                alone = phase.peak_without_gradients + given + others
+                found.append(self._moment(phase, alone, held))
+        return [*found, *self._exchange(others, held)]
+
+    def _moment(self, phase: Phase, activations: int, held: Held) -> Moment:
+        unfinished = phase.peak - phase.peak_without_gradients
+        if not self._sums_early:
+            return Moment(activations, held.gradients if self.layout.accumulation > 1 else unfinished, 0)
+        added_up = held.gradients if self.layout.accumulation > 1 else 0
+        if self._window_bytes < self._bytes:  # what is packed is given up; a window fills while another travels
+            return Moment(activations, added_up, 3 * self._window_bytes if phase.after_first_gradient else 0)
+        return Moment(activations, added_up + unfinished, 0)
+
+    def _exchange(self, others: int, held: Held) -> list[Moment]:
+        """While the last window is packed and sent, and in the update."""
+        if self.layout.data == 1:
+            return [Moment(0, held.gradients, 0)]
+        largest = FP32 * max(window.share for window in self._windows) * self.layout.data
+        received = self._share_bytes if self.layout.partitioning != "none" else 0
+        if self._sums_early:
+            before = held.gradients if self.layout.accumulation > 1 else 0
+            # Gradients that are not packed yet, and at most two windows of those that are.
+            return [Moment(others, before, min(self._bytes + largest, 3 * largest) + received)]
+        return [Moment(0, held.gradients, min(self._bytes, 2 * largest) + received)]
 
     @property
     def _window_bytes(self) -> int:
-        """One window that is being filled while another is on its way."""
-        count = sum(facts.count for facts in self.parameters)
-        return 2 * FP32 * min(WINDOW, count)
+        return FP32 * min(WINDOW, sum(facts.count for facts in self.parameters.values()))
 
     def _has(self, phase: Phase) -> bool:
         if phase.name in ("head", "turn"):

@@ -63,9 +63,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Trace:
-    """The phases of one micro batch, in their order."""
+    """The phases of one micro batch, in their order.
+
+    Attributes:
+        hidden: bytes of what a block passes on.
+    """
 
     phases: tuple[Phase, ...]
+    hidden: int = 0
 
     @property
     def peak(self) -> int:
@@ -106,7 +111,8 @@ class Trace:
                 for name in ("peak", "peak_without_gradients", "end", "flops", "traffic")
             }
             phases.append(replace(a, **amounts))
-        return Trace(tuple(phases))
+        hidden = self.hidden + (other.hidden - self.hidden) * (micro_batch - first) // (second - first)
+        return Trace(tuple(phases), hidden)
 
     def deepened(self, depths: Mapping[str, int], gradients: Mapping[str, int]) -> Trace:
         """This trace with more blocks: as many in each stack as ``depths`` says.
@@ -121,7 +127,7 @@ class Trace:
         phases = self.phases
         for stack, depth in depths.items():
             phases = _deepened(phases, stack, depth, gradients[stack])
-        return Trace(phases)
+        return Trace(phases, self.hidden)
 
 
 def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int) -> tuple[Phase, ...]:
@@ -185,6 +191,7 @@ class _Watch(LiveStorages):
     def __init__(self, model: nn.Module, *, dense: bool) -> None:
         super().__init__([*model.parameters(), *model.buffers()])
         self.finished = 0
+        self.hidden = 0
         self.phases: list[Phase] = []
         self._dense = dense
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
@@ -312,7 +319,7 @@ def trace(
         watch.enter("done")
     for parameter in model.parameters():
         parameter.grad = None
-    return Trace(tuple(watch.phases))
+    return Trace(tuple(watch.phases), watch.hidden)
 
 
 def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool, gpu: bool) -> None:
@@ -332,6 +339,7 @@ def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, 
             if place[1] == final[place[0]]:
                 watch.enter("head")
             hidden = next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad)
+            watch.hidden = local_part(hidden).nbytes
             hidden.register_hook(lambda gradient: watch.enter("backward", place))
 
         stack.callback(block.register_forward_pre_hook(before).remove)
