@@ -19,7 +19,7 @@ from rapidformer_templates.switches.optimizers import CUTS_PARAMETERS, OPTIMIZER
 from tests.parity.jobs import JOBS, VOCABULARY, CausalJob, train
 from tests.worker_group import run_in_workers
 
-STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.5 --weight-decay 0.1 --lr-decay-style constant"
+STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.5 --lr-decay-style constant --no-export-model"
 PACKAGES = installed_packages()
 NEW = [
     name
@@ -57,6 +57,8 @@ class QuantizedJob(CausalJob):
             raise Died
 
 
+WITH_JOB = mock.patch.dict(JOBS, {"quantized": QuantizedJob})
+NO_PICTURES = mock.patch("rapidformer_templates.report.draw_curves")  # half of the time of runs as short as these
 train_quantized = partial(train, "quantized", False)
 
 
@@ -68,7 +70,8 @@ def _resumed(name: str, switch: str, folder: str) -> str:
     # Else a worker ends its process with an error.
     with pytest.raises(Died), mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
         job.fit()
-    QuantizedJob([*flags.split(), "--resume"]).fit()
+    with NO_PICTURES:
+        QuantizedJob([*flags.split(), "--resume"]).fit()
     return folder
 
 
@@ -77,7 +80,7 @@ def _in(folder: str | Path, case: tuple[str, ...]) -> str:
 
 
 def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
-    with mock.patch.dict(JOBS, {"quantized": QuantizedJob}):
+    with WITH_JOB, NO_PICTURES:
         runs = {
             case: train_quantized(f"{STEPS} --micro-batch-size 4 {switch} --optimizer {case[0]}", _in(folder, case))
             for case, switch in LAYOUTS.items()
@@ -101,7 +104,7 @@ def runs(folder: Path) -> list[dict[Any, Any]]:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
     """One worker, by optimizer."""
-    with mock.patch.dict(JOBS, {"quantized": QuantizedJob}):
+    with WITH_JOB, NO_PICTURES:
         return {
             name: train_quantized(f"{STEPS} --micro-batch-size 8 --optimizer {name}", f"{folder}/alone-{name}")
             for name in (*NEW, "adamw_torch")
@@ -140,7 +143,7 @@ def test_workers_share_the_state(case: tuple[str, str], alone: Any, runs: Any) -
 
 @pytest.mark.parametrize("name", NEW)
 def test_resumed_run_is_bitwise_the_whole_one(name: str, tmp_path: Path) -> None:
-    with mock.patch.dict(JOBS, {"quantized": QuantizedJob}):
+    with WITH_JOB, NO_PICTURES:
         train_quantized(f"{STEPS} --micro-batch-size 4 --optimizer {name} --save-interval 3", str(tmp_path / "whole"))
     expected, actual = _contents(tmp_path / "whole"), _contents(_resumed(name, "", str(tmp_path / "died")))
     assert expected.keys() == actual.keys()

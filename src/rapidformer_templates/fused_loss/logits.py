@@ -237,10 +237,11 @@ class Logits(tuple[Any, ...]):
         """A zero that depends on all that these logits would depend on.
 
         From a sum that was taken, if there is one: to ask the head again would gather a sharded weight
-        on this worker alone. The sum is finite where no row counts, while their mean is 0/0.
+        on this worker alone. The sum is finite where no row counts, while their mean is 0/0. And from the
+        hidden states, because it is them that an engine watches at the end of the model.
         """
         if self._origin.totals:
-            return self._origin.totals[-1] * 0.0
+            return self._origin.totals[-1] * 0.0 + self._hidden.sum() * 0.0
         row = self._hidden.reshape(-1, self._hidden.shape[-1])[:1]
         return self._of_rows(row).cross_entropy(row.new_full((len(row),), -100, dtype=torch.long), reduction="sum")
 
