@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 
 from rapidformer_templates import launch
-from rapidformer_templates.bench import planner_others
+from rapidformer_templates.bench import planner_others, planner_published
 from rapidformer_templates.bench.output import Advance, progress, put_out
 from rapidformer_templates.bench.planner_models import MODELS
 from rapidformer_templates.planner.layouts import Layout
@@ -250,6 +251,8 @@ def main(options: argparse.Namespace) -> int:
     rows = [row for row in ROWS if row.layout.world <= options.workers]
     with progress("planner", len({row.layout.world for row in rows})) as advance:
         results = measure(rows, advance)
-    document = {"rows": [result.to_json() for result in results]}
-    put_out(options, "planner", document, table(results), notes(results), lambda axes: draw(axes, results))
+    published = planner_published.rows()
+    document = {"rows": [result.to_json() for result in results], "published": published}
+    tables = Group(table(results), planner_published.table(published))
+    put_out(options, "planner", document, tables, notes(results), lambda axes: draw(axes, results))
     return 0 if all(result.exact and result.would_fit for result in results) else 1
