@@ -67,7 +67,7 @@ class Subject:
 
     def _batch(self, samples: int) -> Mapping[str, torch.Tensor]:
         """A micro batch in the shapes of the task's own collate function."""
-        rows = torch.full((samples, self._tokens), 5)  # a token that nobody pads with, which transformers would warn of
+        rows = torch.zeros((samples, self._tokens), dtype=torch.long)
         one = torch.zeros(samples, dtype=torch.long)
         pretrains = self._config.training.task in (None, "pretraining")
         padded = {} if pretrains else {"attention_mask": torch.ones_like(rows)}
