@@ -144,8 +144,8 @@ class LoopOverExperts(nn.Module):
         self.gate = nn.Parameter(layer.gate.weight.detach().clone())
         self.top_k = layer.gate.top_k
         experts = layer.experts
-        self.up = nn.ParameterList(experts.up.detach().clone())
-        self.down = nn.ParameterList(experts.down.detach().clone())
+        self.up = nn.ParameterList(matrix.clone() for matrix in experts.up.detach())
+        self.down = nn.ParameterList(matrix.clone() for matrix in experts.down.detach())
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, T, hidden] to the same shape."""
