@@ -26,6 +26,7 @@ OTHERS = {  # flags of other programs, and those that examples declare
     "rapidformer": ["--build", "--help", "--markdown", "--version"],
     "ruff": ["--check"],
     "torchrun": ["--master-addr", "--master-port", "--nnodes", "--node-rank", "--nproc-per-node"],
+    "docs/bench.md": ["--tiny"],
     "docs/white-box.md": ["--label-smoothing"],
 }
 

@@ -75,8 +75,11 @@ def name_of_rule(optimizer: type[Optimizer]) -> str:
     return SAME_UPDATE.get(optimizer.__name__, optimizer.__name__)
 
 
-def default_optimizer(plan: Plan, training: TrainingFlags) -> OptimizerSpec:
+def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions = undecayed) -> OptimizerSpec:
     """The recipe of the optimizer that the plan names, with the flags' learning rate and decay.
+
+    Args:
+        options: those in which a parameter differs from the rest.
 
     Raises:
         ConfigError: no learning rate was given.
@@ -87,10 +90,10 @@ def default_optimizer(plan: Plan, training: TrainingFlags) -> OptimizerSpec:
         )
     path, _, variant = plan.optimizer_implementation.partition(" ")
     module, _, name = path.rpartition(".")
-    options: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
+    kwargs: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
     if variant == "(fused)":
-        options["fused"] = True
-    return OptimizerSpec(getattr(import_module(module), name), options)
+        kwargs["fused"] = True
+    return OptimizerSpec(getattr(import_module(module), name), kwargs, options)
 
 
 def schedule(training: TrainingFlags, total_steps: int) -> Schedule:

@@ -39,6 +39,7 @@ FLAGS = [
     "--data-iterator",
     "--deepspeed-config",
     "--auto-strategy",
+    "--fused-linear-cross-entropy",
 ]
 
 
@@ -46,14 +47,17 @@ TUNING = [
     "--expert-parallel",
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
+    "--max-global-batch-size",
     "--max-shapes",
     "--moe-capacity-factor",
     "--moe-ffn-hidden-size",
     "--moe-layer-interval",
     "--moe-loss-coeff",
     "--moe-z-loss-coeff",
+    "--pipeline-stages",
     "--shape-multiple",
     "--tokens-per-batch",
+    "--virtual-pipeline-size",
     "--zero-3-max-live-parameters",
     "--zero-3-param-persistence-threshold",
     "--zero-3-prefetch-bucket-size",

@@ -12,9 +12,10 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,8 +34,6 @@ from rapidformer_templates.moe.losses import BalanceLosses
 from rapidformer_templates.run_folder import read_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from matplotlib.axes import Axes
 
 EXPERTS, TOP_K = 16, 2
@@ -50,7 +49,7 @@ LOOP, SEPARATE = "loop", "loop, separate matrices"
 SPEED_GOAL, LOAD_GOAL = 2.0, 2.0
 
 
-class Bytes:
+class Bytes(Sequence[Any]):
     """Windows of ``LENGTH`` bytes, one behind the other."""
 
     def __init__(self, text: torch.Tensor) -> None:
@@ -59,7 +58,7 @@ class Bytes:
     def __len__(self) -> int:
         return len(self.text) // LENGTH
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: Any) -> Any:
         ids = self.text[index * LENGTH : (index + 1) * LENGTH].long()
         return {"input_ids": ids, "labels": ids}
 
@@ -81,8 +80,7 @@ class Reader(Pretrainer):
         windows = len(self.text) // LENGTH
         held_out = torch.arange(windows) % 20 == 0
         rows = self.text[: windows * LENGTH].view(windows, LENGTH)
-        train, valid = Bytes(rows[~held_out].flatten()), Bytes(rows[held_out].flatten())
-        return Data(train=cast("Sequence[Any]", train), valid=cast("Sequence[Any]", valid))
+        return Data(train=Bytes(rows[~held_out].flatten()), valid=Bytes(rows[held_out].flatten()))
 
     def build_model(self) -> nn.Module:
         sizes: dict[str, Any] = {

@@ -115,12 +115,11 @@ class ExpertParallelEngine(DDPEngine):
     def _grad_norm(self) -> torch.Tensor:
         divided = [local_part(p.grad) for p in self._divided if p.grad is not None]
         copied = [p.grad for p in self._copied if p.grad is not None]
-        if self.loss_scale is not None:
-            torch._foreach_mul_([*divided, *copied], 1.0 / self.loss_scale.scale)
         own = get_total_norm(divided).to(self.workers.device, torch.float64)
         others = self.workers.sum_tensor(own.square()) if self._divided else own.square()
         norm = get_total_norm(copied)
-        return (norm.double().square() + others).sqrt().to(norm.dtype)
+        norm = (norm.double().square() + others).sqrt().to(norm.dtype)
+        return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _clip(self, norm: torch.Tensor) -> None:
         for parameters in (self._copied, self._divided):

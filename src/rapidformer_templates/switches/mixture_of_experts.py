@@ -207,6 +207,7 @@ SWITCHES = (
         off=OFF,
         notes=_mixture_notes,
         transform="rapidformer_templates.moe.build:mixture_of_experts",
+        receipt=("expert_load", "expert_load_by_layer", "dropped_choices"),
         rules=(
             Rule(
                 "RF027",
