@@ -19,7 +19,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidform
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
 
-MIXTURE = "--num-experts 4 --moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"
+MIXTURE = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
 STEPS = (
     "--train-iters 4 --eval-interval 4 --save-interval 2 --keep-checkpoints 1 --global-batch-size 8 --clip-grad 0.1"
     " --weight-decay 0.1 --no-export-model"
@@ -27,6 +27,7 @@ STEPS = (
 CASES = {  # name: (job, flags of the mixture)
     "dropless": ("causal", MIXTURE),
     "capacity": ("masked", f"{MIXTURE} --moe-capacity-factor 1.0 --moe-top-k 1"),
+    "gentle": ("causal", "--num-experts 4 --moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"),  # in the range of fp16
     "own": ("mixtral", "--moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"),
 }
 ALONE = "--micro-batch-size 8"
@@ -45,7 +46,7 @@ RUNS = [
     (case, layout)
     for case in CASES
     for layout in LAYOUTS
-    if case == "dropless" or layout in ("ddp", "fsdp", "zero-2") or (case, layout) == ("capacity", "experts")
+    if case == "dropless" or layout in {"capacity": ("fsdp", "experts"), "own": ("ddp", "zero-2")}.get(case, ())
 ]
 RESUMED = ("fsdp", "experts")
 HALF_PRECISION = {"fp16": "", "bf16-zero-2": "--zero-2-memory-optimization", "bf16-experts": "--expert-parallel"}
@@ -93,7 +94,7 @@ def _in_two_workers(workers: Any, folder: str) -> dict[str, Any]:
         runs[f"alone → {layout}"] = _train("dropless", f"{LAYOUTS[layout]} --resume", f"{folder}/alone-{layout}")
     for name, flags in HALF_PRECISION.items():
         precision = f"--micro-batch-size 4 --mixed-precision {name[:4]} {flags}"
-        runs[name] = _train("dropless", precision, f"{folder}/{name}")
+        runs[name] = _train("gentle", precision, f"{folder}/{name}")
     return runs
 
 
@@ -102,9 +103,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, those of two workers in one group."""
     folder = tmp_path_factory.mktemp("mixtures")
     found = {f"{case} alone": _train(case, ALONE, str(folder / f"{case}-alone")) for case in CASES}
-    found["plain"] = jobs.train(
-        "causal", False, f"{STEPS} {ALONE} {MIXTURE.replace('0.2', '0')}", str(folder / "plain")
-    )
+    unbalanced = "--num-experts 4 --moe-loss-coeff 0 --moe-z-loss-coeff 0"
+    found["plain"] = jobs.train("causal", False, f"{STEPS} {ALONE} {unbalanced}", str(folder / "plain"))
     _half(ALONE, str(folder / "half-alone"))
     found |= run_in_workers(2, _in_two_workers, str(folder))[0]
     for layout in RESUMED:
@@ -133,7 +133,7 @@ def test_layout_follows_one_process(case: str, layout: str, runs: Any) -> None:
 def test_the_mixture_acts(runs: Any) -> None:
     """Else agreeing would be easy: the losses move the gradient, choices are dropped, each run learns."""
     assert runs["plain"]["curve"][0][0] == runs["dropless alone"]["curve"][0][0]  # the loss is the task's
-    assert abs(runs["plain"]["curve"][0][1] / runs["dropless alone"]["curve"][0][1] - 1) > 1e-3
+    assert abs(runs["plain"]["curve"][0][1] / runs["dropless alone"]["curve"][0][1] - 1) > 0.01
     assert runs["capacity alone"]["summary"]["receipts"]["dropped_choices"] > 0
     assert runs["dropless alone"]["summary"]["receipts"]["dropped_choices"] == 0
     line = next(line for line in runs["metrics"] if "loss" in line)
@@ -162,5 +162,5 @@ def test_workers_hold_their_share_of_the_experts(runs: Any) -> None:
 
 @pytest.mark.parametrize("name", HALF_PRECISION)
 def test_half_precision(name: str, runs: Any) -> None:
-    actual, expected = (torch.tensor(runs[run]["curve"]) for run in (name, "dropless alone"))
+    actual, expected = (torch.tensor(runs[run]["curve"]) for run in (name, "gentle alone"))
     torch.testing.assert_close(actual, expected, rtol=0.03, atol=0)
