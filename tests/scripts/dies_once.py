@@ -1,4 +1,4 @@
-"""A job of two workers, the second of which is killed in its fourth step, once."""
+"""A job whose last worker is killed in its fourth step, once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parity.jobs import CausalJob
 class Job(CausalJob):
     def on_step_end(self, step: int, result: Any) -> None:
         mark = Path(os.environ["DIED_ONCE"])
-        if step == 4 and os.environ["RANK"] == "1" and not mark.exists():
+        if step == 4 and int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]) and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

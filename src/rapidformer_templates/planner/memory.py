@@ -142,8 +142,8 @@ def _beside(model: ModelShapes, layout: Layout, held: Held, phase: Phase, width:
             # DDP's buckets are the gradients; those of micro batches that are not sent yet lie beside them.
             return [Moment(alone, held.gradients, whole if later else 0)]
         case "zero-1" if later:
-            # Gradients are added up whole, and the bucket is there from the first backward on.
-            return [Moment(alone, whole, REDUCE_BUCKET * width)]
+            # Gradients are added up whole, apart from those that come, and the bucket is there from the first one on.
+            return [Moment(alone, whole, REDUCE_BUCKET * width + (whole if phase.after_first_gradient else 0))]
         case "zero-1" | "zero-2":
             # From the first gradient on: the bucket, and the parameters' gradients until they are given up.
             begun = phase.after_first_gradient
