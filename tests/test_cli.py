@@ -74,9 +74,9 @@ def test_refusal_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in captured.err
 
 
-def test_auto_strategy_is_not_in_this_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_strategy_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--auto-strategy", "--world-size", "8"]) == 2
-    assert "error[RF090]: auto-strategy is not in this version" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: no model is named")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,6 @@ def test_switches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["switches"]) == 0
     text = capsys.readouterr().out
     assert "--zero-3-memory-optimization" in text
-    assert "not in this version" in text
     assert main(["switches", "--markdown"]) == 0
     assert capsys.readouterr().out.startswith("# Switches\n")
 
@@ -132,3 +131,17 @@ def test_module_is_the_command() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error[RF018]")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--task causal_lm --mask-prob 0.2", "the task causal_lm has no use for --mask-prob"),
+        ("--task causal_lm --split 9,1", "the task causal_lm has no use for --split"),
+    ],
+)
+def test_a_plan_refuses_what_the_task_has_no_use_for(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(["plan", *words.split()]) == 2
+    assert message in capsys.readouterr().err

@@ -25,7 +25,18 @@ OTHERS = {  # flags of other programs, and those that examples declare
     "pip": ["--constraint", "--editable", "--no-deps"],
     "rapidformer": ["--build", "--help", "--markdown", "--version"],
     "ruff": ["--check"],
-    "torchrun": ["--master-addr", "--master-port", "--nnodes", "--node-rank", "--nproc-per-node"],
+    "torchrun": [
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--max-restarts",
+        "--master-addr",
+        "--master-port",
+        "--nnodes",
+        "--node-rank",
+        "--nproc-per-node",
+    ],
+    "docs/bench.md": ["--tiny"],
     "docs/white-box.md": ["--label-smoothing"],
 }
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.parity.jobs import train
+from rapidformer_templates.errors import NonFiniteLoss
+from rapidformer_templates.profile import read_summary
+from rapidformer_templates.run_folder import read_metrics
+from tests.engines.test_outcomes import FLAGS, Line
+from tests.parity.jobs import CausalJob, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,3 +58,77 @@ def test_loader_processes_and_pinned_memory(on_cpu: Any, tmp_path: Path) -> None
     run = train("causal", False, flags, str(tmp_path / "run"))
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=1e-4, atol=1e-5)
     assert run["summary"]["peak_memory_mb"] > 0
+
+
+@pytest.mark.parametrize("flags", ["", "--mixed-precision bf16", "--mixed-precision fp16", "--clip-grad 0"])
+def test_the_host_waits_for_nothing_between_two_logs(flags: str, tmp_path: Path) -> None:
+    """torch warns of each operation that makes the host wait for the device."""
+
+    class Watched(CausalJob):
+        def on_step_end(self, step: int, result: Any) -> None:
+            torch.cuda.set_sync_debug_mode("warn" if 5 <= step < 19 else "default")
+
+    job = Watched(f"{STEPS} {flags} --train-iters 20 --log-interval 100 --lr 1e-3 --save {tmp_path / 'run'}".split())
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            job.fit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{w.filename}:{w.lineno}: {w.message}" for w in seen if "synchroniz" in str(w.message)]
+    assert waits == []
+
+
+def test_fused_update_is_the_one_that_acts(tmp_path: Path) -> None:
+    job = CausalJob(f"{STEPS} --lr 1e-3 --save {tmp_path / 'run'}".split())
+    summary = job.fit()
+    assert "AdamW" in summary["receipts"]["optimizer_class"]
+    assert job.plan.optimizer_implementation == "torch.optim.AdamW (fused)"
+
+
+def test_clipping_on_the_device_is_that_of_the_cpu(tmp_path: Path) -> None:
+    flags = f"{STEPS} --clip-grad 0.3"
+    runs = [train("causal", False, f"{flags} {more}", str(tmp_path / more[-4:])) for more in ("", "--device cpu")]
+    for name, weight in runs[0]["weights"].items():
+        torch.testing.assert_close(weight, runs[1]["weights"][name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_broken_step_leaves_the_weights_and_is_named(tmp_path: Path) -> None:
+    job = Line([*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run"), "--save-interval", "3"])
+    job.poisoned = 7
+    with pytest.raises(NonFiniteLoss) as caught:
+        job.fit()
+    step = int(caught.value.message.split()[1].rstrip(":"))
+    assert "7" in caught.value.where.replace("[", " ").replace(",", " ").replace("]", " ").split()
+    assert len(job.weights) <= step + 1
+    for kept in job.weights[step - 1 :]:
+        assert all(torch.equal(a, b) for a, b in zip(kept, job.weights[step - 2], strict=True))
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    flags = f"{STEPS} --save-interval 5 --mixed-precision bf16 --keep-checkpoints 9"
+    whole = train("causal", False, flags, str(tmp_path / "whole"))
+    CausalJob(f"{flags} --lr 1e-3 --train-iters 5 --lr-decay-iters 10 --save {tmp_path / 'cut'}".split()).fit()
+    more = f"{flags} --lr 1e-3 --log-interval 1 --save {tmp_path / 'cut'} --resume"
+    resumed = CausalJob(more.split())
+    resumed.fit()
+    lines = [line for line in read_metrics(tmp_path / "cut/metrics.jsonl") if "loss" in line and line["step"] > 5]
+    expected = [loss for loss, _ in whole["curve"][5:]]
+    torch.testing.assert_close(
+        torch.tensor([line["loss"] for line in lines]), torch.tensor(expected), rtol=1e-3, atol=0
+    )
+
+
+def test_profile_sees_the_device(tmp_path: Path) -> None:
+    flags = "--train-iters 12 --micro-batch-size 4 --profile 5 --lr 1e-3"
+    CausalJob([*flags.split(), "--save", str(tmp_path / "run")]).fit()
+    found = read_summary(tmp_path / "run/profile")
+    assert found["device_busy_ms"] > 0
+    assert 0 <= found["device_idle_share"] < 1
+
+
+@pytest.mark.parametrize("flags", ["--torch-compile", "--use-flash-attn --mixed-precision bf16", "--cpu-offload"])
+def test_switches_follow_plain_eager(flags: str, on_cpu: Any, tmp_path: Path) -> None:
+    run = train("causal", False, f"{STEPS} {flags}", str(tmp_path / "run"))
+    tolerance = 2**-6 if "bf16" in flags else 1e-3
+    torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=tolerance, atol=0)

@@ -15,13 +15,15 @@ import torch.multiprocessing as mp
 from rapidformer_templates.workers import Workers, free_port, join
 
 
-def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any, forked: bool = False) -> list[Any]:
     """``function(workers, *arguments)`` in ``count`` new processes; their results by rank.
 
-    An exception in one of them is raised here with its stack trace.
+    An exception in one of them is raised here with its stack trace. ``forked``: copies of this process, which need
+    not import everything again; for functions that change nothing outside of them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (count, free_port(), folder, function, arguments), nprocs=count)
+        details = (count, free_port(), folder, function, arguments)
+        mp.start_processes(_worker, details, nprocs=count, start_method="fork" if forked else "spawn")
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(count)]
 
 

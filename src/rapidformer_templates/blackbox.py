@@ -6,8 +6,12 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
 
 
 def run(argv: Sequence[str]) -> int:
@@ -20,15 +24,20 @@ def run(argv: Sequence[str]) -> int:
     if script is not None:
         return _run_script(script, rest)
 
+    template_of(argv)(argv).fit()
+    return 0
+
+
+def template_of(argv: Sequence[str]) -> type[Trainer]:
+    """The template that a black-box run with these flags has."""
     from rapidformer_templates import configure
     from rapidformer_templates.finetuner import Finetuner
     from rapidformer_templates.pretrainer import Pretrainer
     from rapidformer_templates.trainer import Trainer
 
     name, _ = configure.choose(argv)
-    chosen = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}[name]
-    chosen(argv).fit()
-    return 0
+    kinds: dict[str, type[Trainer]] = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}
+    return kinds[name]
 
 
 def _take_script(argv: Sequence[str]) -> tuple[str | None, list[str]]:

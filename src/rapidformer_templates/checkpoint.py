@@ -123,7 +123,8 @@ class Attempt:
         self.workers = workers
         self.final = folder_of(root, step)
         self.folder = self.final.with_name(self.final.name + ".tmp")
-        self._state = {"format": FORMAT, "step": step, "world": workers.world, "engine": engine, **progress}
+        state = {"format": FORMAT, "step": step, "world": workers.world, "layout": workers.layout}
+        self._state = {**state, "engine": engine, **progress}
 
     def begin(self) -> None:
         """Make an empty folder; what a run that was killed in a save has left is removed."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates import environment
 from rapidformer_templates.config import RunConfig, build_parser, parse
+from rapidformer_templates.data.task_flags import check_data_flags, check_task_flags
 from rapidformer_templates.deepspeed_file import adopt
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
@@ -25,7 +26,8 @@ HELP = """Train transformers; each acceleration is one switch.
 
 commands:
   rapidformer --task TASK …     train
-  rapidformer plan …            resolve the flags of a training command and start nothing
+  rapidformer plan …            resolve the flags of a training command and start nothing;
+                                with --auto-strategy: list the layouts that fit, best first
   rapidformer switches          catalogue of the switches and their compatibility
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
   rapidformer doctor            what this machine has, what does not work, and what to do about it
@@ -124,12 +126,19 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
 def _plan(words: list[str]) -> int:
     config, place, asked = plan_request(words)
     try:
+        if config.get("auto_strategy"):
+            from rapidformer_templates.planner.command import plan_command
+
+            return plan_command(config, place, as_json=asked.json)
         plan = resolve(config, place)
     except Refused as refused:
         if not asked.json:
             raise
         print(json.dumps({"ok": False, "errors": [found.to_json() for found in refused.diagnostics]}, indent=2))
         return refused.exit_status
+    if config.training.task and not config.launch.user_script:
+        check_task_flags(config)
+        check_data_flags(config)
     if asked.json:
         print(json.dumps({"ok": True, "plan": plan.to_json()}, indent=2))
     else:

@@ -273,7 +273,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
         return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
     bare = f.metadata.get("bare")
     if bare is not None and isinstance(value, bool):
-        return bare if value else f.default
+        return kind(bare) if value else f.default
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"{name} is true or false, not {value!r}", where=origin)
     if kind is not bool and isinstance(value, bool):

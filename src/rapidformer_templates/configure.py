@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.config import RunConfig, parse
 from rapidformer_templates.deepspeed_file import adopt
-from rapidformer_templates.environment import detect
+from rapidformer_templates.environment import Environment, detect
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.launch import is_worker
+from rapidformer_templates.launch import CHOSEN, is_worker
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.switches import REGISTRY, resolve
 from rapidformer_templates.switches._switch import TEMPLATES
@@ -50,7 +52,51 @@ def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[s
         )
     if config.launch.user_script:
         raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
-    return with_template_defaults(adopt(config), name)
+    config = with_template_defaults(adopt(config), name)
+    return _with_best_layout(template, config) if config.get("auto_strategy") else config
+
+
+AUTO_STRATEGY = "auto-strategy"
+"""The origin of values that the automatic strategy has chosen."""
+
+OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
+"""Hooks that change what a step takes."""
+
+
+def _with_best_layout(template: type[Trainer], config: RunConfig) -> RunConfig:
+    """The configuration with what ``--auto-strategy`` has found.
+
+    Raises:
+        ConfigError: the script's own hooks make what the search cannot see.
+        Refused: the flags break rules in every layout.
+        NothingFits: no layout does.
+    """
+    from rapidformer_templates.trainer import Trainer
+
+    own = [hook for hook in OF_A_MODEL if getattr(template, hook) is not getattr(Trainer, hook)]
+    if own:
+        raise ConfigError(
+            f"--auto-strategy cannot see what {template.__name__}.{own[0]} makes",
+            where=f"--auto-strategy ({config.origin('auto_strategy')})",
+            hint="plan a model of the same sizes with rapidformer plan --auto-strategy, and give its flags",
+        )
+    if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
+        return config.replace(AUTO_STRATEGY, **json.loads(os.environ[CHOSEN]))
+    from rapidformer_templates.planner.command import best_layout
+
+    return config.replace(AUTO_STRATEGY, **best_layout(config, _environment(template, config)))
+
+
+def chosen_layout(config: RunConfig) -> dict[str, str]:
+    """What the automatic strategy has chosen, for the environment of workers."""
+    chosen = {name: config.get(name) for name, origin in config.origins.items() if origin == AUTO_STRATEGY}
+    return {CHOSEN: json.dumps(chosen)} if chosen else {}
+
+
+def _environment(template: type[Trainer], config: RunConfig) -> Environment:
+    """The place in which this process, or the workers that it will start, train."""
+    count = None if is_worker() else config.launch.nproc_per_node
+    return detect(library_template(template), _origin(template, config), device=config.launch.device, world_size=count)
 
 
 def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:
@@ -59,11 +105,7 @@ def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:
     Raises:
         Refused: the flags break rules; all of them are named.
     """
-    count = None if is_worker() else config.launch.nproc_per_node
-    environment = detect(
-        library_template(template), _origin(template, config), device=config.launch.device, world_size=count
-    )
-    return resolve(config, environment, training=True)
+    return resolve(config, _environment(template, config), training=True)
 
 
 def choose(argv: Sequence[str]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +22,10 @@ OPTIONAL_PACKAGES = (
     "onnx",
     "onnxruntime",
     "onnxscript",
+    "torch_xla",
     "torchao",
+    "triton",
+    "tvm",
 )
 
 
@@ -37,6 +41,7 @@ class Environment:
         device: ``cpu`` or ``cuda``.
         compute_capability: of the GPU, such as ``(8, 0)``; None on a CPU.
         packages: optional packages that can be imported, with their versions.
+        cxx: the C++ compiler that torch's inductor would call; None where there is none.
     """
 
     template: str | None = "Trainer"
@@ -46,6 +51,7 @@ class Environment:
     device: str = "cpu"
     compute_capability: tuple[int, int] | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
+    cxx: str | None = "g++"
 
     @property
     def white_box(self) -> bool:
@@ -56,8 +62,9 @@ class Environment:
 def installed_packages() -> dict[str, str]:
     """The optional packages that are installed, with their versions.
 
-    ``apex`` counts only when it is Nvidia's: the package of that name in the public index is
-    something else and has no ``apex.optimizers``.
+    The package ``onnxruntime`` computes on CPUs only, and so its version ends in ``+cpu``, as torch's does;
+    ``onnxruntime-gpu`` brings the same module. ``apex`` counts only when it is Nvidia's: the package of that
+    name in the public index is something else and has no ``apex.optimizers``.
     """
     found = {}
     for name in OPTIONAL_PACKAGES:
@@ -69,7 +76,24 @@ def installed_packages() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "unknown"
+        else:
+            found[name] += "+cpu" if name == "onnxruntime" else ""
     return found
+
+
+def find_cxx() -> str | None:
+    """The C++ compiler that torch's inductor would call: that of ``CXX``, else the system's."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+
+
+@cache
+def compile_backends() -> tuple[str, ...] | None:
+    """Every backend of torch.compile, or None where there is no torch. Unlike the rest, it imports torch."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    from torch._dynamo import list_backends
+
+    return tuple(list_backends(exclude_tags=()))
 
 
 @cache
@@ -125,4 +149,5 @@ def detect(
         device="cuda" if device == "cuda" or capability else "cpu",
         compute_capability=capability,
         packages=installed_packages(),
+        cxx=find_cxx(),
     )

@@ -62,9 +62,17 @@ class CheckpointError(RapidformerError):
 
 
 class NonFiniteLoss(RapidformerError):
-    """The loss or the gradient became infinite or NaN; the weights were not touched."""
+    """The loss or the gradient became infinite or NaN; the weights were not touched.
+
+    Args:
+        age: steps that were begun after the one that it is about, before the host heard of it.
+    """
 
     exit_status = 3
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None, age: int = 0) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.age = age
 
 
 class OutOfMemory(RapidformerError):

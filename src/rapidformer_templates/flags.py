@@ -164,6 +164,13 @@ class TrainingFlags:
         None, "steps between checkpoints (default: the end of each epoch, or of the run)", minimum=1
     )
     async_save: bool = flag(False, "save in the background; a step waits for a copy in host memory only")
+    profile: int | None = flag(
+        None,
+        "record N steps after a warm-up (bare: 5): a trace, a table and where the idle time goes, in --save/profile",
+        bare="5",
+        metavar="N",
+        minimum=1,
+    )
     keep_checkpoints: int = flag(2, "newest checkpoints that are kept (the best one is kept besides)", minimum=1)
     keep_best: bool | None = flag(None, "keep and export the checkpoint with the best metric (default: in fine-tuning)")
     metric_for_best: str | None = flag(

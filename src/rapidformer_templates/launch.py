@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 CHECKED = "RAPIDFORMER_CHECKED"
 """Set for our own workers: the process that started them has checked the run and shown its plan."""
+
+CHOSEN = "RAPIDFORMER_CHOSEN_LAYOUT"
+"""Set for our own workers: the fields that the automatic strategy has chosen, as JSON."""
 
 SEEN_AFTER = 5
 """Seconds within which peers of a killed worker have failed, too, and told so."""
@@ -59,7 +62,9 @@ def this_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def run_workers(command: Sequence[str], count: int, port: int | None = None) -> None:
+def run_workers(
+    command: Sequence[str], count: int, port: int | None = None, more: Mapping[str, str] | None = None
+) -> None:
     """Run ``command`` in ``count`` local workers and wait for all of them.
 
     SIGTERM and SIGINT are passed on, and the workers get all the time they need to save. When one
@@ -69,6 +74,7 @@ def run_workers(command: Sequence[str], count: int, port: int | None = None) -> 
         command: program and arguments.
         count: number of workers.
         port: where they meet; by default a free one.
+        more: variables of their environment.
 
     Raises:
         ConfigError: the port is in use.
@@ -93,7 +99,7 @@ def run_workers(command: Sequence[str], count: int, port: int | None = None) -> 
         name="rapidformer",
         entrypoint=command[0],
         args={rank: tuple(command[1:]) for rank in range(count)},
-        envs={rank: _environment(rank, count, meeting_port) for rank in range(count)},
+        envs={rank: {**_environment(rank, count, meeting_port), **(more or {})} for rank in range(count)},
         logs_specs=DefaultLogsSpecs(log_dir=folder),
     )
     asked = False

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from rapidformer_templates.parallel.placement import placement_of
+
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -39,8 +41,11 @@ def find_layout(model: nn.Module) -> ModelLayout:
     """The blocks of ``model``.
 
     A transformers model names the classes that must not be split (``_no_split_modules``); a model
-    that names none has its blocks in its longest ``ModuleList`` or ``Sequential`` of equal modules.
+    that names none has its blocks in its longest ``ModuleList`` or ``Sequential`` of equal modules. Of a model
+    that was cut into pipeline stages, the blocks that are here.
     """
+    if placement_of(model).parts is not None:
+        return ModelLayout(placement_of(model).blocks)
     named = set(getattr(model, "_no_split_modules", None) or ())
     blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in named}
     # An embedding may be listed as unsplittable, too; a block stands in a list beside others of its kind.

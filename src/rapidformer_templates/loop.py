@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates import checkpoint
 from rapidformer_templates.async_save import AsyncSaver
-from rapidformer_templates.data.loader import MicroBatch, load, train_requests
+from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.base import Engine, StepResult
 from rapidformer_templates.errors import ConfigError, Interrupted, NonFiniteLoss
 from rapidformer_templates.evaluation import Evaluator
 from rapidformer_templates.meter import Meter
 from rapidformer_templates.optimizer import Schedule
+from rapidformer_templates.profile import DATA, EXCHANGE, REST, TRAIN, Profile
 from rapidformer_templates.progress import Progress
 from rapidformer_templates.run_folder import MetricsFile, RunFolder
 from rapidformer_templates.signals import StopRequest
@@ -69,6 +70,7 @@ class Loop:
         keep: checkpoints that are kept.
         metric: name of the metric by which the best one is kept, and whether greater is better.
         saver: saves in the background; None waits for each save.
+        profile: records some steps of this worker.
     """
 
     template: Trainer
@@ -87,6 +89,7 @@ class Loop:
     keep: int
     metric: tuple[str, bool] | None
     saver: AsyncSaver | None = None
+    profile: Profile | None = None
 
     def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         """Train to the end; the last evaluation's metrics.
@@ -104,34 +107,43 @@ class Loop:
         batches = self._batches()
         self.template.on_train_start()
         for step in range(self.position.step, self.total):
+            if self.profile:
+                self.profile.step_begins()
+
             # 1. The micro batches of this rank. Which samples: a function of the seed and the step.
-            microbatches = [self._counted(next(batches)) for _ in range(self.template.plan.sizes.accumulation)]
+            with self._part(DATA):
+                microbatches = [next(batches) for _ in range(self.template.plan.sizes.accumulation)]
 
             # 2. What all ranks must agree on before the forward: the number of targets, whether to go on,
-            #    and whether a save in the background has come further on all of them.
+            #    and whether a save in the background has come further on all of them. The hosts exchange this
+            #    by themselves, while the devices compute the step before.
             here = [m for m in microbatches if not m.idle and self.workers.speaks]
-            targets, samples, tokens, asked, saving = self.workers.sum(
-                sum(m.targets for m in here),
-                sum(m.sample_count for m in here),
-                sum(m.tokens for m in here),
-                stop.asked,
-                self.saver is not None and self.saver.busy,
-            )
+            with self._part(EXCHANGE):
+                targets, samples, tokens, asked, saving = self.workers.sum(
+                    sum(m.targets for m in here),
+                    sum(m.sample_count for m in here),
+                    sum(m.tokens for m in here),
+                    stop.asked,
+                    self.saver is not None and self.saver.busy,
+                )
             if self.saver and self.saver.pending and not saving:
                 self._saved(self.saver.proceed())
 
             # 3. Forward, backward, clipping and update.
-            with self._watched(step, microbatches):
+            with self._part(TRAIN), self._watched(step, microbatches):
                 result = self._step(step, microbatches, targets)
 
             # 4. Count.
-            self.receipts.count(microbatches)
-            self.position.step = done = step + 1
-            self.position.samples += int(samples)
-            self.position.tokens += int(tokens)
-            self.meter.step(int(samples), int(tokens))
-            self.template.on_step_end(done, result)
-            progress.advance(result.loss)
+            with self._part(REST):
+                self.receipts.count(microbatches)
+                self.position.step = done = step + 1
+                self.position.samples += int(samples)
+                self.position.tokens += int(tokens)
+                self.meter.step(int(samples), int(tokens))
+                self.template.on_step_end(done, result)
+                progress.advance(result.loss)
+            if self.profile and self.profile.step_ends():
+                self.profile = None
 
             # 5. Log, evaluate, save; in this order, so that a checkpoint has its metrics before it.
             if self.intervals.due(self.intervals.log, done, self.total):
@@ -161,21 +173,39 @@ class Loop:
         on_gpu = self.workers.device.type == "cuda"
         workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if on_gpu else 0)
         pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else on_gpu
-        return load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
+        batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
+        # Counted on the host, before they leave it; the next step's are on their way while this one is computed.
+        return on_device(map(self._counted, batches), self.workers.device, ahead=plan.sizes.accumulation)
 
     def _counted(self, microbatch: MicroBatch) -> MicroBatch:
         microbatch.targets = 0 if microbatch.idle else self.template.count_targets(microbatch.batch)
+        microbatch.size = (microbatch.sample_count, microbatch.tokens)
         return microbatch
+
+    def _part(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return self.profile.part(name) if self.profile else contextlib.nullcontext()
 
     def _watched(self, step: int, microbatches: list[MicroBatch]) -> contextlib.AbstractContextManager[Any]:
         """Receipts are taken in the first step of this process and cost the others nothing."""
         return self.receipts.watch(microbatches) if self.meter.steps == 0 else contextlib.nullcontext()
 
     def _step(self, step: int, microbatches: list[MicroBatch], targets: float) -> StepResult:
-        try:
+        with self._located(step):
             return self.engine.train_batch(microbatches, targets, self.schedule(step))
+
+    def _settle(self) -> None:
+        """Nothing is written of a step before it is known to be right."""
+        with self._located(self.position.step - 1):
+            self.engine.settle()
+
+    @contextlib.contextmanager
+    def _located(self, newest: int) -> Iterator[None]:
+        """Tell step and samples of a loss that is not finite; ``newest``: the last step that was begun."""
+        try:
+            yield
         except NonFiniteLoss as error:
             self._wait_for_save()
+            step = newest - error.age
             samples = self.order.step(step)[0].tolist()
             raise NonFiniteLoss(
                 f"step {step + 1}: {error.message}; the weights are as after step {step}",
@@ -188,22 +218,25 @@ class Loop:
         return "go on with --resume" if self.folder else "nothing was saved: there is no --save"
 
     def _log(self, result: StepResult, step: int) -> None:
+        self._settle()
         line = {
             "step": step + 1,
             "epoch": round(self.order.epoch(step + 1), 6),
             "loss": float(result.loss),
             "grad_norm": float(result.grad_norm),
+            **{name: float(value) for name, value in result.measured.items()},
             "lr": self.template.peak_lr * self.schedule(step),
             "samples": self.position.samples,
             "tokens": self.position.tokens,
             **self.meter.window(),
-            "skipped": result.skipped,
+            "skipped": bool(result.skipped),
         }
         if self.metrics:
             self.metrics.write(line)
 
     def _evaluate(self) -> dict[str, float]:
         assert self.evaluator is not None
+        self._settle()
         with self.meter.paused():
             metrics = self.evaluator.evaluate()
         step = self.position.step
@@ -224,6 +257,7 @@ class Loop:
     def _save(self) -> None:
         if self.folder is None:
             return
+        self._settle()
         with self.meter.paused():
             if self.metrics:
                 self.metrics.sync()

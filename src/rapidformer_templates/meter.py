@@ -19,8 +19,9 @@ WARMUP = 3
 class Meter:
     """Counts steps, samples and tokens against the clock.
 
-    A window reaches from one logged step to the next. On a GPU the clock is only right where the
-    host waits for it, which logging does by reading the loss.
+    A window reaches from one logged step to the next. On a GPU a step is done when the host has queued it,
+    a step or two before the device has computed it; where the host waits for the device, as logging does
+    by reading the loss, the clock is right again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,6 +52,10 @@ class Meter:
         """Rates since the last call."""
         now = time.perf_counter()
         seconds = max(now - self._mark, 1e-9)
+        if self._rates and self.device.type == "cuda":  # what the host has just waited for belongs to the last step
+            spent, samples, tokens = self._rates[-1]
+            self._rates[-1] = (spent + now - self._last, samples, tokens)
+            self._last = now
         steps, samples, tokens = self._window
         self._mark, self._window = now, [0, 0, 0]
         return {

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rapidformer_templates.errors import ConfigError
@@ -51,10 +52,14 @@ class OptimizerSpec:
             parameters: canonical names and parameters that take part in training.
             differing: what :meth:`differences` said of them before they were sharded.
         """
-        groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+        groups: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[nn.Parameter]] = {}
         for name, parameter in parameters:
-            groups.setdefault(tuple(sorted(differing[name].items())), []).append(parameter)
-        return self.cls([{"params": members, **dict(options)} for options, members in groups.items()], **self.kwargs)
+            # torch updates many parameters at once, and sharded ones not together with plain ones.
+            key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
+            groups.setdefault(key, []).append(parameter)
+        return self.cls(
+            [{"params": members, **dict(options)} for (_, options), members in groups.items()], **self.kwargs
+        )
 
     def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, Any]]:
         """The options of each parameter; to be asked while the parameters have their whole shapes."""

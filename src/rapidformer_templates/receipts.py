@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,17 +12,31 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.attention.count import count_kernels
+from rapidformer_templates.compiling.blocks import Compiled
 from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.engines.auxiliary import receipts_of
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.state import bytes_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
 from rapidformer_templates.fused_loss.logits import head_of
 from rapidformer_templates.fused_loss.watch import WidestRows
 from rapidformer_templates.layout import find_layout, shape_of
+from rapidformer_templates.onnx_graphs.capture import captured, receipt
+from rapidformer_templates.parallel import tensor_parallel
 
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are called and call none; of one that runs as a graph, the parts are not called."""
+    children = list(module.children())
+    if not children or captured(module):
+        yield module
+    for child in children if not captured(module) else ():
+        yield from _leaves(child)
 
 
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
@@ -66,18 +80,39 @@ class Receipts:
             self._early |= self._saved_tensors(microbatches[0])
         if "logits_rows" in self.wanted:
             self._early |= self._logits(microbatches[0])
-        # Leaves, because the sums between them (a residual stream, for instance) keep the wider type.
-        leaves = [module for module in self.engine.model.modules() if next(module.children(), None) is None]
-        hooks = [leaf.register_forward_hook(self._see_output) for leaf in leaves]
+        compiled = "compile" in self.wanted
+        if compiled:
+            # Hooks inside of the blocks would become part of their graphs, which are compiled again without them.
+            with self._watched_leaves(), torch.compiler.set_stance("force_eager"), torch.no_grad():
+                self._forward(microbatches[0])
         before = self.engine.micro_steps
         self.engine.before_update = self._measure_gradients
         try:
-            yield
+            with ExitStack() as stack:
+                if not compiled:
+                    stack.enter_context(self._watched_leaves())
+                if "attention_kernels" in self.wanted:
+                    self._early["attention_kernels"] = stack.enter_context(count_kernels())
+                yield
         finally:
             self.engine.before_update = None
+        self._early["micro_steps"] = self.engine.micro_steps - before
+
+    @contextmanager
+    def _watched_leaves(self) -> Iterator[None]:
+        """Note the types that modules put out: leaves, since sums between them (a residual stream) keep the wider."""
+        hooks = [leaf.register_forward_hook(self._see_output) for leaf in _leaves(self.engine.model)]
+        try:
+            yield
+        finally:
             for hook in hooks:
                 hook.remove()
-        self._early["micro_steps"] = self.engine.micro_steps - before
+
+    def _forward(self, microbatch: MicroBatch) -> None:
+        """A forward that leaves no trace."""
+        batch = to_device(microbatch.batch, self.engine.workers.device)
+        with self.engine.measuring() as model:
+            self.engine.compute_loss(model, batch)
 
     def _measure_gradients(self) -> None:
         held = bytes_held(self.engine.held())
@@ -91,12 +126,15 @@ class Receipts:
     def _saved_tensors(self, microbatch: MicroBatch) -> dict[str, int]:
         """Bytes kept for the backward of one micro batch, with checkpointing and without."""
         blocks = [block.forward for block in find_layout(self.engine.model).blocks.values()]
-        checkpointed = [forward for forward in blocks if isinstance(forward, Checkpointed)]
+        inner = [forward.forward if isinstance(forward, Compiled) else forward for forward in blocks]
+        checkpointed = [forward for forward in inner if isinstance(forward, Checkpointed)]
         with_it = self._kept_by_forward(microbatch)
         for forward in checkpointed:
             forward.enabled = False
         try:
-            without = self._kept_by_forward(microbatch)
+            # Not compiled: a graph for the sake of a measurement would cost more than it tells.
+            with torch.compiler.set_stance("force_eager"):
+                without = self._kept_by_forward(microbatch)
         finally:
             for forward in checkpointed:
                 forward.enabled = True
@@ -104,7 +142,6 @@ class Receipts:
 
     def _kept_by_forward(self, microbatch: MicroBatch) -> int:
         engine = self.engine
-        batch = to_device(microbatch.batch, engine.workers.device)
         weights = {StorageWeakRef(local_part(p).untyped_storage()).cdata for p in engine.model.parameters()}
         kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -115,8 +152,8 @@ class Receipts:
             if reference.cdata not in weights:
                 kept[reference.cdata] = (reference, storage.nbytes())
 
-        with engine.measuring() as model, torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
-            engine.compute_loss(model, batch)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+            self._forward(microbatch)
         return sum(size for _, size in kept.values())
 
     def _logits(self, microbatch: MicroBatch) -> dict[str, Any]:
@@ -124,9 +161,8 @@ class Receipts:
         engine = self.engine
         head = head_of(engine.model)
         assert head is not None
-        batch = to_device(microbatch.batch, engine.workers.device)
-        with engine.measuring() as model, WidestRows(head.out_features) as seen:
-            engine.compute_loss(model, batch)
+        with WidestRows(head.out_features) as seen:
+            self._forward(microbatch)
         return {
             "logits_rows": seen.rows,
             "logits_rows_without": head.rows,
@@ -147,9 +183,12 @@ class Receipts:
             "optimizer_state_bytes": lambda: held["optimizer"],
             "optimizer_state_device": lambda: sorted({tensor.device.type for tensor in tensors["optimizer"]}),
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
+            "onnx_runtime": lambda: receipt(engine.model),
             "matmul_precision": torch.get_float32_matmul_precision,
+            "compile": lambda: vars(engine.model)["compile_report"].measured(),
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
+        measures |= tensor_parallel.measures(engine.model)
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
         return values | self._early | dict(self.engine.receipts)
 
@@ -158,4 +197,5 @@ class Receipts:
         values = self.measured()
         mine = {name: values[name] for name in HELD if name in values}
         padding = self._padding() if "fill" in self.wanted else {}
+        values |= receipts_of(self.engine.model, self.engine.workers)
         return values | padding | {"held_bytes_by_rank": self.engine.workers.gather(mine)}

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from rapidformer_templates.files import write_json
-from rapidformer_templates.layout import shape_of
+from rapidformer_templates.layout import canonical_name, shape_of
+from rapidformer_templates.parallel.placement import placement_of
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.run_folder import RunFolder, read_metrics
 from rapidformer_templates.workers import Workers
@@ -66,7 +68,7 @@ def summarise(
     position, plan = loop.position, template.plan
     rates = loop.meter.totals()
     memory = workers.gather(rates["peak_memory_mb"])
-    parameters = list(loop.engine.model.parameters())
+    parameters, trainable = count_parameters(loop.engine.model, workers)
     summary = {
         "template": plan.template,
         "switches": list(plan.switches),
@@ -80,8 +82,8 @@ def summarise(
         "peak_memory_mb": max(memory),
         "peak_memory_mb_by_rank": memory,
         "wall_seconds": rates["wall_seconds"],
-        "parameters": sum(math.prod(shape_of(p)) for p in parameters),
-        "trainable_parameters": sum(math.prod(shape_of(p)) for p in parameters if p.requires_grad),
+        "parameters": parameters,
+        "trainable_parameters": trainable,
         "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
         "receipts": receipts,
         "versions": versions(),
@@ -93,6 +95,21 @@ def summarise(
     if workers.is_main and loop.folder:
         write_json(loop.folder.summary, summary)
     return summary
+
+
+def count_parameters(model: nn.Module, workers: Workers) -> tuple[int, int]:
+    """(all, trained) elements of the parameters of the whole model; every rank must call it."""
+    placement, total, trained = placement_of(model), 0, 0
+    for name, parameter in model.named_parameters():
+        stages = placement.stages.get(placement.whole_name(canonical_name(name)), (workers.pipeline_rank,))
+        if stages[0] == workers.pipeline_rank:
+            size = math.prod(shape_of(parameter))
+            total, trained = total + size, trained + size * parameter.requires_grad
+    if workers.pipeline == 1:
+        return total, trained
+    first = workers.data_rank == 0 and workers.tensor_rank == 0
+    sums = workers.sum(total * first, trained * first)
+    return int(sums[0]), int(sums[1])
 
 
 def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rapidformer_templates.checkpoint import Reader, candidates, is_checkpoint, newest_whole
 from rapidformer_templates.data.order import Order
+from rapidformer_templates.data.task_flags import sample_flags
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.loop import Position
@@ -26,7 +27,7 @@ def take_up(template: Trainer, engine: Engine, folder: RunFolder | None, order: 
         CheckpointError: no checkpoint is whole, or it does not fit this run.
     """
     training = template.config.training
-    fresh = Position(data=order.depends_on())
+    fresh = Position(data=order.depends_on() | sample_flags(template.config))
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:
@@ -36,7 +37,7 @@ def take_up(template: Trainer, engine: Engine, folder: RunFolder | None, order: 
     if path is None or weights_only:
         if path is not None:
             engine.load(Reader(path), optimizer=False)
-        seed_all(training.seed + 1 + workers.rank)
+        seed_all(training.seed + 1 + workers.stream)
         return fresh
     reader = Reader(path)
     saved = Position(**{name: reader.state[name] for name in Position.__dataclass_fields__})
@@ -98,9 +99,12 @@ def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position,
 
 
 def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers) -> None:
-    if reader.state["world"] == workers.world:
+    saved = reader.state.get("layout", [1, reader.state["world"], 1])
+    if saved == workers.layout:
         restore(*reader.random_state(workers.rank))
         return
     # Other workers have other streams of random numbers; seeded by the step, they repeat no earlier ones.
-    seed_all(seed + 1 + workers.rank + step * workers.world)
-    say(workers, f"random states were saved by {reader.state['world']} workers: seeded anew for {workers.world}")
+    seed_all(seed + 1 + workers.stream + step * workers.world)
+    stages, replicas, tensor = saved
+    by = f"{stages} × {replicas} × {tensor} workers" if stages * tensor > 1 else f"{replicas} workers"
+    say(workers, f"random states were saved by {by}: seeded anew for {workers.world}")

@@ -8,12 +8,15 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from rapidformer_templates import ladder, launch
 from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.checkpoint import Reader, folder_of
-from rapidformer_templates.configure import resolve_plan
-from rapidformer_templates.data.order import Order
-from rapidformer_templates.data.tasks import check_data_flags
+from rapidformer_templates.configure import chosen_layout, resolve_plan
+from rapidformer_templates.data.loader import load
+from rapidformer_templates.data.order import Order, Request
+from rapidformer_templates.data.task_flags import check_data_flags
 from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.building import Building
@@ -25,6 +28,7 @@ from rapidformer_templates.layout import find_layout
 from rapidformer_templates.loop import Intervals, Loop, Position
 from rapidformer_templates.meter import Meter
 from rapidformer_templates.ordering import build_order
+from rapidformer_templates.profile import WARMUP, Profile
 from rapidformer_templates.progress import Progress
 from rapidformer_templates.random_state import seed_all
 from rapidformer_templates.receipts import Receipts
@@ -50,7 +54,7 @@ def fit(template: Trainer) -> dict[str, Any]:
         return _join_and_train(template)
     _check(template, folder)
     show_plan(plan)
-    launch.run_workers(launch.this_command(), count, config.launch.master_port)
+    launch.run_workers(launch.this_command(), count, config.launch.master_port, chosen_layout(config))
     return folder.read_summary() if folder else {}
 
 
@@ -59,6 +63,10 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
     training = template.config.training
     if training.resume and folder is None:
         raise ConfigError("--resume needs --save, the run folder to go on in", where=template.config.origin("resume"))
+    if training.profile and folder is None:
+        raise ConfigError(
+            "--profile needs --save, the run folder that it writes to", where=template.config.origin("profile")
+        )
     if folder:
         folder.check(resume=training.resume, overwrite=training.overwrite)
     if template.reads_task_data:
@@ -146,16 +154,24 @@ def _build_engine(template: Trainer, workers: Workers) -> Engine:
     template.model_was_built(model)
     if template.uses_task:
         template.task.check_model(model)
-    layout = find_layout(model)
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
             options = config.switches[switch.name]
-            model = load_object(switch.transform)(model, Building(layout, options, plan, workers))
+            building = Building(find_layout(model), options, plan, workers, partial(_loss_of_one, template))
+            model = load_object(switch.transform)(model, building)
+            del building
     recipe = template.build_optimizer()
     template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
     engine.setup(model, recipe, template.compute_loss)
     template.model = engine.model
     return engine
+
+
+def _loss_of_one(template: Trainer, model: nn.Module) -> Any:
+    """The user's loss of the first sample."""
+    request = Request([0], (template.config.training.seed, 0), [0])
+    (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
+    return template.compute_loss(model, microbatch.batch)
 
 
 def _build_loop(
@@ -195,7 +211,26 @@ def _build_loop(
         saver=AsyncSaver(folder.checkpoints, workers, training.keep_checkpoints)
         if folder and training.async_save
         else None,
+        profile=_profile(template, folder, total - position.step, workers),
     )
+
+
+def _profile(template: Trainer, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:
+    """The recorder of the main worker, if it is asked for; a complete run that is resumed has no step to record.
+
+    Raises:
+        ConfigError: the run is too short.
+    """
+    asked = template.config.training.profile
+    if not asked or not steps_left or folder is None:
+        return None
+    if steps_left < WARMUP + asked:
+        raise ConfigError(
+            f"--profile {asked} needs {WARMUP + asked} steps, this run has {steps_left}",
+            where=template.config.origin("profile"),
+            hint=f"the first {WARMUP} are a warm-up; train for more steps, or record fewer",
+        )
+    return Profile(folder.profile, asked, workers.device) if workers.is_main else None
 
 
 def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str, Any]:

@@ -13,7 +13,16 @@ from typing import Any, TextIO
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.files import sync, write_json
 
-CONTENTS = ("plan.json", "deepspeed.json", "metrics.jsonl", "summary.json", "curves.png", "checkpoints", "export")
+CONTENTS = (
+    "plan.json",
+    "deepspeed.json",
+    "metrics.jsonl",
+    "summary.json",
+    "curves.png",
+    "profile",
+    "checkpoints",
+    "export",
+)
 
 
 class RunFolder:
@@ -27,6 +36,7 @@ class RunFolder:
         self.curves = self.path / "curves.png"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
+        self.profile = self.path / "profile"
 
     def read_summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))

@@ -162,7 +162,9 @@ class Trainer:
     @property
     def reports_perplexity(self) -> bool:
         """Whether the loss is the log-likelihood of a token, so that its exponential means something."""
-        return self.config.training.task in ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
+        # With sentence pairs a second loss is added to it.
+        language = self.config.training.task in ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
+        return language and not self.config.data.sentence_pairs
 
     _labels_are_shifted = False
     _tables: frozenset[str] = frozenset()

@@ -62,6 +62,16 @@ class Workers:
         return self.rank // (self.tensor * self.data)
 
     @property
+    def stream(self) -> int:
+        """Of random numbers: one for each stage of each replica; its tensor-parallel workers draw alike."""
+        return self.rank // self.tensor
+
+    @property
+    def layout(self) -> list[int]:
+        """[stages, replicas, workers that share matrices]."""
+        return [self.pipeline, self.data, self.tensor]
+
+    @property
     def ends_pipeline(self) -> bool:
         """Whether this worker has the last stage, with the model's output and the loss."""
         return self.pipeline_rank == self.pipeline - 1

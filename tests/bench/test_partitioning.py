@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.bench import partitioning
+from rapidformer_templates.bench import measure
 from rapidformer_templates.bench.cli import main
-from rapidformer_templates.bench.partitioning import Report, facts_of
-from rapidformer_templates.bench.partitioning_runs import Run
-from rapidformer_templates.bench.partitioning_show import deviation
-from rapidformer_templates.bench.partitioning_solutions import (
-    SCALES,
-    SOLUTIONS,
+from rapidformer_templates.bench.measure import facts_of
+from rapidformer_templates.bench.report import Report
+from rapidformer_templates.bench.runs import Run
+from rapidformer_templates.bench.show import deviation
+from rapidformer_templates.bench.tables import PARTITIONING
+from rapidformer_templates.planner.states import (
     Facts,
     Held,
     cut_each,
@@ -38,7 +38,7 @@ has_deepspeed = importlib.util.find_spec("deepspeed") is not None
 
 
 def test_the_paper_s_model_is_the_published_one() -> None:
-    assert sum(parameter.count for parameter in facts_of(SCALES["paper"])) == 1_313_722_368
+    assert sum(parameter.count for parameter in facts_of(PARTITIONING.scales["paper"])) == 1_313_722_368
 
 
 def test_ddp_holds_16_bytes_a_parameter_on_every_worker() -> None:
@@ -83,7 +83,7 @@ def test_nvme_leaves_small_groups_in_memory() -> None:
 
 def test_each_partitioning_approaches_its_share() -> None:
     """Bytes a parameter on N workers, for the model of the table."""
-    model, workers = facts_of(SCALES["small"]), 2
+    model, workers = facts_of(PARTITIONING.scales["small"]), 2
     count = sum(parameter.count for parameter in model)
     shares = {
         "none": (4, 4, 8),
@@ -92,10 +92,10 @@ def test_each_partitioning_approaches_its_share() -> None:
         "zero-3": (4 / workers, 4 / workers, 12 / workers),
     }
     for name, expected in shares.items():
-        for held in SOLUTIONS[name].formula(model, workers, 4):
+        for held in PARTITIONING.solutions[name].formula(model, workers, 4):
             assert held.per_parameter(count) == pytest.approx(expected, rel=0.01), name
     for name in ("oss", "oss-sdp"):
-        by_rank = SOLUTIONS[name].formula(model, workers, 4)
+        by_rank = PARTITIONING.solutions[name].formula(model, workers, 4)
         assert sum(held.optimizer for held in by_rank) == 8 * count + 4 * len(model)
 
 
@@ -104,17 +104,17 @@ def test_the_deviation_is_the_greatest_one() -> None:
 
 
 def test_ratios_are_of_steps_that_were_made_in_turns() -> None:
-    report = Report("tiny", 2, "cpu", [])
+    report = Report(PARTITIONING, "tiny", 2, "cpu", global_batch=4)
     report.runs = {"none": [Run([1.0, 2.0, 10.0])], "accelerate DDP": [Run([2.0, 4.0, 10.0])]}
     assert report.ratios("none", "accelerate DDP") == [2.0]
     assert report.samples_per_second("none") == pytest.approx(12 / 13)
 
 
 def test_who_computes_another_loss_is_found_out() -> None:
-    report = Report("tiny", 2, "cpu", [])
+    report = Report(PARTITIONING, "tiny", 2, "cpu", global_batch=4)
     losses = {"none": 4.0, "fsdp": 4.0, "accelerate DDP": 4.1}
     report.runs = {name: [Run([1.0], [{"loss": loss}])] for name, loss in losses.items()}
-    partitioning._check_losses(report)
+    measure._check_losses(report)
     assert set(report.runs) == {"none", "fsdp"}
     assert report.absent == {"accelerate DDP": "its loss is 4.1000, that of the others 4.0000: it does other work"}
     assert report.failed == []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -84,3 +85,15 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 TINY = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "dropout": 0.0}
+
+
+DOCUMENTS = [" ".join(np.random.default_rng(i).choice(WORDS, 5 + i % 17)) for i in range(60)]
+
+
+@pytest.fixture
+def flags(tmp_path: Path, gpt_folder: Path) -> dict[str, Any]:
+    write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in DOCUMENTS])
+    return {
+        "task": "pretraining", "model_type": "gpt2", "tokenizer_path": str(gpt_folder), "seq_length": 16,
+        "data_path": (str(tmp_path / "corpus.jsonl"),), "data_cache_dir": str(tmp_path / "cache"), **TINY,
+    }  # fmt: skip

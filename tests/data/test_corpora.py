@@ -19,34 +19,20 @@ from hypothesis import strategies as st
 
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data import corpora
-from rapidformer_templates.data.blend import Blend
 from rapidformer_templates.data.corpora import (
     Corpus,
     load_corpora,
-    parse_data_path,
 )
 from rapidformer_templates.data.files import text_files
-from rapidformer_templates.data.gpt import GPTSamples
 from rapidformer_templates.data.index_cache import cache_root
 from rapidformer_templates.data.splits import split_sequences, split_shares
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.tokenizers import load_tokenizer
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.targets import count_targets
-from tests.data.conftest import TINY, WORDS, write_jsonl
-from tests.data.indexed_sets import numbered
+from tests.data.conftest import DOCUMENTS, write_jsonl
 
 Configure = Callable[..., RunConfig]
-DOCUMENTS = [" ".join(np.random.default_rng(i).choice(WORDS, 5 + i % 17)) for i in range(60)]
-
-
-@pytest.fixture
-def flags(tmp_path: Path, gpt_folder: Path) -> dict[str, Any]:
-    write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in DOCUMENTS])
-    return {
-        "task": "pretraining", "model_type": "gpt2", "tokenizer_path": str(gpt_folder), "seq_length": 16,
-        "data_path": (str(tmp_path / "corpus.jsonl"),), "data_cache_dir": str(tmp_path / "cache"), **TINY,
-    }  # fmt: skip
 
 
 def stream_of(config: RunConfig, end: int) -> list[list[int]]:
@@ -363,77 +349,14 @@ def test_what_cannot_be_pretrained(configure: Configure, flags: dict[str, Any]) 
         load_task(configure(**(flags | {"model_type": "bert"}))).build_data()
 
 
-def test_the_words_of_data_path(tmp_path: Path) -> None:
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    numbered(tmp_path / "a", [3])
-    numbered(tmp_path / "b", [3])
-    found = [(e.paths, e.indexed, e.weight) for e in parse_data_path(["0.3", a, "0.7", "text.txt"])]
-    assert found == [((a,), True, "0.3"), (("text.txt",), False, "0.7")]
-    found = [(e.paths, e.indexed, e.weight) for e in parse_data_path(["x.txt", a, "y.txt", f"{b}.bin"])]
-    assert found == [(("x.txt", "y.txt"), False, None), ((a,), True, None), ((f"{b}.bin",), True, None)]
-
-
-def _blend(configure: Configure, flags: dict[str, Any], words: tuple[str, ...], **more: Any) -> Any:
-    config = configure(**(flags | {"data_path": words}), **more)
-    return load_task(config).build_data()
-
-
-def test_blends_of_indexed_sets_and_raw_text(configure: Configure, flags: dict[str, Any], tmp_path: Path) -> None:
-    numbered(tmp_path / "low", [20] * 10)  # 200 tokens, all of them in the vocabulary of 400
-    numbered(tmp_path / "high", [20] * 5, 200)
-    low, high, text = str(tmp_path / "low"), str(tmp_path / "high"), flags["data_path"][0]
-    train = _blend(configure, flags, ("0.75", low, "0.25", high), split="1").train
-    assert isinstance(train, Blend)
-    first = [int(item["input_ids"][0]) < 200 for item in train.__getitems__(range(40))]
-    assert sum(first) == 30
-    # Without weights each corpus comes in proportion to its samples: an epoch of the blend is one of each.
-    train = _blend(configure, flags, (low, high), split="1").train
-    items = [tuple(item["input_ids"].tolist()) for item in train.__getitems__(range(len(train)))]
-    assert len(items) == 12 + 6 == len(set(items))
-    mixed = _blend(configure, flags, ("1", low, "1", text), split="1").train
-    assert [type(samples) for samples in mixed.sets] == [GPTSamples, GPTSamples]
-    valid = _blend(configure, flags, ("1", low, "1", text), split="1,1,0").valid
-    assert len({tuple(valid[i]["input_ids"].tolist()) for i in range(len(valid))}) == len(valid)
-
-
-@pytest.mark.parametrize("impl", ["mmap", "lazy", "cached", "infer"])
-def test_every_way_to_read_gives_the_same(
-    configure: Configure, flags: dict[str, Any], tmp_path: Path, impl: str
-) -> None:
-    numbered(tmp_path / "set", [20] * 10)
-    train = _blend(configure, flags, (str(tmp_path / "set"),), split="1", data_impl=impl).train
-    expected = _blend(configure, flags, (str(tmp_path / "set"),), split="1").train
-    assert all((train[i]["input_ids"] == expected[i]["input_ids"]).all() for i in range(len(expected)))
-
-
-@pytest.mark.parametrize("sums", [True, False])
-def test_tokens_beyond_the_vocabulary(configure: Configure, flags: dict[str, Any], tmp_path: Path, sums: bool) -> None:
-    numbered(tmp_path / "set", [30] * 15)  # the vocabulary has 400 tokens, or fewer
-    size = load_tokenizer(configure(**flags)).backend_tokenizer.get_vocab_size()
-    if not sums:
-        (tmp_path / "set.sums.json").unlink()
-    message = f"token {size} in sequence {size // 30} is not in the vocabulary of {size} tokens"
-    for _ in range(2):
-        with pytest.raises(DataError, match=message) as caught:
-            _blend(configure, flags, (str(tmp_path / "set"),), split="1")
-        assert "another tokenizer" in str(caught.value.hint)
-
-
-def test_checksums_that_a_set_does_not_match_do_not_vouch_for_its_tokens(
-    configure: Configure, flags: dict[str, Any], tmp_path: Path
-) -> None:
-    numbered(tmp_path / "small", [30] * 2)
-    numbered(tmp_path / "set", [30] * 15)
-    (tmp_path / "small.sums.json").replace(tmp_path / "set.sums.json")  # as where another program made the set anew
-    with pytest.raises(DataError, match="is not in the vocabulary"):
-        _blend(configure, flags, (str(tmp_path / "set"),), split="1")
-
-
-@pytest.mark.parametrize(("flag", "value"), [("text_column", "body"), ("skip_bad_lines", True)])
-def test_flags_about_raw_text_where_there_is_none(
-    configure: Configure, flags: dict[str, Any], tmp_path: Path, flag: str, value: object
-) -> None:
-    numbered(tmp_path / "set", [30] * 5)
-    config = configure(**(flags | {"data_path": (str(tmp_path / "set"),), flag: value}))
-    with pytest.raises(DataError, match="there is no raw text for --"):
-        load_task(config).check()
+def test_what_people_are_told(configure: Configure, flags: dict[str, Any]) -> None:
+    task = load_task(configure(**flags | {"seq_length": 64}))
+    task.build_data()
+    folder = next(Path(flags["data_cache_dir"]).glob("text-*/")).resolve()
+    first, second = task.notes
+    assert first.startswith("0.0 MB of raw text were tokenized in ")
+    assert first.endswith(f" s, and are kept in {folder}")
+    assert second == "--split 969,30,1: the corpus is too small for a validation part"
+    again = load_task(configure(**flags, split="1,1,0"))
+    again.build_data()
+    assert again.notes == []

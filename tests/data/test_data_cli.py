@@ -68,7 +68,7 @@ def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixt
     count, size = sum(map(len, ids)), len(tokenizer)
     assert shown.pop(2).startswith("tokenizer: transformers' tokenizer with a memory of pieces, equal to the plain one")
     assert shown[:4] == [
-        f"{tmp_path}/out_text_document: 20 documents, {count:,} tokens (uint16); 1 empty documents left out",
+        f"{tmp_path}/out_text_document: 20 documents, {count:,} tokens (uint16); 1 empty document left out",
         f"vocabulary: {size} tokens, padded to {-(-size // 128) * 128} in the model",
         f"1 bad lines left out, listed in {tmp_path}/out.skipped.txt:",
         f"  {folder}/b.jsonl:12: broken JSON: Expecting value (column 1)",

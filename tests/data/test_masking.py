@@ -14,7 +14,8 @@ from transformers import AlbertTokenizer, AutoTokenizer, BertTokenizer, PreTrain
 
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.masking import MaskTokens, word_starts
-from rapidformer_templates.data.tasks import check_data_flags, load_task
+from rapidformer_templates.data.task_flags import check_data_flags, sample_flags
+from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.tasks.objectives import MaskWindows
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.targets import IGNORED
@@ -289,3 +290,9 @@ def test_a_run_that_hides_nothing_is_refused(configure: Configure, bert_folder: 
     flags = {"model_type": "bert", "tokenizer_path": str(bert_folder), "mask_prob": 0.0, **TINY}
     with pytest.raises(DataError, match="a share of 0 cannot be masked"):
         load_task(configure(task="pretraining", data_path=(str(tmp_path / "train.txt"),), **flags)).check()
+
+
+def test_a_checkpoint_remembers_how_samples_were_masked(configure: Configure) -> None:
+    # These are compared when a run goes on: it must not mask otherwise from then on.
+    assert sample_flags(configure(task="masked_lm", mask_prob=0.3)) == {"--mask-prob": 0.3, "--whole-word-mask": False}
+    assert "--mask-prob" not in sample_flags(configure(task="causal_lm"))

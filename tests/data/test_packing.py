@@ -314,6 +314,23 @@ def test_black_box_run_evaluates_as_without_packing(flags: dict[str, Any], tmp_p
     assert last[1]["epoch"] == 1
 
 
+def test_flash_attention_takes_documents_one_by_one(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Training and evaluation are those of the mask, at every logged step."""
+    for name, more in (("mask", {}), ("flash", {"use_flash_attn": True})):
+        words = _command(flags, save=str(tmp_path / name), epochs=1, micro_batch_size=4, pack_sequences=True, **more)
+        assert main(words) == 0
+    masked, flash = _lines(tmp_path / "mask"), _lines(tmp_path / "flash")
+    for expected, actual in zip(masked, flash, strict=True):
+        for name in {"loss", "grad_norm", "eval_loss"} & expected.keys():
+            assert actual[name] == pytest.approx(expected[name], rel=1e-5)
+    summary = json.loads((tmp_path / "flash" / "summary.json").read_text(encoding="utf-8"))
+    calls = summary["receipts"]["attention_kernels"]
+    layers, rows = flags["num_layers"], 4
+    assert calls["_scaled_dot_product_flash_attention_for_cpu"] > layers * rows  # more documents than rows
+    exported = json.loads((tmp_path / "flash" / "export" / "config.json").read_text(encoding="utf-8"))
+    assert not [value for value in exported.values() if "rapidformer" in str(value)]
+
+
 @pytest.mark.parametrize(
     ("flags_given", "rule"),
     [

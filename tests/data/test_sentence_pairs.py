@@ -329,7 +329,9 @@ def test_tables_come_from_the_cache(no_mask: MaskTokens, tmp_path: Path, monkeyp
 
 def test_what_a_resumed_run_is_compared_by(no_mask: MaskTokens, tmp_path: Path) -> None:
     pairs = make(write([[1, 2], [3, 4]], tmp_path), no_mask)
-    assert pairs.identity == "2 sentence pairs of up to 43 tokens"
+    assert pairs.identity.startswith("2 sentence pairs of up to 43 tokens (")
+    other = make(write([[1, 2], [3, 5]], tmp_path / "other"), no_mask)
+    assert other.identity != pairs.identity
 
 
 def test_sets_of_pairs_blend(no_mask: MaskTokens, tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from rapidformer_templates.data import unigram
 from rapidformer_templates.data.indexed import IndexedDataset
+from rapidformer_templates.data.indexed_tools import add_sums
 from rapidformer_templates.data.indexed_writer import IndexedWriter
+from rapidformer_templates.errors import DataError
 
 
 def test_unigram_loss_is_that_of_single_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +28,12 @@ def test_unigram_loss_is_that_of_single_tokens(tmp_path: Path, monkeypatch: pyte
     expected = -sum(math.log((counts[token] + 1) / (len(train) + size)) for token in held_out) / len(held_out)
     found = unigram.unigram_loss(IndexedDataset(tmp_path / "set"), (5, 50), (50, 60))
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_negative_tokens_are_refused(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "set", np.dtype(np.int32)) as writer:
+        writer.add(np.array([1, 2, -3, 4]), np.array([2, 2]))
+    with pytest.raises(DataError, match="there are negative tokens, such as -3"):
+        unigram.counts_of(IndexedDataset(tmp_path / "set"), (0, 2))
+    with pytest.raises(DataError, match="there are negative tokens, such as -3"):
+        add_sums(str(tmp_path / "set"))

@@ -44,11 +44,20 @@ FLAGS = [
 
 
 TUNING = [
+    "--expert-parallel",
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
+    "--max-global-batch-size",
     "--max-shapes",
+    "--moe-capacity-factor",
+    "--moe-ffn-hidden-size",
+    "--moe-layer-interval",
+    "--moe-loss-coeff",
+    "--moe-z-loss-coeff",
+    "--pipeline-stages",
     "--shape-multiple",
     "--tokens-per-batch",
+    "--virtual-pipeline-size",
     "--zero-3-max-live-parameters",
     "--zero-3-param-persistence-threshold",
     "--zero-3-prefetch-bucket-size",

@@ -11,7 +11,7 @@ from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.switches import REGISTRY, resolve
 from rapidformer_templates.switches._document import example_request
 from rapidformer_templates.switches._switch import Rule
-from tests.switches.helpers import CPU, EVERYTHING, GPUS, codes, config_of, on
+from tests.switches.helpers import CPU, GPUS, codes, config_of, on
 
 DOCUMENTED = {  # SPEC §3, with the sources that it names
     "RF001": "[R]",
@@ -79,6 +79,12 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF012", "--nvme-path /d --zero-3-memory-optimization --optimizer lamb", GPUS),
     ("RF012", "--cpu-offload --optimizer adamw_apex_fused", GPUS),
     ("RF017", "--onnx-runtime-training --zero-3-memory-optimization", GPUS),
+    ("RF085", "--onnx-runtime-training --use-flash-attn", GPUS),
+    ("RF085", "--onnx-runtime-training --num-experts 4", GPUS),
+    ("RF085", "--onnx-runtime-training --pipeline-model-parallel-size 2", GPUS),
+    ("RF086", "--onnx-runtime-training --mixed-precision fp16", on(CPU, packages=GPUS.packages)),
+    ("RF087", "--onnx-runtime-training", on(CPU, packages={"onnxruntime": "1+cpu", "onnx": "1"})),
+    ("RF087", "--onnx-runtime-training", on(GPUS, packages=dict(GPUS.packages) | {"onnxruntime": "1+cpu"})),
     ("RF018", "--tf32", on(GPUS, compute_capability=(7, 5))),
     ("RF022", "--optimizer adamw_apex_fused", on(CPU, packages={"apex": "1"})),
     ("RF023", "--optimizer adamw_bnb_8bit", on(GPUS, packages={})),
@@ -92,8 +98,8 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF025", "--optimizer muon --zero-1-memory-optimization", GPUS),
     ("RF025", "--optimizer adamw_torch_4bit --fsdp-memory-optimization", GPUS),
     ("RF025", "--optimizer lamb --tensor-model-parallel-size 2", GPUS),
-    ("RF060", "--fused-linear-cross-entropy --task question_answering", GPUS),
-    ("RF061", "--fused-linear-cross-entropy --pipeline-model-parallel-size 2", GPUS),
+    ("RF062", "--fused-linear-cross-entropy --task question_answering", GPUS),
+    ("RF063", "--fused-linear-cross-entropy --pipeline-model-parallel-size 2", GPUS),
     ("RF034", "--weights-only", CPU),
     ("RF034", "--tokens-per-batch 4096", CPU),
     ("RF034", "--max-shapes 0", CPU),
@@ -103,6 +109,16 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF039", "--data-iterator dynamic-shape --pack-sequences", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --group-by-length", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --no-group-by-length", on(CPU, template="Pretrainer")),
+    ("RF034", "--expert-parallel", CPU),
+    ("RF034", "--moe-capacity-factor 1.25", CPU),
+    ("RF070", "--moe-z-loss-coeff 0.001 --model-type llama", CPU),
+    ("RF071", "--model-type qwen2_moe --num-experts 4 --expert-parallel", CPU),
+    ("RF071", "--model-type mixtral --num-experts 4 --moe-layer-interval 2", CPU),
+    ("RF072", "--num-experts 4 --tensor-model-parallel-size 2", GPUS),
+    ("RF072", "--model-type mixtral --pipeline-model-parallel-size 2", GPUS),
+    ("RF073", "--num-experts 4 --moe-capacity-factor -1", CPU),
+    ("RF074", "--num-experts 4 --expert-parallel --zero-1-memory-optimization", CPU),
+    ("RF074", "--num-experts 4 --expert-parallel --cpu-offload", CPU),
 ]
 
 ACCEPTED = [  # the nearest requests on the other side of each rule
@@ -129,11 +145,21 @@ ACCEPTED = [  # the nearest requests on the other side of each rule
     ("--sequence-parallel --tensor-model-parallel-size 2", GPUS),
     ("--use-flash-attn", GPUS),
     ("--onnx-runtime-training --oss-memory-optimization", GPUS),
+    ("--onnx-runtime-training --mixed-precision", GPUS),
+    (
+        "--onnx-runtime-training --checkpoint-activations",
+        on(CPU, packages=dict(GPUS.packages) | {"onnxruntime": "1+cpu"}),
+    ),
     ("--tf32", on(GPUS, compute_capability=(8, 0))),
     ("--tf32 --device cuda", on(GPUS, compute_capability=None)),
     ("--mixed-precision fp16", on(GPUS, compute_capability=(7, 0))),
     ("--num-experts 4", GPUS),
     ("--num-experts 16 --moe-top-k 2", GPUS),
+    ("--num-experts 3", GPUS),
+    ("--num-experts 16 --expert-parallel --moe-capacity-factor 1.25 --moe-layer-interval 2", GPUS),
+    ("--num-experts 4 --zero-3-memory-optimization", GPUS),
+    ("--model-type mixtral --moe-loss-coeff 0.01", CPU),
+    ("--model-type mixtral --num-experts 4 --moe-top-k 1 --moe-ffn-hidden-size 64", CPU),
     ("--deepspeed-config ds.json --pipeline-model-parallel-size 2 --zero-1-memory-optimization", GPUS),
     ("--optimizer adamw_bnb_8bit", GPUS),
     ("--optimizer adamw_bnb_8bit", on(CPU, packages={"bitsandbytes": "0.50.2"})),
@@ -151,7 +177,7 @@ ACCEPTED = [  # the nearest requests on the other side of each rule
 @pytest.mark.parametrize(("code", "flags", "place"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_refused(code: str, flags: str, place: object) -> None:
     assert code in codes(flags, place)  # type: ignore[arg-type]
-    assert code not in codes(flags, place, EVERYTHING.without(code))  # type: ignore[arg-type]
+    assert code not in codes(flags, place, REGISTRY.without(code))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("flags", "place"), ACCEPTED, ids=lambda x: x if isinstance(x, str) else "")
@@ -169,9 +195,9 @@ def test_training_asks_for_what_a_plan_may_leave_open() -> None:
 def test_flash_attention_notes_padding() -> None:
     note = "flash-attention: batches with padding use the memory-efficient kernel"
     config = config_of("--use-flash-attn --task sequence_classification")
-    assert note in resolve(config, GPUS, EVERYTHING).notes
-    assert note not in resolve(config, GPUS, EVERYTHING.without("RF013")).notes
-    assert note not in resolve(config_of("--use-flash-attn --task pretraining"), GPUS, EVERYTHING).notes
+    assert note in resolve(config, GPUS, REGISTRY).notes
+    assert note not in resolve(config, GPUS, REGISTRY.without("RF013")).notes
+    assert note not in resolve(config_of("--use-flash-attn --task pretraining"), GPUS, REGISTRY).notes
 
 
 def test_sizes_are_read_from_the_model_folder(tmp_path: Path) -> None:
@@ -181,6 +207,17 @@ def test_sizes_are_read_from_the_model_folder(tmp_path: Path) -> None:
     assert "RF010" in codes(f"{folder} --tensor-model-parallel-size 8", GPUS)
     assert codes(f"{folder} --seq-length 300", CPU) == ["RF033"]
     assert codes(f"{folder} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 4", GPUS) == []
+
+
+def test_experts_are_read_from_the_model_folder(tmp_path: Path) -> None:
+    folder = f"--pretrained-model-name-or-path {tmp_path}"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert codes(f"{folder} --num-experts 8", CPU) == ["RF070"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
+    assert "mixture-of-experts" in resolve(config_of(folder), CPU, REGISTRY).switches
+    assert codes(f"{folder} --num-experts 8", CPU) == []
+    assert codes(f"{folder} --num-experts 4", CPU) == ["RF070"]
+    assert codes(f"{folder} --num-experts 8 --moe-top-k 1", CPU) == ["RF071"]
 
 
 def test_broken_model_config_is_named(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +72,7 @@ def put_out(
     options: argparse.Namespace,
     name: str,
     result: dict[str, Any],
-    table: Table,
+    table: RenderableType,
     notes: list[str],
     draw: Callable[[Axes], None] | None = None,
 ) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.shapes import Shape
+from rapidformer_templates.data.types import Rows
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.targets import IGNORED, samples_in
 
@@ -230,7 +231,9 @@ class DocumentCollate:
 
 
 def _stacked(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """The rows of one length as one array; a single copy."""
+    """The rows of one length as one array; without a copy where they are the rows of one."""
+    if isinstance(samples, Rows):
+        return samples.columns[name]
     return np.concatenate([sample[name] for sample in samples]).reshape(len(samples), -1)
 
 

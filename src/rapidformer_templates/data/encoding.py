@@ -31,6 +31,7 @@ class Recipe:
         keys: columns with text.
         sentences: whether a document is split into sentences.
         skip: whether bad lines are left out.
+        vocabulary: name of what the tokens mean, which is kept beside them.
         way: how the tokenizer is run; see :mod:`~rapidformer_templates.data.fast_tokenizers`.
         keys_flag: the flag that names the columns, for messages.
     """
@@ -41,6 +42,7 @@ class Recipe:
     keys: tuple[str, ...] = ("text",)
     sentences: bool = False
     skip: bool = False
+    vocabulary: str | None = None
     way: Way = "whole"
     keys_flag: str = "--json-keys"
 

@@ -265,6 +265,9 @@ def _no_text(path: str, base: Path, flag: str, *, exists: bool) -> DataError:
     if base.is_file():
         return DataError(f"{path} is no file of text", where=flag, hint=kinds)
     if exists:
+        sets = sorted(base.glob("*.idx")) if base.is_dir() else []
+        if sets:
+            kinds = f"for the indexed data set in it, give its prefix: {str(sets[0]).removesuffix('.idx')}"
         return DataError(f"there is no text file in {path}", where=flag, hint=kinds)
     siblings = [str(p) for p in base.parent.iterdir()] if base.parent.is_dir() else []
     return DataError(f"{path} does not exist", where=flag, hint=nearest(path, siblings) + kinds)

@@ -1,8 +1,9 @@
 """Samples of a fixed length across the borders of documents, as GPT is pretrained on.
 
 An epoch is the row of all documents in a new order, cut into samples that follow one another, which are
-then put into a new order themselves. Three tables say so: ``documents`` (which stands where), ``samples``
-(the document in which each sample begins) and ``shuffle`` (which sample comes when).
+then put into a new order themselves. Four tables say so: ``ends`` (where each document of the row ends),
+``shifts`` (how far from there it lies in the file), ``samples`` (the document in which each sample begins)
+and ``shuffle`` (which sample comes when).
 
 The first epoch is Megatron-LM's of the same seed and length, sample by sample. Its later ones are not:
 Megatron shuffles all epochs of a run together, so that the order depends on how long the run is, and
@@ -17,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer_templates.data.index_cache import IndexCache, Tables, identity, key_of
+from rapidformer_templates.data.index_cache import IndexCache, Tables, contents, identity, key_of
 from rapidformer_templates.data.indexed import IndexedDataset
+from rapidformer_templates.data.types import Rows
 
-TABLES_VERSION = 1
+TABLES_VERSION = 2
 """Part of the tables' names: raise it when their meaning changes."""
 
 KEPT_EPOCHS = 2
@@ -72,7 +74,7 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
     def identity(self) -> str:
         """What the samples depend on beside the seed; a resumed run must have the same."""
         apart = ", documents kept apart" if self.marks_documents else ""
-        return f"{self.tokens} tokens in samples of {self.length}{apart}"
+        return f"{self.tokens} tokens{contents(self.dataset)} in samples of {self.length}{apart}"
 
     def __len__(self) -> int:
         return self.samples
@@ -102,17 +104,13 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         # 2. Where each piece begins and ends, in the row of all documents, and where that is in the file.
         begin = np.maximum(ends[document], begins[sample])
         end = np.minimum(ends[document + 1], begins[sample] + size)
-        file = self.dataset.pointers[tables["documents"][document]] // self.dataset.dtype.itemsize
-        start = file + begin - ends[document]
+        start = begin + tables["shifts"][document]
         stop = start + np.maximum(end - begin, 0)
         # 3. One copy.
-        tokens = self.dataset.tokens
-        pieces = [tokens[a:b] for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
-        rows = np.concatenate(pieces).reshape(len(places), size)
-        if not self.marks_documents:
-            return [{"input_ids": row} for row in rows]
-        marks = np.repeat(document, stop - start).reshape(rows.shape)
-        return [{"input_ids": row, "documents": mark} for row, mark in zip(rows, marks, strict=True)]
+        columns = {"input_ids": self.dataset.gather(start, stop).reshape(len(places), size)}
+        if self.marks_documents:
+            columns["documents"] = np.repeat(document, stop - start).reshape(len(places), size)
+        return Rows(columns)
 
     def _tables(self, epoch: int) -> Tables:
         if epoch not in self._epochs:
@@ -138,7 +136,8 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         samples = np.minimum(samples, len(documents) - 1).astype(documents.dtype)
         shuffle = np.arange(self.samples, dtype=np.uint32 if self.samples < 2**32 - 2 else np.int64)
         state.shuffle(shuffle)
-        return {"documents": documents, "ends": ends, "samples": samples, "shuffle": shuffle}
+        shifts = self.dataset.pointers[documents] // self.dataset.dtype.itemsize - ends[:-1]
+        return {"ends": ends, "shifts": shifts, "samples": samples, "shuffle": shuffle}
 
     def __getstate__(self) -> dict[str, Any]:
         # Memory-mapped tables would travel to a loader process as copies.

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.indexed import bin_path, idx_path
+from rapidformer_templates.data.indexed import IndexedDataset, bin_path, idx_path
+from rapidformer_templates.data.indexed_writer import read_sums
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.files import new_folder
 
@@ -32,6 +33,12 @@ def identity(prefix: str) -> list[Any]:
     """What tells one version of an indexed data set from another: place, sizes and times of its files."""
     stats = [path.stat() for path in (idx_path(prefix), bin_path(prefix))]
     return [str(Path(prefix).resolve()), *[(s.st_size, s.st_mtime_ns) for s in stats]]
+
+
+def contents(dataset: IndexedDataset) -> str:
+    """A few words that differ for sets of other tokens, where the checksums beside them tell."""
+    sums = read_sums(dataset.prefix)
+    return f" ({key_of(sums['bin']['crc32'])[:12]})" if sums else ""
 
 
 def key_of(facts: Any) -> str:

@@ -136,7 +136,7 @@ class IndexedDataset:
                 raise DataError(f"{path} does not exist", where=self.prefix, hint=f"{hint} makes them")
         self._read_index()
         self._check()
-        self.tokens = self._open_tokens()
+        self._open()
 
     def _read_index(self) -> None:
         path = idx_path(self.prefix)
@@ -196,6 +196,11 @@ class IndexedDataset:
             what = f"is cut: {size:,} bytes of {end:,}" if size < end else f"is too long: {size:,} bytes, not {end:,}"
             raise DataError(f"the file of tokens {what}", where=str(bin_path(self.prefix)), hint=_ANEW)
 
+    def _open(self) -> None:
+        self.tokens = self._open_tokens()
+        # Slicing a memory view and joining bytes take half the time of numpy's slices and its concatenation.
+        self._runs: Any = self.tokens.data if isinstance(self.tokens, np.ndarray) else self.tokens
+
     def _open_tokens(self) -> _Tokens:
         path = bin_path(self.prefix)
         if self.access == "cached":
@@ -221,6 +226,12 @@ class IndexedDataset:
         start = self._starts[index] >> self._shift
         return self.tokens[start : start + self._sizes[index]]
 
+    def gather(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """The tokens of the runs ``[start, stop)``, counted in tokens, one run after another: a copy, 1-D."""
+        runs = self._runs
+        pieces = [runs[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        return np.frombuffer(bytearray().join(pieces), self.dtype)
+
     @property
     def token_count(self) -> int:
         """Tokens of all sequences."""
@@ -233,7 +244,7 @@ class IndexedDataset:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.prefix, self.access = state["prefix"], state["access"]
         self._read_index()
-        self.tokens = self._open_tokens()
+        self._open()
 
 
 _ANEW = "make the set anew with rapidformer data preprocess, or copy both files again"

@@ -73,7 +73,8 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> I
         overwrite: replace a set that is there.
 
     Raises:
-        DataError: a set is damaged, or holds modes, or the output is one of the inputs or there already.
+        DataError: a set is damaged, holds modes or has another vocabulary than one before it; or the output is
+            one of the inputs or there already.
     """
     if any(Path(prefix).resolve() == Path(prefix_of(output)).resolve() for prefix in prefixes):
         raise DataError("the output is one of the inputs", where="--output-prefix", hint="choose another prefix")
@@ -85,11 +86,23 @@ def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> I
                 "the set holds modes (images beside text), which are not joined", where=one.prefix, hint=hint
             )
     dtype = np.result_type(*(one.dtype for one in sets))
-    with IndexedWriter(output, dtype, overwrite=overwrite) as writer:
+    vocabulary = _common_vocabulary(prefixes)
+    with IndexedWriter(output, dtype, overwrite=overwrite, vocabulary=vocabulary) as writer:
         for one in sets:
             for first, last in _document_spans(one):
                 _copy(one, first, last, writer)
     return IndexedDataset(output)
+
+
+def _common_vocabulary(prefixes: Sequence[str]) -> str | None:
+    """The vocabulary of all sets; None where one of them does not tell its own."""
+    known = {prefix: (read_sums(prefix) or {}).get("vocabulary") for prefix in prefixes}
+    told = {prefix: name for prefix, name in known.items() if name}
+    if len(set(told.values())) > 1:
+        first, other = next((a, b) for a in told for b in told if told[a] != told[b])
+        hint = "tokenize the text of one of them again"
+        raise DataError(f"{first} was tokenized with another vocabulary", where=other, hint=hint)
+    return None if None in known.values() else next(iter(told.values()), None)
 
 
 def _document_spans(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
@@ -170,7 +183,11 @@ def add_sums(prefix: str) -> Path:
     dataset = IndexedDataset(prefix)
     largest = -1
     for start in range(0, dataset.token_count, CHUNK):
-        largest = max(largest, int(dataset.tokens[start : min(start + CHUNK, dataset.token_count)].max()))
+        part = dataset.tokens[start : min(start + CHUNK, dataset.token_count)]
+        largest = max(largest, int(part.max()))
+        if int(part.min()) < 0:
+            hint = "a token is a number from 0 on: the set is damaged, or of another kind"
+            raise DataError(f"there are negative tokens, such as {int(part.min())}", where=prefix, hint=hint)
     with disk_errors(sums_path(prefix)):
         write_sums(prefix, largest)
     return sums_path(prefix)

@@ -54,6 +54,7 @@ class IndexedWriter:
         prefix: the path without ``.bin`` or ``.idx``.
         dtype: type of the tokens; see :func:`~rapidformer_templates.data.indexed.type_for`.
         overwrite: replace a set that is there.
+        vocabulary: name of what the tokens mean; see :func:`~rapidformer_templates.data.tokenizers.vocabulary_id`.
 
     Attributes:
         sequences, documents, tokens: how many were added.
@@ -63,8 +64,16 @@ class IndexedWriter:
         DataError: a set is there already, somebody else is writing it, or it cannot be written.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype[Any],
+        *,
+        overwrite: bool = False,
+        vocabulary: str | None = None,
+    ) -> None:
         self.prefix = prefix_of(prefix)
+        self.vocabulary = vocabulary
         self.dtype = np.dtype(dtype)
         self.codes = {known: code for code, known in TYPES.items()}
         if self.dtype not in self.codes:
@@ -130,7 +139,7 @@ class IndexedWriter:
         with disk_errors(bin_path(self.prefix)):
             os.fsync(self._descriptor)
             self._write_index(names[0])
-            write_synced(names[1], to_json(_facts(self._sums, names[0], self.largest)))
+            write_synced(names[1], to_json(_facts(self._sums, names[0], self.largest, self.vocabulary)))
         self._sealed = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -226,11 +235,12 @@ def _sums_of(path: Path, block: int = BLOCK) -> _BlockSums:
     return sums
 
 
-def _facts(sums: _BlockSums, index: Path, largest: int) -> dict[str, Any]:
+def _facts(sums: _BlockSums, index: Path, largest: int, vocabulary: str | None = None) -> dict[str, Any]:
     return {
         "bin": {"bytes": sums.bytes, "block_bytes": BLOCK, "crc32": sums.done()},
         "idx": {"crc32": crc32(index)},
         "largest_token": largest,
+        "vocabulary": vocabulary,
     }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
@@ -46,13 +49,13 @@ class MicroBatch:
         """Tokens that are not padding."""
         if self.size:
             return self.size[1]
-        mask = self._field("attention_mask")
+        mask = self.field("attention_mask")
         return self.padded_tokens if mask is None else int(mask.sum())
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the input tokens; empty where the batch has none."""
-        ids = self._field("input_ids")
+        ids = self.field("input_ids")
         return () if ids is None else tuple(ids.shape)
 
     @property
@@ -60,7 +63,8 @@ class MicroBatch:
         """Tokens with padding."""
         return math.prod(self.shape) if self.shape else 0
 
-    def _field(self, name: str) -> torch.Tensor | None:
+    def field(self, name: str) -> torch.Tensor | None:
+        """A tensor of the batch by its name, where it has names."""
         get: Callable[[str], torch.Tensor | None] | None = getattr(self.batch, "get", None)
         return get(name) if get else None
 
@@ -135,6 +139,45 @@ def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: b
     return iter(loader)
 
 
+def on_device(batches: Iterable[MicroBatch], device: torch.device, ahead: int) -> Iterator[MicroBatch]:
+    """The same micro batches with their tensors on ``device``, moved there while it computes earlier ones.
+
+    A CPU has them already. What is to be read of a micro batch on the host must be read before. A batch
+    of a class of its own is left for the engine to move.
+
+    Args:
+        ahead: micro batches that are on their way besides the one that is handed out.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    side = torch.cuda.Stream(device)
+    moving: deque[tuple[MicroBatch, torch.cuda.Event]] = deque()
+    for microbatch in batches:
+        if all(isinstance(leaf, torch.Tensor) or not hasattr(leaf, "to") for leaf in _leaves(microbatch.batch)):
+            with torch.cuda.stream(side):
+                microbatch.batch = to_device(microbatch.batch, device)
+        moving.append((microbatch, side.record_event()))
+        if len(moving) > ahead:
+            yield _arrived(*moving.popleft())
+    while moving:
+        yield _arrived(*moving.popleft())
+
+
+def _arrived(microbatch: MicroBatch, moved: torch.cuda.Event) -> MicroBatch:
+    """Have the stream that computes wait for the copy; the host does not."""
+    computes = torch.cuda.current_stream()
+    computes.wait_event(moved)
+    for leaf in _leaves(microbatch.batch):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+            leaf.record_stream(computes)  # its memory is the side stream's, which must not take it back too early
+    return microbatch
+
+
+def _leaves(batch: Batch) -> list[Any]:
+    return tree_leaves(batch.data if isinstance(batch, UserDict) else batch)
+
+
 def sample_lengths(samples: Any, data: Data, *, training: bool) -> np.ndarray | None:
     """Lengths of the samples where they can be had: ``Data.lengths``, the set's own, or their ``input_ids``.
 
@@ -158,5 +201,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         moved = [to_device(value, device) for value in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if isinstance(batch, UserDict):  # BatchEncoding of transformers, whose own method waits for each copy
+        other = copy.copy(batch)
+        other.data = to_device(batch.data, device)
+        return other
     move: Callable[..., Any] | None = getattr(batch, "to", None)
     return move(device) if move else batch

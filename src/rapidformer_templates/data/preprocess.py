@@ -153,7 +153,11 @@ class _Run:
         size = sum(file.stat().st_size for file in self.files)
         with ExitStack() as stack:
             writers = [
-                stack.enter_context(IndexedWriter(prefix, np.dtype(recipe.dtype), overwrite=self.overwrite))
+                stack.enter_context(
+                    IndexedWriter(
+                        prefix, np.dtype(recipe.dtype), overwrite=self.overwrite, vocabulary=recipe.vocabulary
+                    )
+                )
                 for prefix in made.prefix.values()
             ]
             skipped = stack.enter_context(_SkippedFile(self.prefix))

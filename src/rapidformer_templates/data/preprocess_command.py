@@ -10,7 +10,13 @@ from rapidformer_templates.data.encoding import Recipe
 from rapidformer_templates.data.files import text_files
 from rapidformer_templates.data.indexed import type_for
 from rapidformer_templates.data.preprocess import TITLES, Made, preprocess, usable_cores
-from rapidformer_templates.data.tokenizers import end_token_id, load_tokenizer, padded_vocab_size, vocabulary_size
+from rapidformer_templates.data.tokenizers import (
+    end_token_id,
+    load_tokenizer,
+    padded_vocab_size,
+    vocabulary_id,
+    vocabulary_size,
+)
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.files import to_json
 
@@ -60,6 +66,7 @@ def main(options: argparse.Namespace) -> int:
         keys,
         sentences=options.split_sentences,
         skip=options.skip_bad_lines,
+        vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
     )
     made = preprocess(
         files,
@@ -81,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
 def _show(made: Made, vocabulary: int) -> None:
     for key, prefix in made.prefix.items():
         documents, tokens, empty = made.documents[key], made.tokens[key], made.empty[key]
-        left_out = f"; {empty:,} empty documents left out" if empty else ""
+        left_out = f"; {empty:,} empty document{'s' if empty > 1 else ''} left out" if empty else ""
         print(f"{prefix}: {documents:,} documents, {tokens:,} tokens ({made.dtype}){left_out}")
     print(f"vocabulary: {vocabulary:,} tokens, padded to {padded_vocab_size(vocabulary):,} in the model")
     equal = (

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.architectures import PairLabel
-from rapidformer_templates.data.index_cache import IndexCache, Tables, identity, key_of
+from rapidformer_templates.data.index_cache import IndexCache, Tables, contents, identity, key_of
 from rapidformer_templates.data.indexed import IndexedDataset
 from rapidformer_templates.data.masking import MaskTokens, check_short_probability
 from rapidformer_templates.errors import DataError, NoSamples
@@ -123,7 +123,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
     @property
     def identity(self) -> str:
         """What the samples depend on beside the seed; a resumed run must have the same."""
-        return f"{len(self)} sentence pairs of up to {self.content + 3} tokens"
+        return f"{len(self)} sentence pairs of up to {self.content + 3} tokens{contents(self.dataset)}"
 
     @property
     def mean_tokens(self) -> float:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from rapidformer_templates.config import RunConfig, spelling
+from rapidformer_templates.data.index_cache import key_of
 from rapidformer_templates.errors import ModelError
 
 
 def padded_vocab_size(size: int, multiple: int = 128) -> int:
     """The vocabulary size rounded up, as Megatron-LM does: 50257 → 50304."""
     return -(-size // multiple) * multiple
+
+
+def vocabulary_id(tokenizer: Tokenizer) -> str:
+    """A short name of which token has which number, the added ones left out; of two that differ, it differs."""
+    return key_of(sorted(tokenizer.get_vocab(with_added_tokens=False).items()))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:

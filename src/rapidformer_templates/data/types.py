@@ -13,6 +13,18 @@ Batch = Any
 """What ``collate`` returns; usually a dict of tensors of shape (samples, …)."""
 
 
+class Rows(list[dict[str, np.ndarray]]):
+    """Samples whose fields are the rows of arrays; a collate function may take the arrays instead of stacking rows.
+
+    Attributes:
+        columns: the array of each field, of shape (samples, …).
+    """
+
+    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self.columns = columns
+        super().__init__(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
+
 @dataclass
 class Data:
     """Data sets and how their samples become a batch.

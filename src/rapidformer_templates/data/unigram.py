@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from rapidformer_templates.data.indexed import CHUNK, IndexedDataset
+from rapidformer_templates.errors import DataError
 
 
 def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
-    """How often each token stands in the sequences [first, last); shape (largest token + 1,). Reads them once."""
+    """How often each token stands in the sequences [first, last); shape (largest token + 1,). Reads them once.
+
+    Raises:
+        DataError: a token is negative.
+    """
     first, last = part
     counts = np.zeros(0, np.int64)
     if first >= last:
@@ -17,7 +22,10 @@ def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
     begin, end = int(dataset.pointers[first]) // size, int(dataset.pointers[last - 1]) // size
     end += int(dataset.lengths[last - 1])
     for start in range(begin, end, CHUNK):
-        found = np.bincount(dataset.tokens[start : min(start + CHUNK, end)])
+        tokens = dataset.tokens[start : min(start + CHUNK, end)]
+        if int(tokens.min()) < 0:
+            raise DataError(f"there are negative tokens, such as {int(tokens.min())}", where=dataset.prefix)
+        found = np.bincount(tokens)
         longer, shorter = (found, counts) if len(found) > len(counts) else (counts, found)
         counts = longer.astype(np.int64)
         counts[: len(shorter)] += shorter

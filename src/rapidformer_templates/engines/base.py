@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +27,15 @@ class StepResult:
         loss: mean over the targets of the global batch, a tensor of no dimensions.
         grad_norm: global norm of the gradient of that loss before clipping.
         skipped: the step was left out because its scaled gradient overflowed (fp16).
+        measured: what else there is for the metrics, such as losses that the model brings itself.
+
+    On a GPU all of them are there when the device comes to them: to read one is to wait for the device.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
-    skipped: bool = False
+    skipped: bool | torch.Tensor = False
+    measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,12 @@ class Engine(Protocol):
             lr_factor: share of the peak learning rate.
 
         Raises:
-            NonFiniteLoss: loss or gradient is infinite or NaN; the weights are untouched.
+            NonFiniteLoss: loss or gradient is infinite or NaN, in this step or in one before it of which the
+                host hears only now; the weights are as before that step.
         """
+
+    def settle(self) -> None:
+        """Hear of all steps so far; called before anything is written or saved of them. Raises as ``train_batch``."""
 
     def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
         """(sum of the losses over the targets, what the model put out), with gradients off."""

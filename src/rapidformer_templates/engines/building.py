@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from rapidformer_templates.layout import ModelLayout
 from rapidformer_templates.plan import Plan
@@ -19,9 +22,11 @@ class Building:
         options: the flags of the switch that the transform belongs to.
         plan: what the run will do.
         workers: this process among its peers.
+        try_loss: the user's loss of one sample, with the given model: how a transform can see what the model does.
     """
 
     layout: ModelLayout
     options: Any
     plan: Plan
     workers: Workers
+    try_loss: Callable[[nn.Module], Any]

@@ -15,10 +15,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines import state as engine_state
+from rapidformer_templates.engines.auxiliary import AuxiliaryLosses, auxiliary_losses_of
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
 from rapidformer_templates.engines.loss import Recorder, reached_parameters, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.engines.mask_checks import answered
 from rapidformer_templates.engines.offload import HostOptimizer, lies_in_host_memory
+from rapidformer_templates.engines.outcomes import Outcomes
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.layout import canonical_name
 from rapidformer_templates.optimizer import OptimizerSpec, name_of_rule
@@ -48,12 +51,16 @@ class SingleEngine:
         self._callable: nn.Module  # what compute_loss is given
         self._parameters: list[nn.Parameter]
         self._lr_factor = 1.0
+        self._outcomes: Outcomes | None = None  # where the host runs ahead of the device
+        self._auxiliary: AuxiliaryLosses | None = None
+        self._measured: Mapping[str, torch.Tensor] = {}
 
     def build_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         self.compute_loss = compute_loss
+        self._auxiliary = auxiliary_losses_of(model)
         self.model = model.to(self.workers.device).train()
         trainable = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
         if not trainable:
@@ -65,6 +72,19 @@ class SingleEngine:
         self._parameters = [p for _, p in trainable]
         self.optimizer = self._build_optimizer(optimizer, trainable, differing)
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        if self._runs_ahead():
+            self._outcomes = Outcomes(self.workers.device)
+        if self.loss_scale is not None:
+            self.loss_scale.to(self.workers.device)
+
+    def _runs_ahead(self) -> bool:
+        """Whether the host need not wait for the device: there is one, and the optimizer can leave out an update.
+
+        The fused optimizers of torch can, by the protocol of its ``GradScaler``. With others the host reads
+        the norm before it calls them.
+        """
+        can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return can_skip and self.workers.device.type != "cpu"
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -91,24 +111,57 @@ class SingleEngine:
         return torch.autocast(self.workers.device.type, dtype=self.compute_type)
 
     def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
+        if self._outcomes:
+            self._outcomes.begin()
         loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
         if self.before_update:
             self.before_update()
         norm = self._grad_norm()
+        self._set_lr(lr_factor)
+        skipped = self._update_unread(loss, norm) if self._outcomes else self._update_if_finite(loss, norm)
+        self._drop_gradients()
+        return StepResult(loss, norm, skipped, self._measured)
+
+    def settle(self) -> None:
+        if self._outcomes:
+            self._outcomes.hear()
+
+    def _update_if_finite(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
+        """Read loss and norm, and update if they are finite; whether the update was skipped."""
         length = float(norm)
         finite = math.isfinite(length) and math.isfinite(float(loss))
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflow=not finite)
-        elif not finite:
+        if not finite and self.loss_scale is None:
             self._drop_gradients()
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         if finite:
+            if self.loss_scale is not None and (gradients := self._gradients()):
+                torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
             if 0 < self.clip_grad < length + 1e-6:  # else torch would multiply everything by one
-                clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
-            self._set_lr(lr_factor)
+                self._clip(norm)
             self._update()
-        self._drop_gradients()
-        return StepResult(loss, norm, skipped=not finite)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=not finite)
+        return not finite
+
+    def _update_unread(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """Update without reading anything; the fused kernel divides the gradients, or does nothing, as it is told.
+
+        Loss scale and clipping are one division inside the update, which reads the gradients anyway.
+        """
+        assert self._outcomes is not None
+        skipped = self._outcomes.judge(loss, norm, may_overflow=self.loss_scale is not None)
+        divisor = self.loss_scale.scale if self.loss_scale is not None else None
+        if self.clip_grad > 0:
+            excess = ((norm.to(torch.float32) + 1e-6) / self.clip_grad).clamp_(min=1.0)
+            divisor = excess if divisor is None else excess * divisor
+        self.optimizer.grad_scale, self.optimizer.found_inf = divisor, skipped  # type: ignore[attr-defined]
+        self._update()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=skipped)
+        return skipped
+
+    def _clip(self, norm: torch.Tensor) -> None:
+        clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
 
     def _update(self) -> None:
         self.optimizer.step()
@@ -116,7 +169,7 @@ class SingleEngine:
     def held(self) -> dict[str, list[torch.Tensor]]:
         return {
             "parameters": list(self.model.parameters()),
-            "gradients": [p.grad for p in self._parameters if p.grad is not None],
+            "gradients": self._gradients(),
             "optimizer": engine_state.state_tensors(self.optimizer),
         }
 
@@ -128,30 +181,43 @@ class SingleEngine:
     def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Leave the gradient of the global mean (times the loss scale) in ``.grad``; return that mean."""
         # DDP and FSDP average over the workers, while the mean over targets needs their sum.
-        scale = (self.loss_scale.scale if self.loss_scale else 1.0) * self.workers.world
+        weight = self.workers.world / targets
+        later = self._outcomes.counted if self._outcomes else None
         total: torch.Tensor | None = None
+        if self._auxiliary:
+            self._auxiliary.begin_step(microbatches, self.workers)
         for i, microbatch in enumerate(microbatches):
             batch = to_device(microbatch.batch, self.workers.device)
             with self._synchronise(last=i == len(microbatches) - 1):
-                with self._precision():
-                    part = weighted_loss(self.compute_loss, self._callable, batch, microbatch, scale / targets)
-                self._backward(part)
+                with self._precision(), self._ahead_of(microbatch):
+                    part = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later)
+                if self._auxiliary:
+                    self._auxiliary.follow(part, microbatch, self.workers.world)
+                self._backward(part if self.loss_scale is None else part * self.loss_scale.scale)
             total = part.detach() if total is None else total + part.detach()
             self.micro_steps += 1
         assert total is not None
+        if self._auxiliary:
+            self._measured = self._auxiliary.results(self.workers)
         # One type for all: the zero of an idle worker has another one than the others' losses may have.
-        return self.workers.sum_tensor(total.to(torch.float64)) / scale
+        return self.workers.sum_tensor(total.to(torch.float64)) / self.workers.world
+
+    def _ahead_of(self, microbatch: MicroBatch) -> AbstractContextManager[Any]:
+        """Around a forward: where the host runs ahead, the model must not wait for the device either."""
+        return answered(microbatch) if self._outcomes else nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
     def _grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradient of the loss; leaves the gradients without their loss scale."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if self.loss_scale is not None and gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.scale)
-        norm = get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """Global norm of the gradient of the loss, before its loss scale."""
+        norm = get_total_norm(self._gradients())
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        return norm if self.loss_scale is None else norm / self.loss_scale.scale
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def _set_lr(self, factor: float) -> None:
         if factor != self._lr_factor:

@@ -14,15 +14,26 @@ from rapidformer_templates.engines.base import ComputeLoss
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.fused_loss.logits import Logits
 
+Counted = tuple[torch.Tensor, MicroBatch]
+"""Targets that the user's hook counted on the device, and where."""
+
 
 def weighted_loss(
-    compute_loss: ComputeLoss, model: Any, batch: Batch, microbatch: MicroBatch, weight: float
+    compute_loss: ComputeLoss,
+    model: Any,
+    batch: Batch,
+    microbatch: MicroBatch,
+    weight: float,
+    later: list[Counted] | None = None,
 ) -> torch.Tensor:
     """The sum of the losses over the targets of one micro batch times ``weight``, with its graph.
 
     A mean is multiplied by the number of targets that it is a mean over. A micro batch that counts
     for nothing (no target in it, or no sample left for this rank) gives a zero that still reaches
     every parameter, because other ranks wait for this one's gradients.
+
+    Args:
+        later: takes the counts that are tensors, for whom it would cost time to read them now.
 
     Raises:
         RapidformerError: the hook returned no scalar, or counted other targets than ``count_targets``.
@@ -32,12 +43,10 @@ def weighted_loss(
     result = compute_loss(model, batch)
     if isinstance(result, tuple):
         total, counted = result
-        if float(counted) != microbatch.targets:
-            raise RapidformerError(
-                f"compute_loss summed over {float(counted):g} targets, count_targets counted {microbatch.targets:g}",
-                where=f"samples {list(microbatch.samples)[:8]}",
-                hint="override count_targets(batch) so that both count alike",
-            )
+        if later is not None and isinstance(counted, torch.Tensor):
+            later.append((counted.detach(), microbatch))
+        elif float(counted) != microbatch.targets:
+            raise miscounted(float(counted), microbatch)
         return total * weight
     if not isinstance(result, torch.Tensor) or result.ndim != 0:
         what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
@@ -48,6 +57,15 @@ def weighted_loss(
         )
     weight *= microbatch.targets
     return result if weight == 1.0 else result * weight
+
+
+def miscounted(counted: float, microbatch: MicroBatch) -> RapidformerError:
+    """The error of a hook that counts other targets than ``count_targets``."""
+    return RapidformerError(
+        f"compute_loss summed over {counted:g} targets, count_targets counted {microbatch.targets:g}",
+        where=f"samples {list(microbatch.samples)[:8]}",
+        hint="override count_targets(batch) so that both count alike",
+    )
 
 
 def _zero_through(compute_loss: ComputeLoss, model: Any, batch: Batch) -> torch.Tensor:

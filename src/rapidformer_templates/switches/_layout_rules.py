@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rapidformer_templates.switches._changes import replace
+from rapidformer_templates.parallel.stages import cut
+from rapidformer_templates.switches._changes import add, replace
 from rapidformer_templates.switches._checks import PARTITIONING, needs_template
 from rapidformer_templates.switches._switch import Change, Example, Finding, Request, Rule
 
@@ -59,17 +60,24 @@ def _model_divides(request: Request) -> list[Finding]:
 
 def _blocks_divide(request: Request) -> list[Finding]:
     layers, sizes = request.model.num_layers, request.sizes
-    if layers is None or sizes.pipeline == 1 or (sizes.pipeline < layers and layers % sizes.pipeline == 0):
+    if layers is None or sizes.pipeline == 1 or request.config.get("pipeline_stages") is not None:
+        return []  # stages that are asked for may differ; a rule of their own looks at them
+    if sizes.pipeline < layers and layers % sizes.pipeline == 0:
         return []
+    stages = sizes.pipeline * int(request.config.get("virtual_pipeline_size"))
+    uneven = ",".join(map(str, cut(0, [1] * layers, 0, stages))) if stages <= layers else None
     return [
         Finding(
             f"{layers} blocks cannot be cut into {sizes.pipeline} stages of more than one block and equal size",
             request.asked_for("pipeline-parallel"),
             switches=("pipeline-parallel",),
-            changes=_smaller(
-                PIPELINE,
-                sizes.pipeline,
-                lambda n: n < layers and layers % n == 0 and sizes.world % (sizes.tensor * n) == 0,
+            changes=(
+                *_smaller(
+                    PIPELINE,
+                    sizes.pipeline,
+                    lambda n: n < layers and layers % n == 0 and sizes.world % (sizes.tensor * n) == 0,
+                ),
+                *((add({"pipeline_stages": uneven}, "blocks of each stage"),) if uneven else ()),
             ),
         )
     ]
@@ -81,7 +89,6 @@ def _matrices_divide(request: Request) -> list[Finding]:
         "attention heads": model.num_attention_heads,
         "key-value heads": model.num_key_value_heads,
         "hidden size": model.hidden_size,
-        "vocabulary size": model.vocab_size,
     }
     known = {name: size for name, size in named.items() if size is not None}
     uneven = [f"{name} {size}" for name, size in known.items() if size % sizes.tensor]
@@ -128,8 +135,9 @@ LAYOUT_RULES = (
     ),
     Rule(
         "RF010",
-        "The pipeline size divides the blocks and is below them; the tensor size divides heads, hidden and vocabulary.",
-        "stages and shards of unequal size would wait for the greatest one, or could not be cut at all",
+        "The pipeline size divides the blocks and is below them; the tensor size divides heads and hidden size.",
+        "stages and shards of unequal size would wait for the greatest one, or could not be cut at all; "
+        "--pipeline-stages asks for unequal stages on purpose",
         "[M]",
         _model_divides,
         Example("--pipeline-model-parallel-size 4 --num-layers 6 --world-size 4"),

@@ -21,6 +21,7 @@ CONFIG_KEYS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
 }
 
 
@@ -34,8 +35,10 @@ def build_request(
 ) -> Request:
     """Gather the facts; ``model`` spares reading the model's ``config.json`` again."""
     sizes = sizes_of(config, environment)
-    active = {switch.name: switch for switch in switches if switch.active(config.switches[switch.name], sizes)}
-    return Request(config, environment, active, sizes, model or model_facts(config), training)
+    model = model or model_facts(config)
+    asked = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
+    active = {switch.name: switch.in_layout(sizes) for switch in asked}
+    return Request(config, environment, active, sizes, model, training)
 
 
 def sizes_of(config: RunConfig, environment: Environment) -> Sizes:
@@ -58,18 +61,19 @@ def sizes_of(config: RunConfig, environment: Environment) -> Sizes:
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
-    """Sizes of the model from its flags, else from the ``config.json`` of a local folder.
+    """Kind and sizes of the model from its flags, else from the ``config.json`` of a local folder.
 
     Raises:
         ModelError: that file is not a JSON object.
     """
     found = _read_config(config.model.pretrained_model_name_or_path)
-    facts: dict[str, int | None] = {}
+    kind = found.get("model_type") if found else config.model.model_type
+    facts: dict[str, Any] = {}
     for name, keys in CONFIG_KEYS.items():
         in_file = next((found[key] for key in keys if isinstance(found.get(key), int)), None)
         asked = getattr(config.model, name, None)
         facts[name] = in_file if asked is None else asked
-    return ModelFacts(**facts)
+    return ModelFacts(model_type=kind if isinstance(kind, str) else None, **facts)
 
 
 def _read_config(folder: str | None) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from rapidformer_templates.switches.optimizers import implementation
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"
+PARALLEL_ENGINE = "rapidformer_templates.engines.parallel:ParallelEngine"
+PIPELINE_ENGINE = "rapidformer_templates.engines.pipeline:PipelineEngine"
 
 
 def resolve(
@@ -50,14 +52,12 @@ def resolve(
 
 
 def _plan(request: Request, registry: Registry) -> Plan:
-    # The registry's order is that of the stages; the last engine asked for owns the optimizer step.
-    engines = [switch.engine for switch in request.active.values() if switch.engine]
     options = [switch.engine_options(request) for switch in request.active.values()]
     return Plan(
         template=request.environment.template or "none",
         switches=tuple(request.active),
         sizes=request.sizes,
-        engine=[DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE, *engines][-1],
+        engine=_engine(request),
         engine_options={name: value for given in options for name, value in given.items()},
         device=request.environment.device,
         precision=precision(request.config, request.environment),
@@ -67,6 +67,17 @@ def _plan(request: Request, registry: Registry) -> Plan:
         values=_values(request),
         rules=tuple(rule.code for rule in registry.consulted(request)),
     )
+
+
+def _engine(request: Request) -> str:
+    """The engine that owns the optimizer step: a layout's own, else the last that a switch asks for."""
+    if request.sizes.pipeline > 1:
+        return PIPELINE_ENGINE
+    if request.sizes.tensor > 1:
+        return PARALLEL_ENGINE
+    # The registry's order is that of the stages.
+    engines = [switch.engine for switch in request.active.values() if switch.engine]
+    return [DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE, *engines][-1]
 
 
 def _notes(request: Request, registry: Registry) -> tuple[str, ...]:

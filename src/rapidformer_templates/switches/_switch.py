@@ -43,14 +43,16 @@ class Resource(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
+    """Kind and sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
 
+    model_type: str | None = None
     num_layers: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
+    num_experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,10 @@ class Rule:
     refuses: bool = True
 
 
+def _never(model: ModelFacts) -> bool:
+    return False
+
+
 def _no_notes(request: Request) -> Sequence[str]:
     return ()
 
@@ -202,7 +208,8 @@ class Switch:
         engine_options: what the engine must know of it: plain values, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
-        available: whether this version has it.
+        under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
+        implied: whether a model is such that the switch is on without any flag.
     """
 
     name: str
@@ -225,7 +232,13 @@ class Switch:
     engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
     transform: str | None = None
     receipt: tuple[str, ...] = ()
-    available: bool = True
+    under_3d: Mapping[str, Any] = field(default_factory=dict)
+    implied: Callable[[ModelFacts], bool] = _never
+
+    def in_layout(self, sizes: Sizes) -> Switch:
+        """This switch as it acts with these sizes."""
+        divided = sizes.tensor * sizes.pipeline > 1
+        return dataclasses.replace(self, **self.under_3d) if divided and self.under_3d else self
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -20,7 +20,8 @@ class CpuOffloadFlags:
 
 
 def _notes(request: Request) -> Sequence[str]:
-    if request.environment.device != "cpu" or any(s.name.startswith("zero-") for s in request.of_family(PARTITIONING)):
+    by_deepspeed = any(switch.name.startswith("zero-") and switch.engine for switch in request.of_family(PARTITIONING))
+    if request.environment.device != "cpu" or by_deepspeed:
         return ()
     return ("cpu-offload: this run is on a CPU, so the optimizer state is in host memory already: nothing to move",)
 

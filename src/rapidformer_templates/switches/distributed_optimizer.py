@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._checks import PARTITIONING, needs_template
-from rapidformer_templates.switches._switch import Example, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Request, Resource, Rule, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,11 @@ class DistributedOptimizerFlags:
     use_distributed_optimizer: bool = flag(
         False, "shard the optimizer state over the data-parallel workers, also under 3D"
     )
+
+
+def _notes(request: Request) -> Sequence[str]:
+    idle = "distributed-optimizer: one data-parallel worker, so there is nothing to shard"
+    return (idle,) if request.sizes.data == 1 else ()
 
 
 SWITCH = Switch(
@@ -30,7 +36,10 @@ SWITCH = Switch(
     family=PARTITIONING,
     claims=frozenset({Resource.OPTIMIZER_STATE}),
     templates=("Trainer",),
-    available=False,
+    notes=_notes,
+    engine="rapidformer_templates.engines.parallel:ParallelEngine",
+    engine_options=lambda request: {"shard_over_data": "optimizer"},
+    receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
     rules=(
         Rule(
             "RF029",

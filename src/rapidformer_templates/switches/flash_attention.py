@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._changes import REPLACE
+from rapidformer_templates.switches._switch import Change, Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches.mixed_precision import AMPERE, precision
 
 
 @dataclass(frozen=True)
@@ -17,14 +21,55 @@ class FlashAttentionFlags:
     )
 
 
+def kernel(request: Request) -> str:
+    """The kernel of batches without padding: ``flash_attn`` (the package), ``flash`` or ``efficient`` (torch's)."""
+    environment = request.environment
+    if environment.device == "cpu":
+        return "flash"
+    capability = environment.compute_capability
+    old = capability is not None and capability < AMPERE
+    if old or precision(request.config, environment) == "fp32":
+        return "efficient"
+    return "flash_attn" if "flash_attn" in environment.packages else "flash"
+
+
+def _notes(request: Request) -> Sequence[str]:
+    of = {
+        "flash": "torch's flash kernel",
+        "flash_attn": "the flash kernel of the package flash_attn",
+        "efficient": "torch's memory-efficient kernel: the flash kernel needs 16 bits and compute capability 8.0",
+    }
+    where = " for CPUs" if request.environment.device == "cpu" else ""
+    packed = request.config.data.pack_sequences or request.config.get("keep_documents_apart")
+    chosen = kernel(request)
+    without = "; packed documents one by one, without a mask" if packed and chosen != "efficient" else ""
+    return (f"flash-attention: {of[chosen]}{where}{without}",)
+
+
 def _padded_batches(request: Request) -> list[Finding]:
-    if request.config.training.task == "pretraining":
+    config = request.config
+    if config.training.task == "pretraining" or config.data.pack_sequences:
         return []  # packed: every sequence has the full length
+    if request.environment.device == "cpu":
+        message = "flash-attention: in batches with padding, the CPU's flash kernel takes the padding as a mask"
+    else:
+        message = "flash-attention: batches with padding use the memory-efficient kernel"
+    return [Finding(message, request.asked("use_flash_attn"))]
+
+
+def _no_dropout(request: Request) -> list[Finding]:
+    rate = request.config.model.dropout
+    if request.environment.device != "cpu" or not rate:
+        return []
+    message = f"flash-attention on a CPU does not go with --dropout {rate:g}"
+    changes = (Change("--dropout 0", REPLACE, {"dropout": 0.0}),)
     return [
-        Finding(
-            "flash-attention: batches with padding use the memory-efficient kernel", request.asked("use_flash_attn")
-        )
+        Finding(message, request.asked("use_flash_attn", "dropout"), switches=("flash-attention",), changes=changes)
     ]
+
+
+def _engine_options(request: Request) -> Mapping[str, Any]:
+    return {"attention_kernel": kernel(request)}
 
 
 SWITCH = Switch(
@@ -36,16 +81,27 @@ SWITCH = Switch(
     active=lambda options, sizes: options.use_flash_attn,
     on={"use_flash_attn": True},
     off={"use_flash_attn": False},
-    available=False,
+    notes=_notes,
+    engine_options=_engine_options,
+    transform="rapidformer_templates.attention.kernels:use_flash_attention",
+    receipt=("attention_kernels",),
     rules=(
         Rule(
             "RF013",
             "Flash attention only without a padding mask; with one, the memory-efficient kernel is used.",
-            "the flash kernel takes no mask",
+            "the flash kernels of GPUs take no mask",
             "[S]",
             _padded_batches,
             Example("--use-flash-attn --task sequence_classification"),
             refuses=False,
+        ),
+        Rule(
+            "RF081",
+            "Flash attention on a CPU has no dropout.",
+            "torch's flash kernel for CPUs has none, and falls back to the matrix of scores where dropout is asked for",
+            "[torch]",
+            _no_dropout,
+            Example("--use-flash-attn --dropout 0.1"),
         ),
     ),
 )

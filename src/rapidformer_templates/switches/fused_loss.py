@@ -62,7 +62,7 @@ SWITCH = Switch(
     receipt=("logits_rows", "logits_rows_without", "fused_loss_kernel"),
     rules=(
         Rule(
-            "RF060",
+            "RF062",
             "The fused loss is for tasks that predict words.",
             "it joins the product with the vocabulary and the cross-entropy over it; other tasks have neither",
             "[Liger]",
@@ -70,7 +70,7 @@ SWITCH = Switch(
             Example("--fused-linear-cross-entropy --task sequence_classification"),
         ),
         Rule(
-            "RF061",
+            "RF063",
             "The fused loss needs the whole head on each worker.",
             "tensor parallelism cuts the vocabulary and has a loss of its own for that, and a pipeline hands the "
             "last stage's logits to its schedule",

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches.mixed_precision import precision
+
+INSTALL = "pip install 'rapidformer_templates[onnx]'"
+EXPORTER = ("onnx", "onnxscript")
+"""What torch's exporter needs."""
+
+OTHERS_BLOCKS = {
+    "tensor-parallel": "parallelises the blocks by hooks and sharded tensors, which a graph cannot hold",
+    "pipeline-parallel": "cuts the model into stages",
+    "flash-attention": "chooses a kernel of torch for attention, which is part of the graph",
+    "mixture-of-experts": "sends tokens to experts by their values, and a graph has sizes of its own for each tensor",
+}
+"""Switches that change what a block computes with, and why a graph of it cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,63 @@ def _needs_whole_parameters(request: Request) -> list[Finding]:
     ]
 
 
+def _needs_plain_blocks(request: Request) -> list[Finding]:
+    return [
+        Finding(
+            f"onnx-runtime does not work together with {name}, which {why}",
+            request.asked_for("onnx-runtime", name),
+            switches=("onnx-runtime", name),
+        )
+        for name, why in OTHERS_BLOCKS.items()
+        if name in request.active
+    ]
+
+
+def _generates(request: Request) -> list[Finding]:
+    if request.config.training.task != "seq2seq_lm":
+        return []
+    message = "onnx-runtime does not go with --task seq2seq_lm, which generates texts to evaluate them"
+    return [Finding(message, (*request.asked_for("onnx-runtime"), *request.asked("task")), switches=("onnx-runtime",))]
+
+
+def _sixteen_bits_on_cpu(request: Request) -> list[Finding]:
+    computed = precision(request.config, request.environment)
+    if request.environment.device != "cpu" or computed == "fp32":
+        return []
+    return [
+        Finding(
+            f"onnx-runtime does not compute in {computed} on a CPU",
+            request.asked_for("onnx-runtime", "mixed-precision"),
+            switches=("onnx-runtime", "mixed-precision"),
+        )
+    ]
+
+
+def _complete(request: Request) -> list[Finding]:
+    packages = request.environment.packages
+    if "onnxruntime" not in packages:
+        return []  # RF023 says so
+    asked = request.asked_for("onnx-runtime")
+    missing = [name for name in EXPORTER if name not in packages]
+    findings = []
+    if missing:
+        message = f"onnx-runtime needs {' and '.join(missing)} to export graphs: {INSTALL}"
+        findings.append(Finding(message, asked, switches=("onnx-runtime",)))
+    if request.environment.device == "cuda" and packages["onnxruntime"].endswith("+cpu"):
+        message = (
+            f"onnxruntime {packages['onnxruntime']} does not compute on a GPU: "
+            "pip uninstall onnxruntime; pip install onnxruntime-gpu"
+        )
+        findings.append(Finding(message, asked, switches=("onnx-runtime",)))
+    return findings
+
+
+def _notes(request: Request) -> Sequence[str]:
+    return (
+        "onnx-runtime: blocks and heads are exported in the first step, and again if the shape of the batches changes",
+    )
+
+
 SWITCH = Switch(
     name="onnx-runtime",
     summary="Forward and backward graphs in ONNX Runtime.",
@@ -39,8 +110,10 @@ SWITCH = Switch(
     family="graph",
     claims=frozenset({Resource.GRAPH}),
     needs_package="onnxruntime",
-    install="pip install 'rapidformer_templates[onnx]'",
-    available=False,
+    install=INSTALL,
+    transform="rapidformer_templates.onnx_graphs.capture:run_in_onnx_runtime",
+    receipt=("onnx_runtime",),
+    notes=_notes,
     rules=(
         Rule(
             "RF017",
@@ -49,6 +122,38 @@ SWITCH = Switch(
             "[onnxruntime, torch]",
             _needs_whole_parameters,
             Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
+        ),
+        Rule(
+            "RF085",
+            "ONNX Runtime captures plain blocks: no tensor or pipeline parallelism, flash attention or experts.",
+            "a graph is made of the operators of a block as it was built",
+            "[onnxruntime, torch]",
+            _needs_plain_blocks,
+            Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
+        ),
+        Rule(
+            "RF086",
+            "ONNX Runtime computes in 32 bits on a CPU.",
+            "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 after casts to and fro",
+            "[onnxruntime]",
+            _sixteen_bits_on_cpu,
+            Example("--onnx-runtime-training --mixed-precision bf16"),
+        ),
+        Rule(
+            "RF087",
+            "ONNX Runtime comes with what exports its graphs, and on a GPU with its CUDA provider.",
+            "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
+            "[torch, onnxruntime]",
+            _complete,
+            Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
+        ),
+        Rule(
+            "RF088",
+            "ONNX Runtime is not for tasks that generate texts.",
+            "generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold",
+            "[torch]",
+            _generates,
+            Example("--onnx-runtime-training --task seq2seq_lm"),
         ),
     ),
 )

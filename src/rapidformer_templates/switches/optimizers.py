@@ -64,7 +64,7 @@ FUSED_ADAMW = "torch.optim.AdamW (fused)"
 CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 LAMB = "rapidformer_templates.optimizers.lamb.Lamb"
 TORCHAO = "pip install torchao"
-# OSS and SDP keep each parameter whole.
+# OSS and pipeline stages keep each one whole.
 CUTS_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "distributed-optimizer", "tensor-parallel"})
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
@@ -121,7 +121,7 @@ def implementation(request: Request) -> str:
 def _on_host_by_deepspeed(request: Request) -> bool:
     """Whether DeepSpeed updates an offloaded Adam state, for which it has a vectorized class."""
     adam = OPTIMIZERS[request.config.get("optimizer")]
-    by_deepspeed = any(name.startswith("zero-") for name in request.active)
+    by_deepspeed = any(name.startswith("zero-") and switch.engine for name, switch in request.active.items())
     return by_deepspeed and bool(request.of_family("offload")) and adam in ADAMS
 
 

@@ -40,7 +40,7 @@ SWITCH = Switch(
     active=lambda options, sizes: options.sequence_parallel,
     on={"sequence_parallel": True},
     off={"sequence_parallel": False},
-    available=False,
+    receipt=("sequence_tokens",),
     rules=(
         Rule(
             "RF014",

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rapidformer_templates.environment import compile_backends
 from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._switch import Resource, Stage, Switch
+from rapidformer_templates.switches._changes import replace
+from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches.dynamic_shape import max_shapes
+
+DEFAULT = "inductor"
+# Backends that torch lists, but that are packages of their own: the module, and what to install.
+PACKAGES = {
+    "tvm": ("tvm", "pip install apache-tvm"),
+    "openxla": ("torch_xla", "pip install torch_xla"),
+    "openxla_eval": ("torch_xla", "pip install torch_xla"),
+}
 
 
 @dataclass(frozen=True)
@@ -13,8 +27,65 @@ class TorchCompileFlags:
     """Acceleration"""
 
     torch_compile: str | None = flag(
-        None, "compile the blocks with this backend; alone: inductor", bare="inductor", metavar="BACKEND"
+        None, "compile the blocks with this backend; alone: inductor", bare=DEFAULT, metavar="BACKEND"
     )
+
+
+def _shapes(request: Request) -> int:
+    """Most shapes of a training batch; 0 is not known."""
+    active = "dynamic-shape" in request.active
+    return max_shapes(request.config.switches["dynamic-shape"]) if active else 0
+
+
+def _engine_options(request: Request) -> Mapping[str, Any]:
+    return {"compile_shapes": _shapes(request)}
+
+
+def _notes(request: Request) -> Sequence[str]:
+    shapes = _shapes(request)
+    graphs = f"a graph for each of at most {shapes} shapes" if shapes else "shapes that vary share a graph"
+    return (f"torch-compile: {request.config.get('torch_compile')}, block by block; {graphs}",)
+
+
+def _known_backend(request: Request) -> list[Finding]:
+    name = request.config.get("torch_compile")
+    known = None if name == DEFAULT else compile_backends()  # else torch need not be imported
+    if known is None or name in known:
+        return []
+    near = difflib.get_close_matches(name, known, n=1)
+    message = f"torch has no compiler backend '{name}'; it has: {', '.join(known)}"
+    changes = (replace({"torch_compile": [*near, DEFAULT][0]}),)
+    return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
+
+
+def _can_compile(request: Request) -> list[Finding]:
+    missing = _what_is_missing(request)
+    if missing is None:
+        return []
+    message = f"the backend {request.config.get('torch_compile')} needs {missing}"
+    changes = (replace({"torch_compile": "aot_eager"}, "whole graphs, but nothing in them is made faster"),)
+    return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
+
+
+def _what_is_missing(request: Request) -> str | None:
+    backend, place = request.config.get("torch_compile"), request.environment
+    if backend in PACKAGES and PACKAGES[backend][0] not in place.packages:
+        return "{}, which is not installed: {}".format(*PACKAGES[backend])
+    if backend == "cudagraphs" and place.device == "cpu":
+        return "a GPU"
+    if backend == DEFAULT and place.device == "cpu" and place.cxx is None:
+        return "a C++ compiler, and there is none: apt install g++, or name yours in CXX"
+    if backend == DEFAULT and place.compute_capability and "triton" not in place.packages:
+        return "triton, which is not installed: pip install triton"
+    return None
+
+
+def _cut_parameters(request: Request) -> list[Finding]:
+    if "zero-3" not in request.active:
+        return []
+    asked = request.asked_for("torch-compile", "zero-3")
+    message = "torch-compile does not work together with zero-3"
+    return [Finding(message, asked, switches=("torch-compile", "zero-3"))]
 
 
 SWITCH = Switch(
@@ -24,9 +95,39 @@ SWITCH = Switch(
     stage=Stage.COMPILE,
     options=TorchCompileFlags,
     active=lambda options, sizes: options.torch_compile is not None,
-    on={"torch_compile": "inductor"},
+    on={"torch_compile": DEFAULT},
     off={"torch_compile": None},
     family="graph",
     claims=frozenset({Resource.GRAPH}),
-    available=False,
+    notes=_notes,
+    engine_options=_engine_options,
+    transform="rapidformer_templates.compiling.blocks:compile_blocks",
+    receipt=("compile",),
+    rules=(
+        Rule(
+            "RF082",
+            "The backend of --torch-compile is one that torch lists.",
+            "torch looks backends up by name, and would fail in the first step",
+            "[torch]",
+            _known_backend,
+            Example("--torch-compile nosuch"),
+        ),
+        Rule(
+            "RF083",
+            "The backend of --torch-compile has the compiler, the package or the GPU that it needs.",
+            "a graph that cannot be compiled would end the run in its first step",
+            "[torch]",
+            _can_compile,
+            Example("--torch-compile", machine={"cxx": None}),
+        ),
+        Rule(
+            "RF084",
+            "torch.compile needs whole blocks: no ZeRO-3.",
+            "DeepSpeed gathers and frees parameters in hooks on the modules inside of a block, and each of them "
+            "breaks the block's graph",
+            "[deepspeed, torch]",
+            _cut_parameters,
+            Example("--torch-compile --zero-3-memory-optimization --world-size 2"),
+        ),
+    ),
 )

@@ -90,8 +90,25 @@ def _notes(request: Request) -> Sequence[str]:
     return ("ZeRO: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
 
 
+def _notes_under_3d(request: Request) -> Sequence[str]:
+    what = "the product's own sharding over the data-parallel workers takes DeepSpeed's place under 3D parallelism"
+    idle = "; there is one of them, so there is nothing to shard" if request.sizes.data == 1 else ""
+    return (f"ZeRO: {what}{idle}",)
+
+
+def _under_3d(shards: str) -> Mapping[str, Any]:
+    return {
+        "needs_package": None,
+        "engine": None,
+        "engine_options": lambda request: {"shard_over_data": shards},
+        "notes": _notes_under_3d,
+        "rules": (ONLY_IN_TRAINER,),
+    }
+
+
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
     name = f"zero_{level}_memory_optimization"
+    own = {1: _under_3d("optimizer"), 2: _under_3d("gradients")}  # ZeRO-3 is refused under 3D
     package: Mapping[str, Any] = DEEPSPEED
     return Switch(
         name=f"zero-{level}",
@@ -110,6 +127,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         engine="rapidformer_templates.engines.deepspeed:DeepSpeedEngine",
         engine_options=_engine_options,
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "gradient_bytes"),
+        under_3d=own.get(level, {}),
         **package,
     )
 

@@ -59,8 +59,11 @@ class Pretraining(Task):
     def build_data(self) -> Data:
         corpora = load_corpora(self.config, self.tokenizer, self.objective.end_token)
         self.skipped = [line for corpus in corpora for line in corpus.skipped]
+        self.notes = [note for corpus in corpora for note in corpus.notes]
         train, valid, test = self._parts(corpora)
         assert train is not None
+        if valid is None and split_shares(self.config.data.split)[1] > 0:
+            self.notes.append(f"--split {self.config.data.split}: the corpus is too small for a validation part")
         collate, augment = self.objective.batches(train)
         return Data(train, valid, test, collate, augment, self.objective.lengths(train))
 

@@ -1,0 +1,204 @@
+"""Check one GPU and measure on it, in one call of less than nine minutes.
+
+``python scripts/gpu_check.py --output results`` runs the tests that need a GPU, the model FLOPs utilisation of
+BERT-base, GPT-124M and GPT-1.3B beside a hand-written loop and transformers' Trainer, and a profile of each (host
+waits a step, idle share of the device), and writes ``gpu_check.json``. Each part is a process with a time limit of
+its own, and what is there is written after each of them.
+
+``--device cpu --tiny`` tries the script itself out on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+GOALS = {
+    "bert-base": {"utilisation": 0.45, "over plain PyTorch": 0.99, "over transformers' Trainer": 1.2},
+    "gpt-124m": {"utilisation": 0.45, "over plain PyTorch": 0.99, "over transformers' Trainer": 1.2},
+    "paper": {"utilisation": 0.50, "over plain PyTorch": 0.99, "over transformers' Trainer": 1.2},
+}
+IDLE_GOAL = 0.02
+
+
+@dataclass
+class Part:
+    """A part of the check.
+
+    Attributes:
+        name: of it.
+        command: the process.
+        seconds: its time limit.
+        read: takes its results from the output folder.
+    """
+
+    name: str
+    command: list[str]
+    seconds: float
+    read: Callable[[], Any] = field(default=lambda: None)
+
+
+def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
+    """What is done, what matters most first."""
+    python, bench = sys.executable, [sys.executable, "-m", "rapidformer_templates.bench"]
+    scales = ["tiny"] if tiny else ["gpt-124m", "bert-base", "paper"]
+    found = [
+        Part("versions", [python, "-c", VERSIONS, str(output / "versions.json")], 60, _json(output / "versions.json"))
+    ]
+    slack = 1.0 if device == "cuda" else 4.0  # the same parts on a CPU, which is not what the limits are for
+    turns = ["--repeats", "1", "--steps", "2" if tiny else "4", "--device", device]
+    for scale in scales:
+        folder = output / f"profile-{scale}"
+        command = [
+            python,
+            str(Path(__file__).resolve()),
+            "--record",
+            scale,
+            "--device",
+            device,
+            "--output",
+            str(folder),
+        ]
+        found.append(Part(f"profile {scale}", command, 60 * slack, _json(folder / "run/profile/summary.json")))
+        folder = output / f"mfu-{scale}"
+        command = [*bench, "mfu", "--scale", scale, *turns, "--solutions", "rapidformer", "--output", str(folder)]
+        found.append(Part(f"utilisation {scale}", command, 120 * slack, _json(folder / "mfu.json")))
+    if not tiny:
+        tests = [
+            python,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-q",
+            "--timeout",
+            "120",
+            "-p",
+            "no:cacheprovider",
+            str(ROOT / "tests/test_gpu.py"),
+        ]
+        found.insert(1, Part("tests", [*tests, f"--junitxml={output / 'tests.xml'}"], 150))
+        compiled = [*bench, "mfu", "--scale", "gpt-124m", *turns, "--solutions", "rapidformer, compiled"]
+        found.append(
+            Part(
+                "compiled", [*compiled, "--output", str(output / "compiled")], 120, _json(output / "compiled/mfu.json")
+            )
+        )
+    return found
+
+
+VERSIONS = """
+import json, sys, torch, transformers
+gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+json.dump({"python": sys.version, "torch": torch.__version__, "transformers": transformers.__version__, "gpu": gpu},
+          open(sys.argv[1], "w"))
+"""
+
+
+def _json(path: Path) -> Callable[[], Any]:
+    return lambda: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def run(part: Part, seconds: float) -> dict[str, Any]:
+    """Run a part for at most ``seconds``; its end, its last words, and what it has written by then."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        part.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+    )
+    try:
+        text, _ = process.communicate(timeout=seconds)
+        status = "ok" if process.returncode == 0 else f"exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its workers, too
+        text, _ = process.communicate()
+        status = f"stopped after {seconds:.0f} s"
+    spent = round(time.monotonic() - began, 1)
+    return {"status": status, "seconds": spent, "output": text[-4000:], "result": part.read()}
+
+
+def verdicts(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Goals beside what was measured."""
+    lines = []
+    for scale, goals in GOALS.items():
+        table = (results.get(f"utilisation {scale}") or {}).get("result")
+        if table:
+            ours = table["solutions"].get("rapidformer", {}).get("utilisation")
+            measured = {"utilisation": ours} | {f"over {peer}": r[0] for peer, r in table["ratios"].items()}
+            lines += [_verdict(f"{scale}: {name}", measured.get(name), goal) for name, goal in goals.items()]
+        profile = (results.get(f"profile {scale}") or {}).get("result")
+        if profile:
+            waits = sum(n for name, n in profile["host_waits_a_step"].items() if name != "cudaEventSynchronize")
+            lines.append(f"{scale}: host reads and waits a step: {waits:g}; goal 0")
+            lines.append(f"{scale}: device idle {profile.get('device_idle_share')}; goal at most {IDLE_GOAL}")
+    return lines
+
+
+def _verdict(what: str, measured: float | None, goal: float) -> str:
+    if measured is None:
+        return f"{what}: not measured; goal {goal}"
+    return f"{what}: {measured:.3f}; goal {goal}: {'reached' if measured >= goal else 'missed'}"
+
+
+def record(scale: str, device: str, output: Path) -> None:
+    """Train a model of the utilisation table for a few steps, and profile them."""
+    from rapidformer_templates import Data, Trainer
+    from rapidformer_templates.bench.tables import UTILISATION
+    from rapidformer_templates.bench.worker import Job, RandomTokens, build_model
+
+    precision = "bf16" if device == "cuda" else "fp32"
+    job = Job("mfu", "rapidformer", None, scale, 1, 1, 20, device, precision, "", "")
+
+    class Profiled(Trainer):
+        def build_data(self) -> Data:
+            return Data(train=RandomTokens(job))  # type: ignore[arg-type]
+
+        def build_model(self) -> Any:
+            return build_model(UTILISATION.scales[scale])
+
+    flags = ["--device", device, "--micro-batch-size", str(job.sizes.micro_batch), "--train-iters", "20"]
+    flags += ["--lr", "1e-4", "--profile", "8", "--save", str(output / "run"), "--overwrite", "--no-export-model"]
+    flags += ["--save-interval", "1000000"] + (["--mixed-precision", "bf16"] if device == "cuda" else [])
+    Profiled(flags).fit()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu_check"), help="folder of the results")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="models of some thousand parameters")
+    parser.add_argument("--limit", type=float, default=520, help="seconds for all parts together")
+    parser.add_argument("--record", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.record:
+        record(options.record, options.device, options.output)
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + options.limit
+    results: dict[str, dict[str, Any]] = {}
+    for part in parts(options.output.resolve(), options.device, tiny=options.tiny):
+        left = ends - time.monotonic()
+        if left < 5:
+            results[part.name] = {"status": "no time left", "seconds": 0.0, "output": "", "result": None}
+        else:
+            results[part.name] = run(part, min(part.seconds, left))
+        print(f"{part.name}: {results[part.name]['status']}, {results[part.name]['seconds']} s", flush=True)
+        document = {"limit": options.limit, "verdicts": verdicts(results), "parts": results}
+        (options.output / "gpu_check.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    for line in verdicts(results):
+        print(line)
+    return 0 if all(result["status"] == "ok" for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

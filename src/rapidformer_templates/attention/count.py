@@ -1,0 +1,26 @@
+"""Which attention kernels ran: counted by torch's profiler, which sees the calls inside compiled graphs, too."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.autograd.profiler import profile
+
+KERNEL = re.compile(r"_scaled_dot_product_\w+|_?flash_attn\w*_(forward|backward)|_flash_attention_(forward|backward)")
+"""Names of the operators that compute attention, of torch and of the package ``flash_attn``."""
+
+
+@contextmanager
+def count_kernels() -> Iterator[dict[str, int]]:
+    """Fill the dict, when the block ends, with the calls of each attention operator on this process."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes two lines a block to standard error
+    counts: dict[str, int] = {}
+    with profile(use_kineto=False) as events:
+        yield counts
+    for event in events.key_averages():
+        name = event.key.rpartition("::")[2]
+        if KERNEL.fullmatch(name):
+            counts[name] = counts.get(name, 0) + event.count

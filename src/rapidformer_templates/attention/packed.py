@@ -1,0 +1,201 @@
+"""Attention in packed rows: each document by itself, so that no matrix of tokens × tokens masks the others.
+
+A batch of packed rows is one run of tokens, row after row; ``borders`` are the places in it where
+documents begin, and its end: what the variable-length kernels call ``cu_seqlens``. On a GPU the
+flash kernels take them as they are. On a CPU the flash kernel is called once a document. Either
+way the cost is that of the documents' own squares, not of the rows'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def borders_of(follows: torch.Tensor) -> torch.Tensor:
+    """Where the documents of a batch begin, and its end.
+
+    Args:
+        follows: whether a token sees the one before it in its row, shape (rows, tokens).
+
+    Returns:
+        int32 of shape (documents + 1,), rising from 0 to rows × tokens.
+    """
+    begins = ~follows
+    begins[:, 0] = True
+    starts = begins.flatten().nonzero()[:, 0]
+    return torch.cat([starts, starts.new_tensor([follows.numel()])]).int()
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    package: bool = False,
+) -> torch.Tensor:
+    """Causal attention in which each token sees its own document.
+
+    Args:
+        query: shape (rows, heads, tokens, size of a head).
+        key: the same with as many heads, or a divisor of it (grouped queries).
+        value: as ``key``.
+        borders: of :func:`borders_of`.
+        scale: factor of the scores.
+        dropout: rate of the attention weights; a CPU's kernel has none.
+        package: call the package ``flash_attn``, and torch's own flash kernel otherwise. GPU only.
+
+    Returns:
+        Shape (rows, tokens, heads, size of a head), in the type of ``value``.
+    """
+    # Rotary positions leave queries and keys in fp32 where autocast computes values in 16 bits.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if value.device.type == "cpu" and not package:
+        output: torch.Tensor = _on_cpu(query, key, value, borders, scale)[0]
+        return output
+    rows, heads, tokens, size = query.shape
+    flat = [part.transpose(1, 2).reshape(rows * tokens, part.shape[1], size) for part in (query, key, value)]
+    kernel: Callable[..., torch.Tensor] = _of_package if package else _of_torch
+    return kernel(*flat, borders, tokens, dropout, scale).view(rows, tokens, heads, size)
+
+
+def _of_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
+    dropout: float,
+    scale: float,
+) -> torch.Tensor:
+    # The operator under torch.nn.attention.varlen, which has no dropout and another signature in each version.
+    output: torch.Tensor = aten._flash_attention_forward(
+        query, key, value, borders, borders, longest, longest, dropout, True, False, scale=scale
+    )[0]
+    return output
+
+
+def _of_package(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
+    dropout: float,
+    scale: float,
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    output: torch.Tensor = flash_attn_varlen_func(
+        query, key, value, borders, borders, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True
+    )
+    return output
+
+
+# One operator, so that a compiler need not look into a loop whose length differs from batch to batch.
+
+
+@torch.library.custom_op("rapidformer::packed_attention_for_cpu", mutates_args=())
+def _on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output of shape (rows, tokens, heads, size), logarithm of each token's sum of weights (rows, heads, tokens))."""
+    output, log_sums = _like_output(query), _like_log_sums(query).zero_()
+    # A document of one token, such as padding at the end of a row, has its value for an output.
+    groups = query.shape[1] // value.shape[1]
+    output.copy_(value.repeat_interleave(groups, dim=1).transpose(1, 2))
+    for place in _documents(borders, query.shape[2]):
+        parts = [_cut(tensor, place) for tensor in (query, key, value)]
+        part, sums = aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True, scale=scale)
+        _cut(output.transpose(1, 2), place).copy_(part)
+        _cut(log_sums, place).copy_(sums)
+    return output, log_sums
+
+
+@_on_cpu.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like_output(query), _like_log_sums(query)
+
+
+@torch.library.custom_op("rapidformer::packed_attention_for_cpu_backward", mutates_args=())
+def _backward_on_cpu(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    borders: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value."""
+    gradient, output = gradient.transpose(1, 2), output.transpose(1, 2)
+    of_query, of_key = torch.zeros_like(query), torch.zeros_like(key)
+    of_value = gradient.unflatten(1, (value.shape[1], -1)).sum(2)  # those of one token; the others follow
+    for place in _documents(borders, query.shape[2]):
+        parts = [_cut(tensor, place) for tensor in (gradient, query, key, value, output, log_sums)]
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, 0.0, True, scale=scale)
+        for whole, part in zip((of_query, of_key, of_value), found, strict=True):
+            _cut(whole, place).copy_(part)
+    return of_query, of_key, of_value
+
+
+@_backward_on_cpu.register_fake
+def _(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    borders: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, borders, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, borders)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    return (*_backward_on_cpu(gradient, *ctx.saved_tensors, ctx.scale), None, None)
+
+
+_on_cpu.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _like_output(query: torch.Tensor) -> torch.Tensor:
+    rows, heads, tokens, size = query.shape
+    return query.new_empty(rows, tokens, heads, size)
+
+
+def _like_log_sums(query: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape[:3], dtype=wide)
+
+
+def _documents(borders: torch.Tensor, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(row, first token, end) of each document of more than one token."""
+    for start, end in pairwise(borders.tolist()):
+        if end - start > 1:
+            row = start // tokens
+            yield row, start - row * tokens, end - row * tokens
+
+
+def _cut(tensor: torch.Tensor, place: tuple[int, int, int]) -> torch.Tensor:
+    """A view of a document's part of a tensor of shape (rows, heads, tokens, …)."""
+    row, start, end = place
+    return tensor[row : row + 1, :, start:end]

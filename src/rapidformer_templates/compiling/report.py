@@ -1,0 +1,61 @@
+"""What torch.compile did in a run: graphs, seconds, where graphs broke and why blocks were compiled again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
+
+RECORDS = 4096  # torch keeps the last 64 by default, fewer than a large model may need
+
+
+class CompileReport:
+    """Reads torch's own records, from the moment that it is made.
+
+    Args:
+        backend: name of the compiler.
+        regions: modules that are compiled each by itself.
+        limit: most graphs of one piece of code.
+    """
+
+    def __init__(self, backend: str, *, regions: int, limit: int) -> None:
+        self._asked = {"backend": backend, "regions": regions, "limit": limit}
+        set_compilation_metrics_limit(RECORDS)
+        self._earlier = {id(record): record for record in get_compilation_metrics()}
+        self._breaks = Counter(counters["graph_break"])
+        self._graphs = counters["stats"]["unique_graphs"]
+
+    def measured(self) -> dict[str, Any]:
+        """For ``summary.json``.
+
+        Returns:
+            ``graphs``: how many were compiled; ``seconds`` that took; ``graph_breaks`` and
+            ``recompilations``: how often each reason was met; ``not_compiled``: why code that was met
+            runs as it is, such as the ``limit`` of graphs of one piece of code.
+        """
+        records = [record for record in get_compilation_metrics() if id(record) not in self._earlier]
+        return {
+            **self._asked,
+            "graphs": counters["stats"]["unique_graphs"] - self._graphs,
+            "seconds": round(sum(record.duration_us or 0 for record in records) / 1e6, 3),
+            "graph_breaks": _counted(Counter(counters["graph_break"]) - self._breaks),
+            "recompilations": _counted(Counter(r.recompile_reason for r in records if not r.fail_reason)),
+            "not_compiled": _counted(Counter(r.fail_reason for r in records)),
+        }
+
+
+def _counted(reasons: Counter[Any]) -> dict[str, int]:
+    """How often each reason was met, in a line; None is no reason."""
+    counts: Counter[str] = Counter()
+    for reason, count in reasons.items():
+        if reason:
+            counts[_short(reason)] += count
+    return dict(counts)
+
+
+def _short(reason: str) -> str:
+    """The first line of a reason, without the number of the graph that did not fit."""
+    line = reason.strip().split("\n")[0]
+    number, _, rest = line.partition(": ")
+    return rest.split("  # ")[0].strip() if rest and number.replace("/", "").isdigit() else line

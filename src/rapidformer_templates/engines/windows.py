@@ -1,0 +1,86 @@
+"""Windows over parameters laid end to end: what is reduced at a time, and who updates which run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WINDOW = 2**23
+"""Elements of a window: 32 MB in fp32, enough to keep a link busy, little beside a model."""
+
+
+class Segment(NamedTuple):
+    """A run of a flattened parameter.
+
+    Attributes:
+        parameter: its place among the parameters.
+        start: first element of the run.
+        length: elements of the run.
+    """
+
+    parameter: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Runs of consecutive parameters, laid end to end.
+
+    Attributes:
+        segments: the runs in their order.
+        ranks: workers that share it; each updates one of as many equal shares, the last of them padded.
+    """
+
+    segments: tuple[Segment, ...]
+    ranks: int
+
+    @property
+    def length(self) -> int:
+        """Elements in it."""
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def share(self) -> int:
+        """Elements of each rank's share, with padding."""
+        return -(-self.length // self.ranks)
+
+    def placed(self) -> Iterator[tuple[Segment, int]]:
+        """The runs with their places in the window."""
+        place = 0
+        for segment in self.segments:
+            yield segment, place
+            place += segment.length
+
+    def owned(self, rank: int) -> Iterator[tuple[Segment, int]]:
+        """The runs in a rank's share, each with its place in the share."""
+        begin, end = rank * self.share, (rank + 1) * self.share
+        for (index, start, count), place in self.placed():
+            low, high = max(begin, place), min(end, place + count)
+            if low < high:
+                yield Segment(index, start + low - place, high - low), low - begin
+
+
+def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -> list[Window]:
+    """Cut parameters, laid end to end, into windows.
+
+    Args:
+        sizes: (index, elements) of each parameter.
+        ranks: workers that share each window.
+        limit: elements of a window; a multiple of ``ranks`` is taken, so that only the last one is padded.
+    """
+    limit = max(1, limit // ranks) * ranks
+    found: list[Window] = []
+    segments: list[Segment] = []
+    room = limit
+    for index, size in sizes:
+        start = 0
+        while start < size:
+            count = min(room, size - start)
+            segments.append(Segment(index, start, count))
+            start, room = start + count, room - count
+            if room == 0:
+                found.append(Window(tuple(segments), ranks))
+                segments, room = [], limit
+    return [*found, Window(tuple(segments), ranks)] if segments else found

@@ -1,0 +1,1 @@
+"""ONNX Runtime under torch.compile: blocks captured, exported to ONNX, and run forward and backward."""

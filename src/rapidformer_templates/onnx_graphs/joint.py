@@ -1,0 +1,101 @@
+"""The joint forward and backward graph of AOTAutograd: its dropouts, and what the forward keeps for the backward."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import default_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+        operator.getitem,
+    }
+)
+"""Free in torch, a copy as the output of an ONNX graph: the backward makes its own from what they show."""
+
+
+def dropout_noise(like: torch.Tensor, rate: float) -> torch.Tensor:
+    """1/(1 − rate) with probability 1 − rate, else 0: drawn as eager dropout on a CPU draws it."""
+    noise = torch.empty_like(like).bernoulli_(1.0 - rate)
+    return noise.div_(1.0 - rate) if rate < 1.0 else noise
+
+
+def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+    """AOTAutograd's default partition, after :func:`take_out_dropout`; views are made again, not kept."""
+    take_out_dropout(joint)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and _is_view(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
+    return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0]) if isinstance(node.args[0], fx.Node) else False
+    return node.target in VIEWS
+
+
+def take_out_idle_expansions(graph: fx.Graph) -> None:
+    """An expansion to the shape that a tensor has is a copy in ONNX, if its shape is known only when it runs."""
+    for node in graph.find_nodes(op="call_function", target=aten.expand.default):
+        source = node.args[0]
+        if tuple(map(str, source.meta["val"].shape)) == tuple(map(str, node.meta["val"].shape)):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def take_out_dropout(module: fx.GraphModule) -> None:
+    """Write each dropout as a product with :func:`dropout_noise`, and its backward likewise.
+
+    The noise needs no more than the shape of what it falls on, so it can be drawn by torch's generator
+    before the graph runs.
+    """
+    graph = module.graph
+    for node in list(graph.find_nodes(op="call_function", target=aten.native_dropout.default)):
+        value, rate = node.args[:2]
+        with graph.inserting_before(node):
+            noise = graph.call_function(dropout_noise, (value, rate))
+            product = graph.call_function(aten.mul.Tensor, (value, noise))
+        noise.meta = {**node.meta, "val": torch.empty_like(value.meta["val"])}
+        product.meta = {**node.meta, "val": torch.empty_like(value.meta["val"])}
+        for item in list(node.users):
+            if item.args[1] == 0:
+                item.replace_all_uses_with(product)
+            else:
+                _use_noise_for_mask(graph, item, noise)
+            graph.erase_node(item)
+        graph.erase_node(node)
+    module.recompile()
+
+
+def _use_noise_for_mask(graph: fx.Graph, mask: fx.Node, noise: fx.Node) -> None:
+    for user in list(mask.users):
+        if user.target is aten.native_dropout_backward.default:
+            user.target, user.args = aten.mul.Tensor, (user.args[0], noise)
+    if mask.users:
+        with graph.inserting_after(noise):
+            kept = graph.call_function(aten.ne.Scalar, (noise, 0))
+        kept.meta = dict(mask.meta)
+        mask.replace_all_uses_with(kept)

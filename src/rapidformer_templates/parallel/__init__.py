@@ -1,0 +1,1 @@
+"""Tensor, sequence and pipeline parallelism: one model over several workers."""

@@ -1,0 +1,206 @@
+"""Exchanges between the workers of a tensor-parallel group that autograd knows the reverse of.
+
+A tensor is *whole* where each worker has the same values, *divided* where each has a share of a dimension, and
+*partial* where the values are their sum over the workers. Gradients of whole tensors are whole, with one
+exception that is named: what goes into a divided layer gets a partial gradient from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Newer names first: the older ones warn where both are there.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The workers that share one stage of one replica.
+
+    Attributes:
+        group: their process group.
+        size: how many they are.
+        rank: this one's place among them.
+    """
+
+    group: Any
+    size: int
+    rank: int
+
+    def share(self, length: int, rank: int | None = None) -> tuple[int, int]:
+        """(begin, end) of a worker's share of ``length``, as ``torch.chunk`` cuts: the last ones may have less."""
+        step = -(-length // self.size)
+        rank = self.rank if rank is None else rank
+        return min(rank * step, length), min((rank + 1) * step, length)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the workers, in the memory of ``tensor`` if that is contiguous."""
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The greatest value over the workers, in the memory of ``tensor``."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def gather(self, shard: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        """The whole tensor of ``length`` along ``dim`` from each worker's share of it."""
+        step = -(-length // self.size)
+        shard = _padded(shard, dim, step).movedim(dim, 0).contiguous()
+        whole = shard.new_empty(step * self.size, *shard.shape[1:])
+        _all_gather(whole, shard, group=self.group)
+        return whole[:length].movedim(0, dim).contiguous()
+
+    def sum_share(self, partial: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+        """This worker's share, of length ``step`` (zeros after the end), of the sum over the workers."""
+        kind = partial.dtype
+        if partial.is_cpu and kind in (torch.float16, torch.bfloat16):
+            partial = partial.float()  # gloo scatters sums of 32 and 64 bits only
+        partial = _padded(partial, dim, step * self.size).movedim(dim, 0).contiguous()
+        share = partial.new_empty(step, *partial.shape[1:])
+        _reduce_scatter(share, partial, group=self.group)
+        return share.to(kind).movedim(0, dim).contiguous()
+
+    def own_share(self, whole: torch.Tensor, dim: int, step: int | None = None) -> torch.Tensor:
+        """This worker's share of a whole tensor, filled up with zeros to the length ``step`` if that is given."""
+        begin, end = self.share(whole.shape[dim])
+        share = whole.narrow(dim, begin, end - begin)
+        return (share if step is None else _padded(share, dim, step)).contiguous()
+
+
+def _padded(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    missing = length - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
+        ctx.peers = peers
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        # Others may hold the gradient that is given: it is not summed in place.
+        return ctx.peers.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _EnterAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, peers: Peers, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.peers = peers
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        there = [gradient for gradient in gradients if gradient is not None]
+        sums: Iterator[torch.Tensor] = iter(())
+        if there:
+            total = ctx.peers.sum(torch.cat([gradient.flatten() for gradient in there]))
+            parts = total.split([gradient.numel() for gradient in there])
+            sums = iter([part.view_as(gradient) for part, gradient in zip(parts, there, strict=True)])
+        return None, *(None if gradient is None else next(sums) for gradient in gradients)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
+        return peers.sum(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int, length: int, partial: bool) -> torch.Tensor:
+        ctx.peers, ctx.dim, ctx.partial = peers, dim, partial
+        ctx.held = x.shape[dim]
+        return peers.gather(x, dim, length)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.partial:
+            share = ctx.peers.sum_share(gradient, ctx.dim, ctx.held)
+        else:
+            share = ctx.peers.own_share(gradient, ctx.dim, ctx.held)
+        return share, None, None, None, None
+
+
+class _SumShare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+        ctx.peers, ctx.dim, ctx.length = peers, dim, x.shape[dim]
+        return peers.sum_share(x, dim, -(-x.shape[dim] // peers.size))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.peers.gather(gradient, ctx.dim, ctx.length), None, None
+
+
+class _OwnShare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, peers: Peers, dim: int, even: bool) -> torch.Tensor:
+        ctx.peers, ctx.dim, ctx.length = peers, dim, x.shape[dim]
+        return peers.own_share(x, dim, -(-x.shape[dim] // peers.size) if even else None)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.peers.gather(gradient, ctx.dim, ctx.length), None, None, None
+
+
+def enter(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """A whole tensor as it goes into divided layers: their partial gradients are summed in the backward pass."""
+    result: torch.Tensor = _Enter.apply(x, peers)
+    return result
+
+
+def enter_all(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tensor, ...]:
+    """As :func:`enter`, for several tensors of one type with one exchange."""
+    results: tuple[torch.Tensor, ...] = _EnterAll.apply(peers, *tensors)
+    return results
+
+
+def sum_partial(x: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """The whole tensor that a partial one stands for. ``x`` is used up: its memory takes the result."""
+    result: torch.Tensor = _Sum.apply(x, peers)
+    return result
+
+
+def gather(x: torch.Tensor, peers: Peers, dim: int, length: int, *, partial: bool) -> torch.Tensor:
+    """The whole of a tensor that is divided along ``dim``.
+
+    Args:
+        x: this worker's share.
+        peers: the workers that have the others.
+        dim: from 0, or from the end.
+        length: of the whole; what shares have beyond it is padding.
+        partial: whether the result goes into divided layers, so that its gradient is partial.
+    """
+    result: torch.Tensor = _Gather.apply(x, peers, dim % x.ndim, length, partial)
+    return result
+
+
+def sum_share(x: torch.Tensor, peers: Peers, dim: int) -> torch.Tensor:
+    """This worker's share along ``dim`` of what a partial tensor stands for; all shares have one length."""
+    result: torch.Tensor = _SumShare.apply(x, peers, dim)
+    return result
+
+
+def own_share(x: torch.Tensor, peers: Peers, dim: int, *, even: bool) -> torch.Tensor:
+    """This worker's share along ``dim`` of a whole tensor; ``even``: filled up to the length of the longest."""
+    result: torch.Tensor = _OwnShare.apply(x, peers, dim % x.ndim, even)
+    return result

@@ -1,0 +1,97 @@
+"""The styles of layers under tensor parallelism, and which architectures have a plan. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+EMBEDDING, VOCABULARY_HEAD = "embedding_rowwise", "vocabulary_head"
+"""Each worker has some tokens' rows; the head's logits stay divided."""
+COLUMN = frozenset({"colwise", "fused_qkv", "packed_colwise", "embedding_colwise"})
+"""Styles whose output is divided and goes on to a row-parallel layer of the same region."""
+ROW = frozenset({"rowwise"})
+GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
+"""Layers that take and give whole activations: what lies between them runs whole on each worker."""
+PARTIAL = "replicated_with_grad_allreduce"
+"""Whole parameters inside a region: each worker has a part of their gradient."""
+EXPERTS = "moe_tp_experts"
+REPLICATED = "replicate"
+"""Whole parameters beside divided layers, with whole gradients: what comes before the columns or after the rows."""
+
+PARTS = {"fused_qkv": 3, "packed_colwise": 2}
+"""How many equal matrices lie side by side in one; each is divided by itself."""
+
+KNOWN = COLUMN | ROW | {EMBEDDING, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, EXPERTS, REPLICATED}
+
+_BERT = {
+    "layer.*.attention.self.query": "colwise",
+    "layer.*.attention.self.key": "colwise",
+    "layer.*.attention.self.value": "colwise",
+    "layer.*.attention.output.dense": "rowwise",
+    "layer.*.crossattention.self.query": "colwise",
+    "layer.*.crossattention.self.key": "colwise",
+    "layer.*.crossattention.self.value": "colwise",
+    "layer.*.crossattention.output.dense": "rowwise",
+    "layer.*.intermediate.dense": "colwise",
+    "layer.*.output.dense": "rowwise",
+}
+_T5 = {
+    **{
+        f"block.*.layer.*.{attention}.{name}": style
+        for attention in ("SelfAttention", "EncDecAttention")
+        for name, style in {
+            "q": "colwise",
+            "k": "colwise",
+            "v": "colwise",
+            "o": "rowwise",
+            "relative_attention_bias": "embedding_colwise",
+        }.items()
+    },
+    "block.*.layer.*.DenseReluDense.wi": "colwise",
+    "block.*.layer.*.DenseReluDense.wi_0": "colwise",
+    "block.*.layer.*.DenseReluDense.wi_1": "colwise",
+    "block.*.layer.*.DenseReluDense.wo": "rowwise",
+}
+PLANS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "h.*.attn.c_attn": "fused_qkv",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.crossattention.q_attn": "colwise",
+        "h.*.crossattention.c_attn": "packed_colwise",
+        "h.*.crossattention.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "bert": _BERT,
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+    "camembert": _BERT,
+    "t5": _T5,
+    "mt5": _T5,
+}
+"""Plans of our own, for architectures to which transformers gives none; ``*`` is a number."""
+
+LOCAL_SIZES = {"gpt2": ("split_size",), "t5": ("n_heads",), "mt5": ("n_heads",)}
+"""Attributes of their attention in which those architectures keep a size that is divided."""
+
+
+@cache
+def styles_in_transformers(model_type: str) -> frozenset[str] | None:
+    """The styles in the plan that transformers has for an architecture, read off its source.
+
+    Importing transformers would import torch, which takes longer than the whole answer of a plan.
+
+    Returns:
+        No styles where it has no plan; None where the architecture's source is not found.
+    """
+    found = find_spec("transformers")
+    folders = found.submodule_search_locations if found else None
+    name = model_type.replace("-", "_")
+    file = Path(folders[0], "models", name, f"configuration_{name}.py") if folders else None
+    if file is None or not file.is_file():
+        return None
+    plans = re.findall(r"base_model_tp_plan\s*=\s*\{(.*?)\}", file.read_text(encoding="utf-8"), re.DOTALL)
+    return frozenset(re.findall(r'"[^"]+":\s*"([^"]+)"', "".join(plans)))

@@ -1,0 +1,268 @@
+"""A model by its shapes: its parameters, its blocks, and what a micro batch of it takes. No data, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from rapidformer_templates.layout import canonical_name
+from rapidformer_templates.parallel.stages import cut
+from rapidformer_templates.planner.divided import divide, ends_of, local_parameters, silent_group
+from rapidformer_templates.planner.states import Facts
+from rapidformer_templates.planner.trace import (
+    TRACED_BLOCKS,
+    AnswersAboutData,
+    Batch,
+    Trace,
+    fake_tensors,
+    gradient_bytes,
+    stacks_of,
+    trace,
+)
+
+TRACED_SAMPLES = (2, 4)
+"""Micro batches that are traced where the exact one need not be. Not one sample: dimensions of one spare copies."""
+
+COMPUTE_TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the memory of a micro batch depends on besides the model.
+
+    Attributes:
+        micro_batch: samples.
+        recompute: activation checkpointing.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        narrow_parameters: whether the parameters are of that type themselves, as ZeRO and FSDP have them.
+        tensor: workers that share each block's matrices.
+        sequence_parallel: whether they share the rest along the sequence.
+    """
+
+    micro_batch: int
+    recompute: bool = False
+    precision: str = "fp32"
+    narrow_parameters: bool = False
+    tensor: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass
+class ModelShapes:
+    """What the planner knows of a model.
+
+    Attributes:
+        build: the model with so many blocks in each stack; None for all of them.
+        batch: a micro batch of so many samples.
+        gpu: whether it will run on a GPU.
+    """
+
+    build: Callable[[int | None], nn.Module]
+    batch: Callable[[int], Batch]
+    gpu: bool = False
+    _traces: dict[Variant, Trace] = field(default_factory=dict)
+    _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
+    _local: dict[int, dict[str, Facts]] = field(default_factory=dict)
+    _sizes: dict[int, list[int]] = field(default_factory=dict)
+    _stages: dict[tuple[int, int, int], dict[str, Facts]] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model on the meta device."""
+        with torch.device("meta"):
+            return self.build(None)
+
+    @cached_property
+    def parameters(self) -> dict[str, Facts]:
+        """The trained parameters by canonical name; tied ones once."""
+        return {
+            canonical_name(name): Facts(tuple(p.shape), decays=p.ndim >= 2)
+            for name, p in self.whole.named_parameters()
+            if p.requires_grad
+        }
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of what is neither trained nor computed anew: buffers and frozen parameters."""
+        frozen = [p for p in self.whole.parameters() if not p.requires_grad]
+        return sum(tensor.nbytes for tensor in (*frozen, *self.whole.buffers()))
+
+    @cached_property
+    def blocks(self) -> dict[str, tuple[str, int]]:
+        """The blocks by name: the stack that each stands in, and its place there."""
+        return stacks_of(self.whole)
+
+    @cached_property
+    def depths(self) -> Mapping[str, int]:
+        """How many blocks each stack has."""
+        counts: dict[str, int] = {}
+        for stack, _ in self.blocks.values():
+            counts[stack] = counts.get(stack, 0) + 1
+        return counts
+
+    @cached_property
+    def block_elements(self) -> dict[str, int]:
+        """Elements of the trained parameters of each block; a parameter that two blocks share counts in the first."""
+        elements = dict.fromkeys(self.blocks, 0)
+        for name, facts in self.parameters.items():
+            home = self.block_of(name)
+            if home:
+                elements[home] += facts.count
+        return elements
+
+    def block_of(self, name: str) -> str | None:
+        """The block that a parameter is in."""
+        return self._block_of.get(name)
+
+    @cached_property
+    def _block_of(self) -> dict[str, str]:
+        homes = {}
+        for name in self.parameters:
+            parts = name.split(".")
+            outer = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+            home = next((block for block in outer if block in self.blocks), None)
+            if home:
+                homes[name] = home
+        return homes
+
+    def names_of(self, name: str) -> list[str]:
+        """Every name of a parameter, which may be tied."""
+        return self._names.get(name, [name])
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.whole.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(canonical_name(name))
+        return {same[0]: same for same in names.values()}
+
+    @cached_property
+    def largest_block(self) -> int:
+        """Elements of the largest block."""
+        return max(self.block_elements.values(), default=0)
+
+    @cached_property
+    def outside_blocks(self) -> int:
+        """Elements of what stands in no block: embeddings, last norm, head."""
+        return sum(facts.count for facts in self.parameters.values()) - sum(self.block_elements.values())
+
+    @cached_property
+    def _repeats(self) -> bool:
+        """Whether the blocks of a stack are alike, so that three of them tell of all."""
+        if not self.depths or min(self.depths.values()) <= TRACED_BLOCKS:
+            return False
+        kinds: dict[str, set[object]] = {}
+        for name, (stack, place) in self.blocks.items():
+            block = self.whole.get_submodule(name)
+            shapes = tuple(tuple(p.shape) for p in block.parameters())
+            # A first block may have more, such as the table of T5's relative positions.
+            kinds.setdefault(stack, set()).update({(type(block), shapes)} if place else set())
+        return all(len(alike) == 1 for alike in kinds.values())
+
+    def trace(self, variant: Variant, blocks: int | None = None, *, exact: bool = True) -> Trace:
+        """The phases of a micro batch through the whole model, or through one with so many blocks.
+
+        Args:
+            exact: whether the very micro batch is traced; otherwise it follows from ``TRACED_SAMPLES``.
+
+        Raises:
+            ModelError: the model cannot be divided over the tensor-parallel workers.
+        """
+        traced = self._traced(variant) if exact else self._between(variant)
+        depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
+        return traced.deepened(depths, self._gradients[variant.tensor]) if self._repeats or blocks else traced
+
+    def _between(self, variant: Variant) -> Trace:
+        one, other = (self._traced(replace(variant, micro_batch=samples)) for samples in TRACED_SAMPLES)
+        return one.at(variant.micro_batch, other, TRACED_SAMPLES)
+
+    def _traced(self, variant: Variant) -> Trace:
+        if variant not in self._traces:
+            compute_type = COMPUTE_TYPES[variant.precision]
+            with silent_group(variant.tensor) as workers, fake_tensors():
+                model = self.build(TRACED_BLOCKS if self._repeats else None).train()
+                if variant.narrow_parameters and compute_type is not None:
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data.to(compute_type)
+                model = divide(model, workers, sequence_parallel=variant.sequence_parallel)
+                self._traces[variant] = trace(
+                    model,
+                    self.batch(variant.micro_batch),
+                    compute_type=compute_type,
+                    recompute=variant.recompute,
+                    gpu=self.gpu,
+                )
+                self._gradients[variant.tensor] = gradient_bytes(model)
+        return self._traces[variant]
+
+    def local_parameters(self, tensor: int) -> dict[str, Facts]:
+        """The parameters as ``tensor`` workers share them: those of the worker with the largest shares.
+
+        Raises:
+            ModelError: the model cannot be divided so.
+        """
+        if tensor not in self._local:
+            self._local[tensor] = local_parameters(self.whole, self.parameters, tensor)
+        return self._local[tensor]
+
+    def stage_sizes(self, pipeline: int) -> list[int]:
+        """Blocks of each stage, as the engine cuts them: by the number of parameters.
+
+        Raises:
+            ModelError: the model cannot be cut into stages.
+        """
+        if pipeline not in self._sizes:
+            outside = [name for name in self.parameters if self.block_of(name) is None]
+            front, back = (
+                float(sum(self.parameters[name].count for name in outside if end in self.ends_of(name)))
+                for end in ("first", "last")
+            )
+            blocks = [float(count) for count in self.block_elements.values()]
+            self._sizes[pipeline] = cut(front, blocks, back, pipeline)
+        return self._sizes[pipeline]
+
+    def stage_parameters(self, tensor: int, pipeline: int, rank: int) -> dict[str, Facts]:
+        """What a worker of a stage has of the parameters, by name and in the model's order.
+
+        Raises:
+            ModelError: the model cannot be divided or cut so.
+        """
+        key = (tensor, pipeline, rank)
+        if key not in self._stages:
+            self._stages[key] = self._parameters_of_stage(*key)
+        return self._stages[key]
+
+    def _parameters_of_stage(self, tensor: int, pipeline: int, rank: int) -> dict[str, Facts]:
+        local = self.local_parameters(tensor)
+        if pipeline == 1:
+            return local
+        sizes = self.stage_sizes(pipeline)
+        begin = sum(sizes[:rank])
+        end = "first" if rank == 0 else "last" if rank == pipeline - 1 else "middle"
+
+        def is_here(name: str) -> bool:
+            block = self.block_of(name)
+            if block is None:
+                return end in self.ends_of(name)
+            return begin <= self.blocks[block][1] < begin + sizes[rank]
+
+        return {name: facts for name, facts in local.items() if is_here(name)}
+
+    def ends_of(self, name: str) -> frozenset[str]:
+        """The stages that have a parameter which is in no block, under any of its names."""
+        return frozenset().union(*(self.ends.get(other, frozenset()) for other in self.names_of(name)))
+
+    @cached_property
+    def ends(self) -> dict[str, frozenset[str]]:
+        """For each parameter that is in no block, by its every name, the stages that have it.
+
+        Raises:
+            ModelError: the model cannot be cut into stages.
+        """
+        with fake_tensors(), AnswersAboutData(dense=True):
+            model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
+            return ends_of(model, lambda model: model(**self.batch(1)).loss)

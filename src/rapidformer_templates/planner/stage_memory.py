@@ -1,0 +1,163 @@
+"""Memory of a worker of a 3D layout: its stage's share of the model, and the micro batches that are on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from rapidformer_templates.engines.windows import WINDOW, Window, windows
+from rapidformer_templates.planner.layouts import Layout
+from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
+from rapidformer_templates.planner.states import COUNTER, FP32, MOMENTS, Facts, Held
+from rapidformer_templates.planner.trace import Phase
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes beside parameters and optimizer state at a moment."""
+
+    activations: int
+    gradients: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gradients + self.buffers
+
+
+def telling_stages(model: ModelShapes, layout: Layout) -> list[Stage]:
+    """The stages among which the one is that needs most: of equal stages, the first holds most micro batches.
+
+    Raises:
+        ModelError: the model cannot be cut in this way.
+    """
+    sizes = [0] if layout.pipeline == 1 else model.stage_sizes(layout.pipeline)
+    middle = {sizes[rank]: rank for rank in range(layout.pipeline - 2, 0, -1)}
+    return [Stage(model, layout, rank) for rank in sorted({0, *middle.values(), layout.pipeline - 1})]
+
+
+class Stage:
+    """The part of the model that a pipeline rank has, as its tensor-parallel group shares it.
+
+    Attributes:
+        rank: from 0.
+    """
+
+    def __init__(self, model: ModelShapes, layout: Layout, rank: int) -> None:
+        self.model, self.layout, self.rank = model, layout, rank
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.layout.pipeline - 1
+
+    @property
+    def parameters(self) -> dict[str, Facts]:
+        """Its parameters by name.
+
+        Raises:
+            ModelError: the model cannot be cut or divided in this way.
+        """
+        return self.model.stage_parameters(self.layout.tensor, self.layout.pipeline, self.rank)
+
+    @property
+    def blocks(self) -> int:
+        """How many it has."""
+        if self.layout.pipeline == 1:
+            return sum(self.model.depths.values())
+        return self.model.stage_sizes(self.layout.pipeline)[self.rank]
+
+    @property
+    def in_flight(self) -> int:
+        """Micro batches whose activations it holds at a time: 1F1B (Narayanan et al., 2021, section 2.2)."""
+        return min(self.layout.pipeline - self.rank, self.layout.accumulation)
+
+    def held(self, replica: int = 0) -> Held:
+        """The states of a replica's worker; gradients when the last backward has ended."""
+        runs = self._runs(replica)
+        gradients = self._share_bytes if self._sums_early else self._bytes
+        return Held(self._bytes, gradients, MOMENTS * sum(runs) + COUNTER * len(runs))
+
+    @property
+    def _bytes(self) -> int:
+        return FP32 * sum(facts.count for facts in self.parameters.values())
+
+    @property
+    def _share_bytes(self) -> int:
+        """A replica's share of all windows, with padding."""
+        return FP32 * sum(window.share for window in self._windows)
+
+    @property
+    def _sums_early(self) -> bool:
+        """ZeRO-2: gradients go to their owners in each backward."""
+        return self.layout.partitioning == "zero-2" and self.layout.data > 1
+
+    @cached_property
+    def _windows(self) -> list[Window]:
+        """What is exchanged at a time: parameters that several stages have lie in windows of their own."""
+        shared = {name for name in self.parameters if self._stages_of(name) > 1}
+        alone = [facts.count for name, facts in reversed(self.parameters.items()) if name not in shared]
+        tied = [self.parameters[name].count for name in sorted(shared)]
+        return [w for counts in (alone, tied) for w in windows(list(enumerate(counts)), self.layout.data)]
+
+    def _stages_of(self, name: str) -> int:
+        if self.layout.pipeline == 1 or self.model.block_of(name) is not None:
+            return 1
+        return len(self.model.ends_of(name))
+
+    def _runs(self, replica: int) -> list[int]:
+        """Elements of each tensor that the optimizer of a replica's worker updates."""
+        if self.layout.partitioning == "none" or self.layout.data == 1:
+            return [facts.count for facts in self.parameters.values()]
+        return [run.length for window in self._windows for run, _ in window.owned(replica)]
+
+    def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
+        """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
+        layout, held = self.layout, self.held()
+        trace = self.model.trace(variant, self.blocks if layout.pipeline > 1 else None, exact=exact)
+        # Later stages have a hidden state that came in the place of the embedding; and one is on its way each way.
+        given = 0 if self.is_first else trace.hidden - trace.phases[0].end
+        others = (self.in_flight - 1) * (trace.kept + given)
+        if layout.pipeline > 1:
+            others += (1 if self.is_last or self.is_first else 2) * trace.hidden
+        found = []
+        for phase in trace.phases:
+            if self._has(phase):
+                alone = phase.peak_without_gradients + given + others
+                found.append(self._moment(phase, alone, held))
+        return [*found, *self._exchange(others, held)]
+
+    def _moment(self, phase: Phase, activations: int, held: Held) -> Moment:
+        unfinished = phase.peak - phase.peak_without_gradients
+        if not self._sums_early:
+            return Moment(activations, held.gradients if self.layout.accumulation > 1 else unfinished, 0)
+        added_up = held.gradients if self.layout.accumulation > 1 else 0
+        if self._window_bytes < self._bytes:  # what is packed is given up; a window fills while another travels
+            return Moment(activations, added_up, 3 * self._window_bytes if phase.after_first_gradient else 0)
+        return Moment(activations, added_up + unfinished, 0)
+
+    def _exchange(self, others: int, held: Held) -> list[Moment]:
+        """While the last window is packed and sent, and in the update."""
+        if self.layout.data == 1:
+            return [Moment(0, held.gradients, 0)]
+        largest = FP32 * max(window.share for window in self._windows) * self.layout.data
+        received = self._share_bytes if self.layout.partitioning != "none" else 0
+        if self._sums_early:
+            before = held.gradients if self.layout.accumulation > 1 else 0
+            # Gradients that are not packed yet, and at most two windows of those that are.
+            return [Moment(others, before, min(self._bytes + largest, 3 * largest) + received)]
+        return [Moment(0, held.gradients, min(self._bytes, 2 * largest) + received)]
+
+    @property
+    def _window_bytes(self) -> int:
+        return FP32 * min(WINDOW, sum(facts.count for facts in self.parameters.values()))
+
+    def _has(self, phase: Phase) -> bool:
+        if phase.name in ("head", "turn"):
+            return self.is_last
+        if phase.name in ("begin", "end"):
+            return self.is_first
+        return True

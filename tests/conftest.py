@@ -1,0 +1,23 @@
+"""What every test stands on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _forget_worker() -> None:
+    for name in WORKER:
+        os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def is_no_worker() -> Iterator[None]:
+    """This process is no worker, whatever accelerate, which peers of ours use, writes into its environment."""
+    _forget_worker()
+    yield
+    _forget_worker()

@@ -1,0 +1,163 @@
+"""The host runs ahead of the device: it reads nothing, and hears in time of a step that went wrong.
+
+There is no GPU here; an engine is told that it may not read, and every read of a tensor is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rapidformer_templates import Data, Trainer, checkpoint
+from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
+from rapidformer_templates.run_folder import read_metrics
+
+FLAGS = ["--lr", "0.1", "--micro-batch-size", "4", "--weight-decay", "0.1"]
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
+
+
+class Line(Trainer):
+    """Fits y = 2x + 1; sample ``poisoned`` has an infinite x. Keeps its weights, losses and norms of each step."""
+
+    poisoned: int | None = None
+
+    def build_data(self) -> Data:
+        x = np.random.default_rng(0).normal(size=(40, 1)).astype(np.float32)
+        if self.poisoned is not None:
+            x[self.poisoned] = np.inf
+        return Data(train=[{"x": row, "y": 2 * row + 1} for row in x])
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.results = [*getattr(self, "results", []), result]
+        self.weights = [*getattr(self, "weights", []), [p.detach().clone() for p in self.model.parameters()]]
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines behave as on a GPU."""
+    monkeypatch.setattr(SingleEngine, "_runs_ahead", lambda self: True)
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func in READS
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_by_step(job: Line) -> Iterator[list[int]]:
+    """The reads from the end of each step to the end of the next."""
+    found: list[int] = []
+    mode = CountReads()
+    job.on_step_end = lambda step, result: found.append(mode.reads)  # type: ignore[method-assign]
+    with mode:
+        yield found
+    found[:] = [after - before for before, after in zip([0, *found], found, strict=False)]
+
+
+@pytest.mark.parametrize("flags", [[], ["--mixed-precision", "fp16"], ["--global-batch-size", "8"]], ids=str)
+@pytest.mark.usefixtures("ahead")
+def test_no_step_is_read_unless_it_is_logged(flags: list[str], tmp_path: Path) -> None:
+    job = Line([*FLAGS, *flags, "--train-iters", "12", "--log-interval", "4", "--save", str(tmp_path / "run")])
+    with counted_by_step(job) as reads:
+        job.fit()
+    logged = [5, 9]  # what a log reads falls to the step after it
+    assert all(count == 0 for step, count in enumerate(reads, 1) if step > 1 and step not in logged), reads
+    assert all(reads[step - 1] > 0 for step in logged)
+    assert [line["step"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [4, 8, 12]
+
+
+def test_the_count_sees_a_host_that_reads(tmp_path: Path) -> None:
+    job = Line([*FLAGS, "--train-iters", "4", "--save", str(tmp_path / "run")])
+    with counted_by_step(job) as reads:
+        job.fit()
+    assert all(count >= 2 for count in reads[1:])  # loss and norm, in every step of a run on a CPU
+
+
+@pytest.mark.parametrize("flags", [[], ["--mixed-precision", "fp16"], ["--clip-grad", "0"]], ids=str)
+def test_unread_steps_are_those_that_are_read(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for is_ahead in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(SingleEngine, "_runs_ahead", lambda self, is_ahead=is_ahead: is_ahead)
+            job = Line([*FLAGS, *flags, "--train-iters", "10"])
+            job.fit()
+        runs.append(job)
+    for one, other in zip(*(job.results for job in runs), strict=True):
+        torch.testing.assert_close(one.loss, other.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(one.grad_norm, other.grad_norm, rtol=1e-5, atol=0)
+    assert float(runs[0].results[0].grad_norm) > 1.0  # so that clipping acts
+    torch.testing.assert_close(runs[0].weights, runs[1].weights, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("interval", ["1", "100"])
+@pytest.mark.usefixtures("ahead")
+def test_non_finite_loss_is_heard_of_late_and_has_touched_nothing(interval: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*FLAGS, "--epochs", "2", "--save", str(folder), "--log-interval", interval]
+    flags += ["--save-interval", "3" if interval == "1" else "100"]
+    job = Line(flags)
+    job.poisoned = 7
+    with pytest.raises(NonFiniteLoss) as caught:
+        job.fit()
+    step = int(caught.value.message.split()[1].rstrip(":"))
+    assert f"the weights are as after step {step - 1}" in caught.value.message
+    assert "7" in caught.value.where.replace("[", " ").replace(",", " ").replace("]", " ").split()
+    # It went on until the next step but one, or the next line or checkpoint.
+    begun = len(job.weights)
+    assert begun == (step if interval == "1" else step + 1)
+    for kept in job.weights[step - 1 :]:
+        torch.testing.assert_close(kept, job.weights[step - 2])
+    assert all(torch.isfinite(p).all() for p in job.model.parameters())
+    lines = [line["step"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+    assert lines == [s for s in range(1, step) if s % int(interval) == 0]
+    assert max((checkpoint.step_of(path) for path in checkpoint.candidates(folder / "checkpoints")), default=0) < step
+
+
+@pytest.mark.usefixtures("ahead")
+def test_overflow_in_fp16_skips_its_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rapidformer_templates.engines.loss_scale import DynamicLossScale
+
+    monkeypatch.setattr("rapidformer_templates.engines.local.DynamicLossScale", lambda: DynamicLossScale(2.0**20))
+    job = Line([*FLAGS, "--train-iters", "8", "--mixed-precision", "fp16"])
+    job.fit()
+    skipped = [bool(result.skipped) for result in job.results]
+    assert skipped[0]
+    assert not skipped[-1]
+    moved = [not torch.equal(a[0], b[0]) for a, b in zip(job.weights[:-1], job.weights[1:], strict=True)]
+    assert moved == [not skip for skip in skipped[1:]]
+
+
+@pytest.mark.usefixtures("ahead")
+def test_other_count_is_heard_of_and_has_touched_nothing() -> None:
+    class Miscounted(Line):
+        def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+            losses = (model(batch["x"]) - batch["y"]) ** 2
+            return losses.sum(), torch.tensor(4 if len(getattr(self, "results", [])) < 3 else 3)
+
+    job = Miscounted([*FLAGS, "--train-iters", "10"])
+    with pytest.raises(RapidformerError, match="summed over 3 targets, count_targets counted 4"):
+        job.fit()
+    assert len(job.weights) == 5  # the fourth was wrong; it was heard of when the sixth began
+    assert torch.equal(job.weights[4][0], job.weights[2][0])

@@ -1,0 +1,165 @@
+"""What is captured, what is refused, and that nothing is copied."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import onnxruntime
+
+from rapidformer_templates.environment import installed_packages
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.layout import find_layout
+from rapidformer_templates.onnx_graphs import session
+from rapidformer_templates.onnx_graphs.capture import captured, receipt, run_in_onnx_runtime
+
+
+def _capture(model: nn.Module) -> nn.Module:
+    building: Any = SimpleNamespace(layout=find_layout(model), workers=SimpleNamespace(device=torch.device("cpu")))
+    return run_in_onnx_runtime(model, building)
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if captured(module)]
+
+
+def test_blocks_and_heads_are_captured_and_embeddings_are_not() -> None:
+    bert = BertForMaskedLM(BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=2, num_attention_heads=2))
+    assert _names(_capture(bert)) == ["bert.encoder.layer.0", "bert.encoder.layer.1", "cls"]
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    assert _names(_capture(gpt)) == ["transformer.h.0", "transformer.h.1", "lm_head"]
+
+
+class Stack(nn.Module):
+    """Equal blocks in a list, which is all that the layout asks for."""
+
+    def __init__(self, block: type[nn.Module], count: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Unexportable(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.linalg.pinv(x)
+
+
+class Decomposed(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).cumprod(dim=0)
+
+
+class _OddSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad + torch.linalg.pinv(grad)
+
+
+class BackwardUnexportable(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _OddSlope.apply(super().forward(x))
+        return y
+
+
+class WithoutKernel(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.double().erf().float())
+
+
+class Branching(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        (Unexportable, "aten.linalg_"),
+        (Decomposed, "aten.cumprod"),
+        (BackwardUnexportable, "backward cannot run in ONNX Runtime: there is no ONNX for aten.linalg_"),
+        (WithoutKernel, "Erf"),
+        (Branching, "it is not one graph"),
+    ],
+)
+def test_what_cannot_run_is_named_and_refused(block: type[nn.Module], named: str) -> None:
+    model = _capture(Stack(block))
+    with pytest.raises(ModelError) as refused:
+        model(torch.randn(4, 4))
+    assert block.__name__ in refused.value.message
+    assert named in refused.value.message
+    assert refused.value.hint
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ModelError, match="no repeated blocks"):
+        _capture(nn.Linear(3, 3))
+
+
+def test_a_build_without_the_provider_of_the_device_is_refused() -> None:
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this build has it")
+    with pytest.raises(ModelError, match="no CUDAExecutionProvider"):
+        session.check_provider(torch.device("cuda"))
+
+
+def test_the_package_for_cpus_is_told_from_that_for_gpus() -> None:
+    cpu_only = "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
+    assert installed_packages()["onnxruntime"].endswith("+cpu") is cpu_only
+
+
+def test_equal_blocks_share_graphs_which_read_and_write_the_tensors_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: dict[int, int] = {}
+    share = session._share
+
+    def watched(tensor: torch.Tensor) -> Any:
+        value = share(tensor)
+        shared[tensor.data_ptr()] = value.data_ptr()
+        return value
+
+    monkeypatch.setattr(session, "_share", watched)
+    model = _capture(Stack(Plain, count=3))
+    for _ in range(2):
+        output = model(torch.randn(2, 4))
+        output.sum().backward()
+    assert all(ours == theirs for ours, theirs in shared.items())
+    weights = {p.data_ptr() for p in model.parameters() if p.ndim == 2}
+    assert weights <= shared.keys()  # an input in each run, not a copy made when the graph was
+    assert output.data_ptr() in shared
+    told = receipt(model)
+    assert told["modules"] == {"Plain": 3}
+    assert told["providers"] == ["CPUExecutionProvider"]
+    assert told["share_of_parameters"] == 1.0
+    assert [(graph["name"], graph["runs"]) for graph in told["graphs"][:2]] == [
+        ("Plain forward", 6 - _runs_of_others(told)),
+        ("Plain backward", 6 - _runs_of_others(told)),
+    ]
+
+
+def _runs_of_others(told: dict[str, Any]) -> int:
+    """Of the blocks after the first, whose input has a gradient: torch.compile tells them apart."""
+    return sum(graph["runs"] for graph in told["graphs"][2:] if "forward" in graph["name"])

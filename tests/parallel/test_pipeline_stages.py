@@ -1,0 +1,132 @@
+"""Stages cost as little as they can; schedules do every pass once, wait for nobody for ever, and are torch's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
+
+from rapidformer_templates.parallel.schedule import Action, Kind, compute_order, with_transfers
+from rapidformer_templates.parallel.stages import cut
+
+COSTS = st.integers(0, 6)
+
+
+@given(front=COSTS, blocks=st.lists(st.integers(1, 5), min_size=1, max_size=7), back=COSTS, data=st.data())
+def test_a_cut_is_the_best_of_all_cuts(front: int, blocks: list[int], back: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(blocks)))
+
+    def costs(sizes: tuple[int, ...]) -> tuple[int, int]:
+        edges = [0, *itertools.accumulate(sizes)]
+        each = [sum(blocks[a:b]) for a, b in itertools.pairwise(edges)]
+        each[0], each[-1] = each[0] + front, each[-1] + back
+        return max(each), sum(cost**2 for cost in each)
+
+    every = (
+        sizes for sizes in itertools.product(range(1, len(blocks) + 1), repeat=stages) if sum(sizes) == len(blocks)
+    )
+    found = tuple(cut(front, blocks, back, stages))
+    assert sum(found) == len(blocks)
+    assert costs(found) == min(costs(sizes) for sizes in every)
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 blocks cannot be cut into 3 stages"):
+        cut(0, [1, 1], 0, 3)
+
+
+SIZES = [(w, v, m) for w in range(1, 6) for v in range(1, 4) for m in range(1, 11) if w > 1 or v == 1]
+
+
+@pytest.mark.parametrize("workers", range(1, 6))
+def test_every_pass_is_made_once_and_after_what_it_needs(workers: int) -> None:
+    """A simulation in which a worker stands still at anything that is not there yet, a receipt too."""
+    for _, per_worker, microbatches in (sizes for sizes in SIZES if sizes[0] == workers):
+        lists = with_transfers(workers, per_worker, microbatches)
+        last, sent, done = workers * per_worker - 1, set(), []
+        while any(lists):
+            moved = False
+            for own in lists:
+                while own and _may_be_done(own[0], sent, done, last):
+                    action = own.pop(0)
+                    if action.kind is Kind.SEND_FORWARD:
+                        sent.add((Kind.RECEIVE_FORWARD, action.stage + 1, action.microbatch))
+                    elif action.kind is Kind.SEND_BACKWARD:
+                        sent.add((Kind.RECEIVE_BACKWARD, action.stage - 1, action.microbatch))
+                    else:
+                        done.append(action)
+                    moved = True
+            assert moved, (workers, per_worker, microbatches)
+        passes = [action for action in done if action.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        assert len(passes) == len(set(passes)) == 2 * (last + 1) * microbatches
+
+
+def _may_be_done(action: Action, sent: set[object], done: list[Action], last: int) -> bool:
+    kind, stage, number = action
+    if kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+        return (kind, stage, number) in sent
+    if kind is Kind.FORWARD:
+        return stage == 0 or Action(Kind.RECEIVE_FORWARD, stage, number) in done
+    if kind is Kind.BACKWARD:
+        own = Action(Kind.FORWARD, stage, number) in done
+        return own and (stage == last or Action(Kind.RECEIVE_BACKWARD, stage, number) in done)
+    return Action(Kind.FORWARD if kind is Kind.SEND_FORWARD else Kind.BACKWARD, stage, number) in done
+
+
+@pytest.mark.parametrize("workers", range(2, 6))
+def test_two_workers_name_their_transfers_in_one_order(workers: int) -> None:
+    """Where a link takes one transfer at a time, another order would wait for ever."""
+    for _, per_worker, microbatches in (sizes for sizes in SIZES if sizes[0] == workers):
+        lists = with_transfers(workers, per_worker, microbatches)
+        for a, b in itertools.combinations(range(workers), 2):
+            assert list(_between(lists[a], b, workers)) == list(_between(lists[b], a, workers))
+
+
+def _between(actions: list[Action], peer: int, workers: int) -> list[tuple[str, int, int]]:
+    found = []
+    for kind, stage, number in actions:
+        direction = 1 if kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1
+        if kind not in (Kind.FORWARD, Kind.BACKWARD) and (stage + direction) % workers == peer:
+            sender = stage if kind.value.startswith("send") else stage + direction
+            found.append((kind.value[-1], sender, number))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "per_worker", "microbatches"),
+    [(2, 1, 4), (4, 1, 8), (4, 1, 4), (2, 2, 4), (4, 2, 8), (4, 3, 12), (4, 2, 3)],
+)
+def test_orders_are_those_of_torch(workers: int, per_worker: int, microbatches: int) -> None:
+    rounds = max(1, microbatches // workers)
+    size = microbatches // rounds
+    for rank in range(workers):
+        warmup = _get_warmup_ops(rank, per_worker, size, workers, microbatches, 1 if per_worker == 1 else 2)
+        in_all = per_worker * microbatches
+        theirs = _get_1f1b_rank_ops(
+            per_worker,
+            workers,
+            warmup,
+            in_all - warmup,
+            warmup,
+            rank,
+            lambda step, rank=rank: (step // size) % per_worker * workers + rank,
+            lambda step, rank=rank, warmup=warmup: (
+                (per_worker - 1 - ((step - warmup) // size) % per_worker) * workers + rank
+            ),
+        )
+        expected = [(str(a.computation_type.value), a.stage_index, a.microbatch_index) for a in theirs if a]
+        ours = compute_order(workers, rank, per_worker, microbatches)
+        assert [(a.kind.value, a.stage, a.microbatch) for a in ours] == expected
+
+
+def test_early_stages_hold_more_micro_batches() -> None:
+    """1F1B: a stage holds as many as there are stages from it to the end, whatever the number of micro batches."""
+    for rank in range(4):
+        held = most = 0
+        for action in compute_order(4, rank, 1, 12):
+            held += 1 if action.kind is Kind.FORWARD else -1
+            most = max(most, held)
+        assert most == 4 - rank

@@ -1,0 +1,65 @@
+"""Small models of the common architectures, on real tensors or by their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from rapidformer_templates.planner.model_shapes import ModelShapes
+
+TOKENS, LENGTH = 128, 32
+COMMON: dict[str, Any] = {"vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2(blocks: int) -> Any:
+    sizes = GPT2Config(n_embd=32, n_layer=blocks, n_head=4, n_positions=LENGTH, use_cache=False, **COMMON)
+    return GPT2LMHeadModel(sizes).train()
+
+
+def llama(blocks: int) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
+    config = LlamaConfig(num_hidden_layers=blocks, num_attention_heads=4, use_cache=False, **sizes, **COMMON)
+    return LlamaForCausalLM(config).train()
+
+
+def bert(blocks: int) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    return BertForMaskedLM(BertConfig(num_hidden_layers=blocks, vocab_size=TOKENS, **sizes)).train()
+
+
+def gpt_neox(blocks: int) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "use_cache": False}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=blocks, **sizes, **COMMON)).train()
+
+
+def t5(blocks: int) -> Any:
+    sizes: dict[str, Any] = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "decoder_start_token_id": 0}
+    config = T5Config(num_layers=blocks, num_decoder_layers=blocks, vocab_size=TOKENS, use_cache=False, **sizes)
+    return T5ForConditionalGeneration(config).train()
+
+
+MODELS: dict[str, Callable[[int], Any]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "gpt_neox": gpt_neox, "t5": t5}
+
+
+def batch(samples: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros((samples, LENGTH), dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def shapes(model: str, blocks: int = 5) -> ModelShapes:
+    make = MODELS[model]
+    return ModelShapes(lambda count: make(blocks if count is None else count), batch)

@@ -1,0 +1,174 @@
+"""The search beside a brute force over the same predictions, and the jobs that it must find a layout for."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.cli import main, plan_request
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planner import command
+from rapidformer_templates.planner.hardware import GB, find_hardware
+from rapidformer_templates.planner.layouts import PARTITIONINGS, Layout
+from rapidformer_templates.planner.memory import predict
+from rapidformer_templates.planner.search import ALLOWANCE, DOUBT, Search
+from rapidformer_templates.planner.subject import Subject
+from rapidformer_templates.switches import REGISTRY, resolve
+from rapidformer_templates.switches._request import build_request
+
+TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+
+
+def search_of(flags: str, monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> Search:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", str(gigabytes))
+    config, place, _ = plan_request(flags.split())
+    return Search(config, place, tiny(), find_hardware(place, "fp32"))
+
+
+@functools.cache
+def tiny() -> Subject:
+    """One for all tests, with what has been traced."""
+    return Subject(plan_request(TINY.split())[0], gpu=False)
+
+
+def test_brute_force_agrees_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --global-batch-size 4 --device cpu"
+    search = search_of(flags, monkeypatch, 0.8 + 0.045)  # between the least and the most that a layout needs
+    found = search.run()
+    fitting = {candidate.layout for candidate in found.layouts}
+    assert fitting
+    assert any("memory" in rejected.constraint for rejected in found.rejected)
+    for layout in all_layouts(4, 4):
+        expected = fits(search, layout)
+        assert (layout in fitting) is expected, layout
+
+
+def all_layouts(world: int, batch: int) -> list[Layout]:
+    """Every way to multiply, and every switch, with no thought for what works."""
+    sizes = [(t, p, world // (t * p)) for t in range(1, world + 1) for p in range(1, world + 1) if world % (t * p) == 0]
+    return [
+        Layout(t, p, d, micro, batch // (micro * d), partitioning, recompute, sequence_parallel=t > 1)
+        for (t, p, d), micro, partitioning, recompute in itertools.product(
+            sizes, (1, 2, 4), PARTITIONINGS, (False, True)
+        )
+        if batch % (micro * d) == 0 and (d > 1 or partitioning == "none")
+    ]
+
+
+def fits(search: Search, layout: Layout) -> bool:
+    """By the switches' own rules and the exact prediction alone."""
+    config = search.config.replace("test", **layout.values())
+    if REGISTRY.refusals(build_request(config, search.environment, REGISTRY.switches)):
+        return False
+    try:
+        memory = predict(search.subject.shapes, layout)
+    except ModelError:
+        return False
+    return memory.total * (1 + ALLOWANCE) / GB + search.hardware.context_gb <= search.hardware.memory_gb
+
+
+def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = f"{TINY} --world-size 4 --local-world-size 2 --device cpu"
+    found = search_of(f"{base} --auto-strategy --max-global-batch-size 8", monkeypatch, 4).run()
+    assert len(found.layouts) > 10
+    for candidate in found.layouts:
+        config, place, _ = plan_request([*base.split(), *candidate.layout.flags()])
+        plan, layout = resolve(config, place), candidate.layout
+        sizes = (plan.sizes.tensor, plan.sizes.pipeline, plan.sizes.data, plan.sizes.micro_batch)
+        assert sizes == (layout.tensor, layout.pipeline, layout.data, layout.micro_batch)
+        assert (plan.sizes.global_batch, plan.sizes.accumulation) == (layout.global_batch, layout.accumulation)
+        assert ("checkpoint-activations" in plan.switches) is layout.recompute
+        assert layout.partitioning == "none" or layout.partitioning in plan.switches
+        assert layout.global_batch <= 8
+
+
+def test_every_rejected_layout_names_its_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 8 --local-world-size 8 --global-batch-size 4 --device cpu"
+    rejected = search_of(flags, monkeypatch, 4).run().rejected
+    constraints = {r.constraint.partition(":")[0] for r in rejected}
+    assert "RF010" in constraints  # 8 stages of 4 blocks
+    assert any(r.layout.data == 8 and "global batch" in r.constraint for r in rejected)
+    assert all(r.constraint for r in rejected)
+
+
+def test_what_the_user_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 4 --max-global-batch-size 8 --device cpu"
+    given = "--micro-batch-size 2 --zero-1-memory-optimization --checkpoint-activations"
+    found = search_of(f"{flags} {given}", monkeypatch, 4).run()
+    assert found.layouts
+    assert {(c.layout.micro_batch, c.layout.partitioning, c.layout.recompute) for c in found.layouts} == {
+        (2, "zero-1", True)
+    }
+
+
+def test_layouts_stand_in_the_order_of_their_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 4 --max-global-batch-size 16 --device cpu"
+    layouts = search_of(flags, monkeypatch, 4).run().layouts
+    for better, worse in itertools.pairwise(layouts):
+        assert better.samples_per_second * 1.031 > worse.samples_per_second
+    plain = next(c for c in layouts if c.layout.partitioning == "none" and not c.layout.recompute)
+    again = next(c for c in layouts if c.layout == Layout(**{**vars(plain.layout), "recompute": True}))
+    assert again.samples_per_second < plain.samples_per_second
+
+
+PUBLISHED = {  # jobs that must get a layout
+    "22 B": "--num-layers 48 --hidden-size 6144 --num-attention-heads 64 --seq-length 2048 --world-size 16 "
+    "--local-world-size 8 --max-global-batch-size 32 --tensor-model-parallel-size 8",
+    "1.3 B": "--num-layers 24 --hidden-size 2048 --num-attention-heads 32 --seq-length 1024 --world-size 4 "
+    "--local-world-size 4 --global-batch-size 4 --tensor-model-parallel-size 1",
+}
+
+
+@pytest.mark.parametrize(("job", "gigabytes"), [("22 B", 80), ("1.3 B", 32)])
+def test_published_jobs_get_a_layout(
+    job: str, gigabytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", str(gigabytes))
+    flags = f"plan --auto-strategy --device cuda --mixed-precision bf16 --model-type gpt2 {PUBLISHED[job]} --json"
+    assert main(flags.split()) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    best = told["layouts"][0]
+    assert best["tensor"] * best["pipeline"] * best["data"] == (16 if job == "22 B" else 4)
+    assert best["memory_gb"]["needed"] <= gigabytes
+    kinds = ("parameters", "gradients", "optimizer", "buffers", "activations")
+    assert sum(best["memory_gb"][kind] for kind in kinds) == pytest.approx(best["memory_gb"]["total"], abs=1e-4)
+    if job == "22 B":
+        assert best["global_batch_size"] == 32
+        piped = next(layout for layout in told["layouts"] if layout["pipeline"] == 2)
+        assert piped["bubble"] == pytest.approx(1 / (piped["accumulation"] + 1), abs=1e-6)
+    assert told["assumed"]
+
+
+def test_nothing_fits_is_said_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "0.81")
+    flags = f"{TINY} --auto-strategy --world-size 2 --device cpu --json"
+    assert main(["plan", *flags.split()]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False
+    assert all("memory" in r["constraint"] or "RF" in r["constraint"] for r in told["rejected"])
+    config, place, _ = plan_request(flags.split())
+    with pytest.raises(command.NothingFits, match="no layout of 2 workers"):
+        command.best_layout(config, place)
+
+
+def test_the_doubt_covers_what_two_traces_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the limit the exact trace decides, so an approximation must not be further off than that."""
+    search = search_of(f"{TINY} --auto-strategy --world-size 2 --device cpu", monkeypatch, 4)
+    for layout in (Layout(data=2), Layout(data=2, micro_batch=16), Layout(tensor=2, micro_batch=1)):
+        exact = predict(search.subject.shapes, layout)
+        near = predict(search.subject.shapes, layout, exact=False)
+        assert near.total == pytest.approx(exact.total, rel=DOUBT)
+
+
+def test_a_memory_that_is_no_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "much")
+    assert main(["plan", "--auto-strategy", *TINY.split()]) == 2
+    assert "DEVICE_MEMORY_GB must be a positive number, not 'much'" in capsys.readouterr().err
