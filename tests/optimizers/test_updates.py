@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.engines.state import state_tensors
+from rapidformer_templates.engines.offload import HostOptimizer
+from rapidformer_templates.engines.state import plain_tensors, state_tensors
+from rapidformer_templates.optimizer import OptimizerSpec
 from rapidformer_templates.optimizers.anyprecision import AnyPrecisionAdamW
 from rapidformer_templates.optimizers.muon import Muon, rule_by_shape, tables_of
 from rapidformer_templates.switches.optimizers import OPTIMIZERS
@@ -189,3 +191,28 @@ def test_tables_and_vectors_go_to_adamw() -> None:
     by_muon = {n for n, p in bert.named_parameters() if rule(n, p)["rule"] == "muon"}
     assert "cls.predictions.transform.dense.weight" in by_muon
     assert not any("embeddings" in name or "decoder" in name for name in by_muon)
+
+
+@pytest.mark.parametrize("name", [*LOW, "muon"])
+def test_offloaded_state_makes_the_same_update(name: str) -> None:
+    """Also after it was loaded, as from a checkpoint."""
+    kind, weights = _class(name), [nn.Parameter(torch.ones(SHAPE)) for _ in range(2)]
+    recipe = OptimizerSpec(kind, {"lr": LR, "weight_decay": DECAY}, lambda name, parameter: {})
+    plain, offloaded = (
+        recipe.build([("w", weights[0])], {"w": {}}),
+        HostOptimizer(recipe, [("w", weights[1])], {"w": {}}),
+    )
+    torch.manual_seed(0)
+    for step in range(4):
+        if step == 2:
+            state = {key + part: t for key, v in offloaded.state[weights[1]].items() for part, t in _plain(v)}
+            offloaded.load_state_dict({"state": {0: state}, "param_groups": offloaded.state_dict()["param_groups"]})
+        gradient = torch.randn(SHAPE)
+        for optimizer, weight in zip((plain, offloaded), weights, strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+        assert torch.equal(*weights)
+
+
+def _plain(value: Any) -> Any:
+    return plain_tensors(torch.as_tensor(value))
