@@ -19,7 +19,7 @@ test: $(VENV)/.installed-dev  ## lint, format, types and tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 docs: $(VENV)/.installed  ## write docs/switches.md anew from the declarations
 	$(BIN)/python -m rapidformer_templates.switches._document docs/switches.md

@@ -111,7 +111,6 @@ def test_switches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["switches"]) == 0
     text = capsys.readouterr().out
     assert "--zero-3-memory-optimization" in text
-    assert "not in this version" in text
     assert main(["switches", "--markdown"]) == 0
     assert capsys.readouterr().out.startswith("# Switches\n")
 

@@ -16,9 +16,9 @@ import torch
 
 from rapidformer_templates.engines.offload import HostOptimizer
 from rapidformer_templates.optimizer import OptimizerSpec
-from rapidformer_templates.switches import resolve
+from rapidformer_templates.switches import REGISTRY, resolve
 from tests.parity.jobs import JOBS, ClassJob, train
-from tests.switches.helpers import CPU, EVERYTHING, GPUS, config_of
+from tests.switches.helpers import CPU, GPUS, config_of
 from tests.test_resume import assert_same, run
 from tests.worker_group import run_in_workers
 
@@ -130,7 +130,7 @@ def test_learning_rate_reaches_the_update() -> None:
 
 def test_plan_tells_that_a_cpu_run_has_nothing_to_move() -> None:
     def notes(flags: str, place: Any) -> list[str]:
-        return [note for note in resolve(config_of(flags), place, EVERYTHING).notes if note.startswith("cpu-offload")]
+        return [note for note in resolve(config_of(flags), place, REGISTRY).notes if note.startswith("cpu-offload")]
 
     assert resolve(config_of("--cpu-offload"), CPU).engine_options == {"offload": "cpu"}
     (note,) = notes("--cpu-offload", CPU)

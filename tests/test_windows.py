@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer_templates.engines.windows import windows
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), max_size=8), ranks=st.integers(1, 5), limit=st.integers(1, 30))
 def test_every_element_is_in_one_window_and_has_one_owner(sizes: list[int], ranks: int, limit: int) -> None:
     found = windows(list(enumerate(sizes)), ranks, limit)

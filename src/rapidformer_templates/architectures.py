@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.tokenizers import padded_vocab_size, vocabulary_size
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.mixture_of_experts import OWN_EXPERTS
 
 SIZE_FLAGS = {
     "num_layers": "num_hidden_layers",
@@ -34,6 +35,13 @@ FEED_FORWARD = (
     "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
 """Names under which architectures keep the width of their feed-forward layers."""
+
+EXPERT_SIZES = {
+    "num_experts": ("num_local_experts", "num_experts"),
+    "moe_top_k": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+}
+"""Flags that size a mixture of experts, with the names of these sizes in architectures that have experts."""
 
 OFFSET_POSITIONS = {
     "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "longformer",
@@ -134,6 +142,8 @@ def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedToke
         values[own.get(attribute, attribute)] = asked
         values |= {twin: asked for twin in DECODER_TWINS.get(flag, ()) if hasattr(default, twin)}
     values |= _derived_sizes(default, config)
+    if name in OWN_EXPERTS:
+        values |= _expert_sizes(default, config)
     values["vocab_size"] = padded_vocab_size(vocabulary_size(tokenizer))
     values |= _special_tokens(default, tokenizer, auto_class)
     if hasattr(default, "max_position_embeddings"):
@@ -171,6 +181,14 @@ def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, in
     if isinstance(shared, int) and (heads % shared or shared == default.num_attention_heads):
         values["num_key_value_heads"] = heads
     return values
+
+
+def _expert_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
+    asked = {flag: config.get(flag) for flag in EXPERT_SIZES}
+    fields = default.to_dict()
+    return {
+        next(name for name in EXPERT_SIZES[flag] if name in fields): value for flag, value in asked.items() if value
+    }
 
 
 def _positions(default: PreTrainedConfig, config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> int:

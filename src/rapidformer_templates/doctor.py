@@ -159,12 +159,12 @@ def _version(name: str) -> str:
 
 
 def serves(package: str) -> tuple[str, ...]:
-    """The switches and optimizers that use a package, as far as this version has them."""
-    names = [switch.name for switch in REGISTRY.switches if switch.needs_package == package and switch.available]
-    if package in HELPS and REGISTRY[HELPS[package]].available:
+    """The switches and optimizers that use a package."""
+    names = [switch.name for switch in REGISTRY.switches if switch.needs_package == package]
+    if package in HELPS:
         names.append(HELPS[package])
     for name, facts in OPTIMIZERS.items():
-        if facts.available and (facts.package == package or facts.implementation.startswith(f"{package}.")):
+        if facts.package == package or facts.implementation.startswith(f"{package}."):
             names.append(name)
     return tuple(names)
 

@@ -18,6 +18,7 @@ OPTIONAL_PACKAGES = (
     "deepspeed",
     "fairscale",
     "flash_attn",
+    "liger_kernel",
     "onnx",
     "onnxruntime",
     "onnxscript",

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.files import new_folder
+from rapidformer_templates.moe.saved import mark
 from rapidformer_templates.workers import Workers
 
 if TYPE_CHECKING:
@@ -46,3 +47,4 @@ def _save_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor],
         skeleton = original(config)
     logging.disable_progress_bar()  # its bar would stand among our own lines
     skeleton.save_pretrained(folder, state_dict=weights)
+    mark(folder)

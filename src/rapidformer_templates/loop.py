@@ -224,6 +224,7 @@ class Loop:
             "epoch": round(self.order.epoch(step + 1), 6),
             "loss": float(result.loss),
             "grad_norm": float(result.grad_norm),
+            **{name: float(value) for name, value in result.measured.items()},
             "lr": self.template.peak_lr * self.schedule(step),
             "samples": self.position.samples,
             "tokens": self.position.tokens,

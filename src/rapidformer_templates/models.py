@@ -26,6 +26,7 @@ from rapidformer_templates.architectures import (
 from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.tokenizers import load_tokenizer, vocabulary_size
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.moe import saved
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -147,7 +148,10 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
             f"there is no config.json in {path}", where=_PRETRAINED, hint="name the folder that holds the model"
         )
     try:
-        found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=flags.trust_remote_code)
+        if saved.is_marked(folder):
+            found = saved.read_config(folder)
+        else:
+            found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=flags.trust_remote_code)
     except (OSError, ValueError) as error:
         if folder.is_dir():
             hint = (
@@ -191,14 +195,18 @@ def _load_weights(factory: Any, path: str, model_config: PreTrainedConfig, trust
         )
     try:
         with _quiet_loading():
-            model, info = factory.from_pretrained(
-                path,
-                config=model_config,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,  # they are named below, all at once
-                output_loading_info=True,
+            model, info = (
+                saved.read_model(factory, folder, model_config)
+                if saved.is_marked(folder)
+                else factory.from_pretrained(
+                    path,
+                    config=model_config,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    trust_remote_code=trust_remote_code,
+                    ignore_mismatched_sizes=True,  # they are named below, all at once
+                    output_loading_info=True,
+                )
             )
     except Exception as error:  # a damaged file: safetensors, torch and transformers each raise their own kind
         raise ModelError(

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rapidformer_templates.errors import ConfigError
@@ -51,10 +52,14 @@ class OptimizerSpec:
             parameters: canonical names and parameters that take part in training.
             differing: what :meth:`differences` said of them before they were sharded.
         """
-        groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
+        groups: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[nn.Parameter]] = {}
         for name, parameter in parameters:
-            groups.setdefault(tuple(sorted(differing[name].items())), []).append(parameter)
-        return self.cls([{"params": members, **dict(options)} for options, members in groups.items()], **self.kwargs)
+            # torch updates many parameters at once, and sharded ones not together with plain ones.
+            key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
+            groups.setdefault(key, []).append(parameter)
+        return self.cls(
+            [{"params": members, **dict(options)} for (_, options), members in groups.items()], **self.kwargs
+        )
 
     def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, Any]]:
         """The options of each parameter; to be asked while the parameters have their whole shapes."""
@@ -70,8 +75,11 @@ def name_of_rule(optimizer: type[Optimizer]) -> str:
     return SAME_UPDATE.get(optimizer.__name__, optimizer.__name__)
 
 
-def default_optimizer(plan: Plan, training: TrainingFlags) -> OptimizerSpec:
+def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions = undecayed) -> OptimizerSpec:
     """The recipe of the optimizer that the plan names, with the flags' learning rate and decay.
+
+    Args:
+        options: those in which a parameter differs from the rest.
 
     Raises:
         ConfigError: no learning rate was given.
@@ -82,10 +90,10 @@ def default_optimizer(plan: Plan, training: TrainingFlags) -> OptimizerSpec:
         )
     path, _, variant = plan.optimizer_implementation.partition(" ")
     module, _, name = path.rpartition(".")
-    options: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
+    kwargs: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
     if variant == "(fused)":
-        options["fused"] = True
-    return OptimizerSpec(getattr(import_module(module), name), options)
+        kwargs["fused"] = True
+    return OptimizerSpec(getattr(import_module(module), name), kwargs, options)
 
 
 def schedule(training: TrainingFlags, total_steps: int) -> Schedule:

@@ -15,9 +15,12 @@ from torch.utils._pytree import tree_leaves
 from rapidformer_templates.attention.count import count_kernels
 from rapidformer_templates.compiling.blocks import Compiled
 from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.engines.auxiliary import receipts_of
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.state import bytes_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
+from rapidformer_templates.fused_loss.logits import head_of
+from rapidformer_templates.fused_loss.watch import WidestRows
 from rapidformer_templates.layout import find_layout, shape_of
 from rapidformer_templates.onnx_graphs.capture import captured, receipt
 from rapidformer_templates.parallel import tensor_parallel
@@ -75,6 +78,8 @@ class Receipts:
         """Around the first step: what its forward puts out, and what it keeps for the backward."""
         if "saved_tensor_bytes" in self.wanted:
             self._early |= self._saved_tensors(microbatches[0])
+        if "logits_rows" in self.wanted:
+            self._early |= self._logits(microbatches[0])
         compiled = "compile" in self.wanted
         if compiled:
             # Hooks inside of the blocks would become part of their graphs, which are compiled again without them.
@@ -151,6 +156,19 @@ class Receipts:
             self._forward(microbatch)
         return sum(size for _, size in kept.values())
 
+    def _logits(self, microbatch: MicroBatch) -> dict[str, Any]:
+        """Rows of logits that a forward has in memory at a time, and how many there are without fusing."""
+        engine = self.engine
+        head = head_of(engine.model)
+        assert head is not None
+        with WidestRows(head.out_features) as seen:
+            self._forward(microbatch)
+        return {
+            "logits_rows": seen.rows,
+            "logits_rows_without": head.rows,
+            "fused_loss_kernel": sorted(head.used),
+        }
+
     def measured(self) -> dict[str, Any]:
         """All that was wanted, after the first step."""
         engine, rule = self.engine, self.engine.update_rule
@@ -179,4 +197,5 @@ class Receipts:
         values = self.measured()
         mine = {name: values[name] for name in HELD if name in values}
         padding = self._padding() if "fill" in self.wanted else {}
+        values |= receipts_of(self.engine.model, self.engine.workers)
         return values | padding | {"held_bytes_by_rank": self.engine.workers.gather(mine)}

@@ -23,7 +23,8 @@ from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.base import StepResult
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.optimizer import OptimizerSpec, Schedule, default_optimizer, schedule
+from rapidformer_templates.optimizer import OptimizerSpec, Schedule, default_optimizer, schedule, undecayed
+from rapidformer_templates.optimizers.muon import rule_by_shape, tables_of
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.targets import count_targets, samples_in, shifts_labels
 
@@ -90,7 +91,8 @@ class Trainer:
 
     def build_optimizer(self) -> OptimizerSpec:
         """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr`` and ``--weight-decay``."""
-        return default_optimizer(self.plan, self.config.training)
+        options = rule_by_shape(self._tables) if self.plan.optimizer == "muon" else undecayed
+        return default_optimizer(self.plan, self.config.training, options)
 
     def build_scheduler(self, total_steps: int) -> Schedule:
         """A function from the step (from 0) to a share of the peak learning rate."""
@@ -165,10 +167,12 @@ class Trainer:
         return language and not self.config.data.sentence_pairs
 
     _labels_are_shifted = False
+    _tables: frozenset[str] = frozenset()
 
     def model_was_built(self, model: nn.Module) -> None:
-        """Note how the model treats labels; the library calls it with what ``build_model`` returned."""
+        """Note how the model treats labels, and its tables; the library calls it with what ``build_model`` returned."""
         self._labels_are_shifted = shifts_labels(model)
+        self._tables = tables_of(model)
         settings: Any = getattr(model, "config", None)
         if hasattr(settings, "use_cache"):
             # Keys and values kept for generation are wasted here, and wrong when a block is computed twice.

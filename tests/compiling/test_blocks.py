@@ -179,7 +179,7 @@ def _apply(model: nn.Module, *switches: str) -> None:
     for name in switches:
         transform = REGISTRY[name].transform
         assert transform is not None
-        load_object(transform)(model, Building(layout, options[name], plan, alone()))
+        load_object(transform)(model, Building(layout, options[name], plan, alone(), lambda model: None))
 
 
 def _gradients(model: nn.Module, precision: torch.dtype | None) -> list[torch.Tensor]:

@@ -50,8 +50,8 @@ class Residual(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x).tanh()
+    def forward(self, x: torch.Tensor, beside: torch.Tensor | float = 0.0) -> torch.Tensor:
+        return x + self.linear(x + beside).tanh()
 
 
 class Own(nn.Module):
@@ -70,7 +70,8 @@ class Own(nn.Module):
         embedded = self.embedding(input_ids)
         x = embedded * self.scale
         for block in self.blocks:
-            x = block(x) if self.way != "between" else block(x) * 1.5
+            x = block(x, embedded) if self.way == "beside" else block(x)
+            x = x * 1.5 if self.way == "between" else x
         if self.way == "around":
             x = x + embedded
         return SimpleNamespace(logits=self.head(x * self.scale), loss=None)
@@ -102,6 +103,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "own": Own,
     "own-around": lambda: Own("around"),
+    "own-beside": lambda: Own("beside"),
 }
 
 

@@ -11,7 +11,6 @@ from rapidformer_templates.environment import OPTIONAL_PACKAGES, Environment
 from rapidformer_templates.errors import Refused
 from rapidformer_templates.switches import REGISTRY, Registry, resolve, switch_options
 
-EVERYTHING = REGISTRY.with_all_available()
 CPU = Environment(world_size=2, local_world_size=2)
 GPUS = Environment(
     world_size=8,
@@ -32,7 +31,7 @@ def on(place: Environment, **facts: Any) -> Environment:
 
 
 def codes(
-    flags: str | RunConfig, place: Environment = CPU, registry: Registry = EVERYTHING, *, training: bool = False
+    flags: str | RunConfig, place: Environment = CPU, registry: Registry = REGISTRY, *, training: bool = False
 ) -> list[str]:
     """The codes by which a request is refused; none when it is accepted."""
     config = config_of(flags) if isinstance(flags, str) else flags

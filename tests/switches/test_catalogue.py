@@ -39,14 +39,21 @@ FLAGS = [
     "--data-iterator",
     "--deepspeed-config",
     "--auto-strategy",
+    "--fused-linear-cross-entropy",
 ]
 
 
 TUNING = [
+    "--expert-parallel",
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
     "--max-global-batch-size",
     "--max-shapes",
+    "--moe-capacity-factor",
+    "--moe-ffn-hidden-size",
+    "--moe-layer-interval",
+    "--moe-loss-coeff",
+    "--moe-z-loss-coeff",
     "--pipeline-stages",
     "--shape-multiple",
     "--tokens-per-batch",

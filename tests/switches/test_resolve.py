@@ -10,7 +10,7 @@ from rapidformer_templates.config import RunConfig
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.plan import Sizes
 from rapidformer_templates.switches import REGISTRY, resolve
-from tests.switches.helpers import CPU, EVERYTHING, GPUS, config_of, on
+from tests.switches.helpers import CPU, GPUS, config_of, on
 
 ENGINES = "rapidformer_templates.engines"
 
@@ -41,7 +41,7 @@ def test_sizes_of_a_3d_layout() -> None:
     flags = (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 24"
     )
-    sizes = resolve(config_of(flags), GPUS, EVERYTHING).sizes
+    sizes = resolve(config_of(flags), GPUS, REGISTRY).sizes
     assert sizes == Sizes(
         world=8, local_world=8, tensor=2, pipeline=2, data=2, micro_batch=4, global_batch=24, accumulation=3
     )
@@ -77,10 +77,15 @@ def test_precision(flags: str, place: Environment, precision: str) -> None:
         ("", on(CPU, packages={"apex": "1"}), "torch.optim.AdamW (fused)"),
         ("", GPUS, "apex.optimizers.FusedAdam"),
         ("--fsdp-memory-optimization", GPUS, "torch.optim.AdamW (fused)"),
-        ("--optimizer apex_lamb", CPU, "rapidformer_templates.lamb.Lamb"),
+        ("--optimizer apex_lamb", CPU, "rapidformer_templates.optimizers.lamb.Lamb"),
         ("--optimizer apex_lamb", GPUS, "apex.optimizers.FusedLAMB"),
         ("--optimizer adafactor", CPU, "torch.optim.Adafactor"),
-        ("--optimizer adamw_bnb_8bit", GPUS, "bitsandbytes.optim.AdamW8bit"),
+        (
+            "--optimizer adamw_bnb_8bit",
+            GPUS,
+            "rapidformer_templates.optimizers.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
+        ),
+        ("--optimizer muon", CPU, "rapidformer_templates.optimizers.muon.Muon"),
     ],
 )
 def test_stand_ins_are_noted(flags: str, place: Environment, implementation: str) -> None:
@@ -122,7 +127,7 @@ def test_values_and_rules_are_written_down() -> None:
     assert json.loads(json.dumps(plan.to_json()))["values"]["--data-path"]["value"] == ["0.3", "A", "0.7", "B"]
 
 
-def test_available_switches_say_how_they_act() -> None:
+def test_switches_say_how_they_act() -> None:
     for switch in REGISTRY.switches:
-        if switch.available and switch.name != "auto-strategy":  # acts before the run: the plan has what it chose
+        if switch.name != "auto-strategy":  # acts before the run: the plan has what it chose
             assert switch.receipt, f"{switch.name} leaves no receipt"

@@ -11,7 +11,7 @@ from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.switches import REGISTRY, resolve
 from rapidformer_templates.switches._document import example_request
 from rapidformer_templates.switches._switch import Rule
-from tests.switches.helpers import CPU, EVERYTHING, GPUS, codes, config_of, on
+from tests.switches.helpers import CPU, GPUS, codes, config_of, on
 
 DOCUMENTED = {  # SPEC §3, with the sources that it names
     "RF001": "[R]",
@@ -77,7 +77,7 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF011", "--nvme-path /local_nvme", GPUS),
     ("RF012", "--cpu-offload --optimizer apex_lamb", GPUS),
     ("RF012", "--nvme-path /d --zero-3-memory-optimization --optimizer lamb", GPUS),
-    ("RF012", "--cpu-offload --optimizer adamw_bnb_8bit", GPUS),
+    ("RF012", "--cpu-offload --optimizer adamw_apex_fused", GPUS),
     ("RF017", "--onnx-runtime-training --zero-3-memory-optimization", GPUS),
     ("RF085", "--onnx-runtime-training --use-flash-attn", GPUS),
     ("RF085", "--onnx-runtime-training --num-experts 4", GPUS),
@@ -93,6 +93,13 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF025", "--optimizer adamw_bnb_8bit --fsdp-memory-optimization", GPUS),
     ("RF028", "--deepspeed-config ds.json", on(GPUS, template="Finetuner")),
     ("RF034", "--resume", CPU),
+    ("RF022", "--optimizer adamw_apex_fused", CPU),
+    ("RF022", "--cpu-offload --optimizer adamw_bnb_8bit", on(GPUS, packages={"bitsandbytes": "0.49.2"})),
+    ("RF025", "--optimizer muon --zero-1-memory-optimization", GPUS),
+    ("RF025", "--optimizer adamw_torch_4bit --fsdp-memory-optimization", GPUS),
+    ("RF025", "--optimizer lamb --tensor-model-parallel-size 2", GPUS),
+    ("RF062", "--fused-linear-cross-entropy --task question_answering", GPUS),
+    ("RF063", "--fused-linear-cross-entropy --pipeline-model-parallel-size 2", GPUS),
     ("RF034", "--weights-only", CPU),
     ("RF034", "--tokens-per-batch 4096", CPU),
     ("RF034", "--max-shapes 0", CPU),
@@ -102,7 +109,16 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF039", "--data-iterator dynamic-shape --pack-sequences", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --group-by-length", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --no-group-by-length", on(CPU, template="Pretrainer")),
-    ("RF090", "--optimizer adamw_anyprecision", GPUS),
+    ("RF034", "--expert-parallel", CPU),
+    ("RF034", "--moe-capacity-factor 1.25", CPU),
+    ("RF070", "--moe-z-loss-coeff 0.001 --model-type llama", CPU),
+    ("RF071", "--model-type qwen2_moe --num-experts 4 --expert-parallel", CPU),
+    ("RF071", "--model-type mixtral --num-experts 4 --moe-layer-interval 2", CPU),
+    ("RF072", "--num-experts 4 --tensor-model-parallel-size 2", GPUS),
+    ("RF072", "--model-type mixtral --pipeline-model-parallel-size 2", GPUS),
+    ("RF073", "--num-experts 4 --moe-capacity-factor -1", CPU),
+    ("RF074", "--num-experts 4 --expert-parallel --zero-1-memory-optimization", CPU),
+    ("RF074", "--num-experts 4 --expert-parallel --cpu-offload", CPU),
 ]
 
 ACCEPTED = [  # the nearest requests on the other side of each rule
@@ -139,8 +155,18 @@ ACCEPTED = [  # the nearest requests on the other side of each rule
     ("--mixed-precision fp16", on(GPUS, compute_capability=(7, 0))),
     ("--num-experts 4", GPUS),
     ("--num-experts 16 --moe-top-k 2", GPUS),
+    ("--num-experts 3", GPUS),
+    ("--num-experts 16 --expert-parallel --moe-capacity-factor 1.25 --moe-layer-interval 2", GPUS),
+    ("--num-experts 4 --zero-3-memory-optimization", GPUS),
+    ("--model-type mixtral --moe-loss-coeff 0.01", CPU),
+    ("--model-type mixtral --num-experts 4 --moe-top-k 1 --moe-ffn-hidden-size 64", CPU),
     ("--deepspeed-config ds.json --pipeline-model-parallel-size 2 --zero-1-memory-optimization", GPUS),
     ("--optimizer adamw_bnb_8bit", GPUS),
+    ("--optimizer adamw_bnb_8bit", on(CPU, packages={"bitsandbytes": "0.50.2"})),
+    ("--cpu-offload --optimizer adamw_torch_8bit", GPUS),
+    ("--optimizer muon --oss-memory-optimization", GPUS),
+    ("--optimizer adamw_anyprecision --zero-3-memory-optimization --cpu-offload", GPUS),
+    ("--fused-linear-cross-entropy --task masked_lm --zero-3-memory-optimization", GPUS),
     ("--optimizer adafactor --oss-memory-optimization", GPUS),
     ("--optimizer lamb", CPU),
     ("--seq-length 512 --max-position-embeddings 512", CPU),
@@ -151,7 +177,7 @@ ACCEPTED = [  # the nearest requests on the other side of each rule
 @pytest.mark.parametrize(("code", "flags", "place"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_refused(code: str, flags: str, place: object) -> None:
     assert code in codes(flags, place)  # type: ignore[arg-type]
-    assert code not in codes(flags, place, EVERYTHING.without(code))  # type: ignore[arg-type]
+    assert code not in codes(flags, place, REGISTRY.without(code))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("flags", "place"), ACCEPTED, ids=lambda x: x if isinstance(x, str) else "")
@@ -169,9 +195,9 @@ def test_training_asks_for_what_a_plan_may_leave_open() -> None:
 def test_flash_attention_notes_padding() -> None:
     note = "flash-attention: batches with padding use the memory-efficient kernel"
     config = config_of("--use-flash-attn --task sequence_classification")
-    assert note in resolve(config, GPUS, EVERYTHING).notes
-    assert note not in resolve(config, GPUS, EVERYTHING.without("RF013")).notes
-    assert note not in resolve(config_of("--use-flash-attn --task pretraining"), GPUS, EVERYTHING).notes
+    assert note in resolve(config, GPUS, REGISTRY).notes
+    assert note not in resolve(config, GPUS, REGISTRY.without("RF013")).notes
+    assert note not in resolve(config_of("--use-flash-attn --task pretraining"), GPUS, REGISTRY).notes
 
 
 def test_sizes_are_read_from_the_model_folder(tmp_path: Path) -> None:
@@ -181,6 +207,17 @@ def test_sizes_are_read_from_the_model_folder(tmp_path: Path) -> None:
     assert "RF010" in codes(f"{folder} --tensor-model-parallel-size 8", GPUS)
     assert codes(f"{folder} --seq-length 300", CPU) == ["RF033"]
     assert codes(f"{folder} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 4", GPUS) == []
+
+
+def test_experts_are_read_from_the_model_folder(tmp_path: Path) -> None:
+    folder = f"--pretrained-model-name-or-path {tmp_path}"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert codes(f"{folder} --num-experts 8", CPU) == ["RF070"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
+    assert "mixture-of-experts" in resolve(config_of(folder), CPU, REGISTRY).switches
+    assert codes(f"{folder} --num-experts 8", CPU) == []
+    assert codes(f"{folder} --num-experts 4", CPU) == ["RF070"]
+    assert codes(f"{folder} --num-experts 8 --moe-top-k 1", CPU) == ["RF071"]
 
 
 def test_broken_model_config_is_named(tmp_path: Path) -> None:

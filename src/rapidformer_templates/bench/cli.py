@@ -51,12 +51,6 @@ def _command_first(words: Sequence[str]) -> list[str]:
     return rest if found is None else [found, *rest]
 
 
-def _packing(options: argparse.Namespace) -> int:
-    from rapidformer_templates.bench import packing
-
-    return packing.main(options)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure this library beside its peers.")
     parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as naming the table alone")
@@ -134,6 +128,30 @@ def _parser() -> argparse.ArgumentParser:
     packing.add_argument("--rounds", type=_positive, default=10, help="steps of each way (default: 10)")
     packing.add_argument("--tokens", type=_positive, default=2048, help="of a row (default: 2048)")
     packing.set_defaults(module="packing")
+
+    moe = commands.add_parser("moe", parents=[output], help="a mixture of experts beside the dense model")
+    moe.add_argument("--steps", type=_positive, default=3000, help="optimizer steps of each model (default: 3000)")
+    moe.add_argument("--rounds", type=_positive, default=30, help="turns of each way to compute (default: 30)")
+    moe.set_defaults(module="moe")
+
+    optimizers = commands.add_parser("optimizers", parents=[output], help="state, loss and time of each optimizer")
+    optimizers.add_argument("--steps", type=_positive, default=300, help="of each optimizer (default: 300)")
+    optimizers.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: 1e-3)")
+    optimizers.add_argument("--scale", choices=("small", "paper"), default="small", help="of the model")
+    optimizers.set_defaults(module="optimizers")
+
+    fused = commands.add_parser("fused-loss", parents=[output], help="memory and time with and without logits")
+    for name, default, text in (
+        ("vocabulary", 50257, "words"),
+        ("rows", 2, "samples of a batch"),
+        ("length", 512, "tokens of a sample"),
+        ("hidden", 128, "hidden size, a multiple of 64"),
+        ("layers", 2, "blocks"),
+        ("rounds", 5, "timed steps of each way"),
+    ):
+        fused.add_argument(f"--{name}", type=_positive, default=default, help=f"{text} (default: {default})")
+    fused.add_argument("--bf16", action="store_true", help="bf16 autocast")
+    fused.set_defaults(module="fused_loss")
 
     preprocess = commands.add_parser("preprocess", parents=[output], help="raw text to indexed data sets")
     preprocess.add_argument("--megabytes", type=_megabytes, default=100.0, help="of text (default: 100)")

@@ -160,6 +160,8 @@ def _train(flags: str, scale: Scale, total: int, device: str, pipe: Connection) 
             train(flags, scale, total, device, pipe)
     except RapidformerError as error:
         pipe.send(RapidformerError(error.render()))
+    except (BrokenPipeError, EOFError):
+        return  # nobody waits for it any more
 
 
 def measure(

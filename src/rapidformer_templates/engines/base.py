@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ class StepResult:
         loss: mean over the targets of the global batch, a tensor of no dimensions.
         grad_norm: global norm of the gradient of that loss before clipping.
         skipped: the step was left out because its scaled gradient overflowed (fp16).
+        measured: what else there is for the metrics, such as losses that the model brings itself.
 
     On a GPU all of them are there when the device comes to them: to read one is to wait for the device.
     """
@@ -34,6 +35,7 @@ class StepResult:
     loss: torch.Tensor
     grad_norm: torch.Tensor
     skipped: bool | torch.Tensor = False
+    measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.deepspeed_parts import leave_out_shm_comm, prepare
 from rapidformer_templates.engines import zero_state
+from rapidformer_templates.engines.auxiliary import auxiliary_losses_of
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
@@ -55,6 +56,7 @@ class DeepSpeedEngine(SingleEngine):
         import deepspeed
 
         self.compute_loss = compute_loss
+        self._auxiliary = auxiliary_losses_of(model)
         named = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
@@ -95,7 +97,7 @@ class DeepSpeedEngine(SingleEngine):
         overflow = bool(self._deepspeed.optimizer.overflow)
         if overflow and not fp16:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
-        return StepResult(loss, norm, skipped=overflow)
+        return StepResult(loss, norm, skipped=overflow, measured=self._measured)
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._deepspeed.set_gradient_accumulation_boundary(last)

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines import state as engine_state
+from rapidformer_templates.engines.auxiliary import AuxiliaryLosses, auxiliary_losses_of
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
 from rapidformer_templates.engines.loss import Recorder, reached_parameters, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
@@ -51,12 +52,15 @@ class SingleEngine:
         self._parameters: list[nn.Parameter]
         self._lr_factor = 1.0
         self._outcomes: Outcomes | None = None  # where the host runs ahead of the device
+        self._auxiliary: AuxiliaryLosses | None = None
+        self._measured: Mapping[str, torch.Tensor] = {}
 
     def build_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         self.compute_loss = compute_loss
+        self._auxiliary = auxiliary_losses_of(model)
         self.model = model.to(self.workers.device).train()
         trainable = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
         if not trainable:
@@ -116,7 +120,7 @@ class SingleEngine:
         self._set_lr(lr_factor)
         skipped = self._update_unread(loss, norm) if self._outcomes else self._update_if_finite(loss, norm)
         self._drop_gradients()
-        return StepResult(loss, norm, skipped)
+        return StepResult(loss, norm, skipped, self._measured)
 
     def settle(self) -> None:
         if self._outcomes:
@@ -133,7 +137,7 @@ class SingleEngine:
             if self.loss_scale is not None and (gradients := self._gradients()):
                 torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
             if 0 < self.clip_grad < length + 1e-6:  # else torch would multiply everything by one
-                clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
+                self._clip(norm)
             self._update()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=not finite)
@@ -156,15 +160,17 @@ class SingleEngine:
             self.loss_scale.update(overflow=skipped)
         return skipped
 
+    def _clip(self, norm: torch.Tensor) -> None:
+        clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
+
     def _update(self) -> None:
         self.optimizer.step()
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return {
             "parameters": list(self.model.parameters()),
             "gradients": self._gradients(),
-            "optimizer": [value for value in state if isinstance(value, torch.Tensor)],
+            "optimizer": engine_state.state_tensors(self.optimizer),
         }
 
     def _drop_gradients(self) -> None:
@@ -178,15 +184,21 @@ class SingleEngine:
         weight = self.workers.world / targets
         later = self._outcomes.counted if self._outcomes else None
         total: torch.Tensor | None = None
+        if self._auxiliary:
+            self._auxiliary.begin_step(microbatches, self.workers)
         for i, microbatch in enumerate(microbatches):
             batch = to_device(microbatch.batch, self.workers.device)
             with self._synchronise(last=i == len(microbatches) - 1):
                 with self._precision(), self._ahead_of(microbatch):
                     part = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later)
+                if self._auxiliary:
+                    self._auxiliary.follow(part, microbatch, self.workers.world)
                 self._backward(part if self.loss_scale is None else part * self.loss_scale.scale)
             total = part.detach() if total is None else total + part.detach()
             self.micro_steps += 1
         assert total is not None
+        if self._auxiliary:
+            self._measured = self._auxiliary.results(self.workers)
         # One type for all: the zero of an idle worker has another one than the others' losses may have.
         return self.workers.sum_tensor(total.to(torch.float64)) / self.workers.world
 

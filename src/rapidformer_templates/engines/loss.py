@@ -12,6 +12,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines.base import ComputeLoss
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.fused_loss.logits import Logits
 
 Counted = tuple[torch.Tensor, MicroBatch]
 """Targets that the user's hook counted on the device, and where."""
@@ -71,13 +72,13 @@ def _zero_through(compute_loss: ComputeLoss, model: Any, batch: Batch) -> torch.
     """Zero times everything that the model put out; the loss itself may be 0/0 here."""
     recorder = Recorder(model)
     compute_loss(recorder, batch)
-    leaves = [
-        leaf for leaf in tree_leaves(recorder.output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
+    outputs = tree_leaves(recorder.output)
+    leaves = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     # The loss in the output is the very 0/0 that must not be used.
     terms = [
         torch.zeros((), device=leaf.device) * leaf.sum() for leaf in leaves if leaf.requires_grad and leaf.ndim > 0
     ]
+    terms += [leaf.zero() for leaf in outputs if isinstance(leaf, Logits)]
     return torch.stack([term.float() for term in terms]).sum()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.errors import CheckpointError
@@ -54,7 +55,23 @@ def _tensors(
             continue
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if value is not None:
-                yield f"{name}/{key}", torch.as_tensor(value), owner
+                for part, tensor in plain_tensors(torch.as_tensor(value)):
+                    yield f"{name}/{key}{part}", tensor, owner
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(suffix of the name, tensor): a quantized tensor as the codes, scales and tables that it is made of."""
+    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
+        yield "", tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield f".{part}", getattr(tensor, part)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that an optimizer's state is made of."""
+    values = (value for entry in optimizer.state.values() for value in entry.values())
+    return [part for value in values if isinstance(value, torch.Tensor) for _, part in plain_tensors(value)]
 
 
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

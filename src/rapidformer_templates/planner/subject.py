@@ -70,7 +70,7 @@ class Subject:
         rows = torch.zeros((samples, self._tokens), dtype=torch.long)
         one = torch.zeros(samples, dtype=torch.long)
         pretrains = self._config.training.task in (None, "pretraining")
-        padded = {} if pretrains else {"attention_mask": rows}
+        padded = {} if pretrains else {"attention_mask": torch.ones_like(rows)}
         if self._auto_class == SEQUENCE_CLASSIFICATION:
             return {"input_ids": rows, "labels": one, **padded}
         if self._auto_class == "AutoModelForQuestionAnswering":
@@ -78,7 +78,7 @@ class Subject:
         if self._auto_class == HEADS["causal"] and pretrains:
             return {"input_ids": rows, "labels": rows, "shift_labels": rows}
         if self._auto_class == HEADS["masked"] and pretrains and self._config.data.short_seq_prob > 0:
-            padded = {"attention_mask": rows}
+            padded = {"attention_mask": torch.ones_like(rows)}
         labels = rows
         if self._auto_class == HEADS["seq2seq"] and pretrains:
             data = self._config.data

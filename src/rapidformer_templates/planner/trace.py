@@ -11,6 +11,7 @@ repeats the middle one: exact, because the blocks differ in nothing but their pl
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -307,6 +308,7 @@ def trace(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(watch.finish).remove)
+        stack.enter_context(_without_warnings())
         if gpu:
             stack.enter_context(OnGpu())
         stack.enter_context(watch)
@@ -320,6 +322,18 @@ def trace(
     for parameter in model.parameters():
         parameter.grad = None
     return Trace(tuple(watch.phases), watch.hidden)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers cannot see that fake tokens are no padding, and would warn of it."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool, gpu: bool) -> None:

@@ -51,7 +51,7 @@ def markdown(registry: Registry) -> str:
         "## Optimizers",
         _optimizers(),
         "## Compatibility",
-        "Two switches at a time, as if this version had an engine for every switch, on eight GPUs with every package: "
+        "Two switches at a time, on eight GPUs with every package: "
         "`T` Trainer, `P` Pretrainer, `F` Finetuner; `+` when what one of them requires is added; `–` never. "
         "Numbers are those of the catalogue; a switch under its own number is the switch alone, and "
         f"`optimizer` stands for `{spell(registry['optimizer'].on)}`.",
@@ -76,16 +76,12 @@ def _flags(switch: Switch) -> str:
     return " ".join(f"`{spelling(name)}`" for name in switch.fields) or "computed from the two batch sizes"
 
 
-def _here(switch: Switch) -> str:
-    return "yes" if switch.available else "not in this version"
-
-
 def _catalogue(registry: Registry) -> str:
     rows = [
-        (str(number), switch.name, _flags(switch), switch.summary, switch.source, _here(switch))
+        (str(number), switch.name, _flags(switch), switch.summary, switch.source)
         for number, switch in enumerate(registry.switches, 1)
     ]
-    return _table(("", "switch", "flags", "what it does", "source", "here"), rows)
+    return _table(("", "switch", "flags", "what it does", "source"), rows)
 
 
 def _section(switch: Switch) -> str:
@@ -106,17 +102,24 @@ def _section(switch: Switch) -> str:
         facts.append(f"- receipt in `summary.json`: {', '.join(f'`{name}`' for name in switch.receipt)}")
     if switch.rules:
         facts.append(f"- rules {', '.join(rule.code for rule in switch.rules)}")
-    here = "" if switch.available else " (not in this version)"
-    return f"### {switch.name}{here}\n\n{switch.summary}\n\n" + "\n".join(facts)
+    return f"### {switch.name}\n\n{switch.summary}\n\n" + "\n".join(facts)
 
 
 def _optimizers() -> str:
     rows = []
     for name, facts in OPTIMIZERS.items():
         needs = " and ".join([*([facts.package] if facts.package else []), *(["a GPU"] if facts.needs_cuda else [])])
-        shown = facts.implementation if facts.available else "not in this version"
         stand_in = facts.stand_in or ""
-        rows.append((f"`{name}`", shown, stand_in, needs, f"{facts.state_bytes:g}", ", ".join(sorted(facts.not_under))))
+        rows.append(
+            (
+                f"`{name}`",
+                facts.implementation,
+                stand_in,
+                needs,
+                f"{facts.state_bytes:g}",
+                ", ".join(sorted(facts.not_under)),
+            )
+        )
     return _table(("", "class", "without apex or a GPU", "needs", "state, bytes a parameter", "not under"), rows)
 
 
@@ -135,9 +138,8 @@ def _matrix(registry: Registry) -> str:
 
 def compatibility(registry: Registry) -> Iterator[list[str]]:
     """For each switch: how it goes together with each switch up to itself, such as ``TPF`` or ``T+``."""
-    everything = registry.with_all_available()
-    for i, switch in enumerate(everything.switches):
-        yield [_together(everything, switch, other) for other in everything.switches[: i + 1]]
+    for i, switch in enumerate(registry.switches):
+        yield [_together(registry, switch, other) for other in registry.switches[: i + 1]]
 
 
 def _together(registry: Registry, a: Switch, b: Switch) -> str:
@@ -207,12 +209,10 @@ def show(registry: Registry) -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    catalogue = Table(
-        "", "switch", "flags", "what it does", "source", "here", title="Switches, in order of application"
-    )
+    catalogue = Table("", "switch", "flags", "what it does", "source", title="Switches, in order of application")
     for number, switch in enumerate(registry.switches, 1):
         flags = _flags(switch).replace("`", "")
-        catalogue.add_row(str(number), switch.name, flags, switch.summary, switch.source[1:-1], _here(switch))
+        catalogue.add_row(str(number), switch.name, flags, switch.summary, switch.source[1:-1])
     console.print(catalogue)
     rows = list(compatibility(registry))
     print("\nTwo at a time: T Trainer, P Pretrainer, F Finetuner, + with what is required added, – never")

@@ -71,10 +71,6 @@ class Registry:
         switches = (dataclasses.replace(switch, rules=others(switch.rules)) for switch in self.switches)
         return Registry(tuple(switches), others(self.rules))
 
-    def with_all_available(self) -> Registry:
-        """This registry as if every switch had its engine: to test the rules of switches that come later."""
-        return Registry(tuple(dataclasses.replace(switch, available=True) for switch in self.switches), self.rules)
-
 
 def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     return tuple(rule for _, rule in sorted({rule.code: rule for rule in rules}.items()))

@@ -21,6 +21,7 @@ CONFIG_KEYS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
 }
 
 
@@ -34,9 +35,10 @@ def build_request(
 ) -> Request:
     """Gather the facts; ``model`` spares reading the model's ``config.json`` again."""
     sizes = sizes_of(config, environment)
-    asked = (switch for switch in switches if switch.active(config.switches[switch.name], sizes))
+    model = model or model_facts(config)
+    asked = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
     active = {switch.name: switch.in_layout(sizes) for switch in asked}
-    return Request(config, environment, active, sizes, model or model_facts(config), training)
+    return Request(config, environment, active, sizes, model, training)
 
 
 def sizes_of(config: RunConfig, environment: Environment) -> Sizes:
@@ -65,8 +67,8 @@ def model_facts(config: RunConfig) -> ModelFacts:
         ModelError: that file is not a JSON object.
     """
     found = _read_config(config.model.pretrained_model_name_or_path)
-    kind = config.model.model_type or found.get("model_type")
-    facts: dict[str, int | None] = {}
+    kind = found.get("model_type") if found else config.model.model_type
+    facts: dict[str, Any] = {}
     for name, keys in CONFIG_KEYS.items():
         in_file = next((found[key] for key in keys if isinstance(found.get(key), int)), None)
         asked = getattr(config.model, name, None)

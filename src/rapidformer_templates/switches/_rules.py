@@ -6,12 +6,16 @@ from rapidformer_templates.config import spelling
 from rapidformer_templates.switches._changes import add, drop, replace
 from rapidformer_templates.switches._checks import one_claim
 from rapidformer_templates.switches._switch import Change, Example, Finding, Request, Resource, Rule
-from rapidformer_templates.switches.optimizers import missing_package, not_in_this_version
+from rapidformer_templates.switches.optimizers import missing_package
 
 # Flags that act only together with another one: (flag, its value when off, the other, a value to suggest for it).
 # The other is off when it is None, of a choice ``static``, of a size 1.
 ONLY_WITH = (
     ("moe_top_k", None, "num_experts", 8),
+    ("moe_ffn_hidden_size", None, "num_experts", 8),
+    ("moe_layer_interval", 1, "num_experts", 8),
+    ("moe_capacity_factor", None, "num_experts", 8),
+    ("expert_parallel", False, "num_experts", 8),
     ("weights_only", False, "load", "DIR"),
     ("resume", False, "save", "DIR"),
     ("tokens_per_batch", None, "data_iterator", "dynamic-shape"),
@@ -47,8 +51,7 @@ def _package_installed(request: Request) -> list[Finding]:
             switches=(switch.name,),
         )
         for switch in request.active.values()
-        # What to install for a switch that this version lacks would be no help.
-        if switch.available and switch.needs_package and switch.needs_package not in request.environment.packages
+        if switch.needs_package and switch.needs_package not in request.environment.packages
     ]
     return [*missing, *missing_package(request)]
 
@@ -113,15 +116,6 @@ def _has_companion(request: Request) -> list[Finding]:
             message = f"{spelling(name)} acts only together with {spelling(other)}"
             findings.append(Finding(message, request.asked(name), changes=changes))
     return findings
-
-
-def _in_this_version(request: Request) -> list[Finding]:
-    later = [
-        Finding(f"{switch.name} is not in this version", request.asked_for(switch.name), switches=(switch.name,))
-        for switch in request.active.values()
-        if not switch.available
-    ]
-    return [*later, *not_in_this_version(request)]
 
 
 def _packs_samples(request: Request) -> list[Finding]:
@@ -263,13 +257,5 @@ RULES = (
         "[rapidformer_templates]",
         _learns_answers,
         Example("--task masked_lm --loss-on answers"),
-    ),
-    Rule(
-        "RF090",
-        "A switch that a later version brings is refused: it is not in this version.",
-        "a switch acts or the run is refused; this version has no engine for it",
-        "[rapidformer_templates]",
-        _in_this_version,
-        Example("--num-experts 8"),
     ),
 )

@@ -103,9 +103,7 @@ def _relatives(request: Request, switch: Switch, registry: Registry) -> list[Swi
     """Switches that can stand for this one; none where another of the family is active already."""
     if switch.family is None or len(request.of_family(switch.family)) > 1:
         return []
-    return [
-        other for other in registry.switches if other.family == switch.family and other.available and other != switch
-    ]
+    return [other for other in registry.switches if other.family == switch.family and other != switch]
 
 
 def _in_place(switch: Switch, other: Switch) -> Change:

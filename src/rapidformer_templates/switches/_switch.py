@@ -52,6 +52,7 @@ class ModelFacts:
     hidden_size: int | None = None
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
+    num_experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,10 @@ class Rule:
     refuses: bool = True
 
 
+def _never(model: ModelFacts) -> bool:
+    return False
+
+
 def _no_notes(request: Request) -> Sequence[str]:
     return ()
 
@@ -204,7 +209,7 @@ class Switch:
         transform: ``module:function`` that applies it to the built model.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
         under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
-        available: whether this version has it.
+        implied: whether a model is such that the switch is on without any flag.
     """
 
     name: str
@@ -228,7 +233,7 @@ class Switch:
     transform: str | None = None
     receipt: tuple[str, ...] = ()
     under_3d: Mapping[str, Any] = field(default_factory=dict)
-    available: bool = True
+    implied: Callable[[ModelFacts], bool] = _never
 
     def in_layout(self, sizes: Sizes) -> Switch:
         """This switch as it acts with these sizes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,8 +24,11 @@ class OptimizerFlags:
         "adamw_apex_fused",
         "adafactor",
         "adamw_bnb_8bit",
+        "adamw_torch_8bit",
+        "adamw_torch_4bit",
         "adamw_anyprecision",
         "lamb",
+        "muon",
     ] = flag("apex_adam", "update rule and its implementation")
 
 
@@ -34,14 +38,14 @@ class OptimizerFacts:
 
     Attributes:
         implementation: the class, as the plan shows it.
-        state_bytes: bytes of state a parameter.
+        state_bytes: bytes of state a parameter, of large matrices in fp32.
         package: optional package that it needs.
         install: what to install for it.
         needs_cuda: whether it runs on a GPU only.
+        cpu_since: the first version of the package that runs on a CPU, if not all do.
         stand_in: the class that makes the same update where package or GPU are absent.
         cpu_form: whether an offloaded state can be updated on the CPU.
         not_under: partitioning switches whose shards it cannot update.
-        available: whether this version has it.
     """
 
     implementation: str
@@ -49,16 +53,17 @@ class OptimizerFacts:
     package: str | None = None
     install: str | None = None
     needs_cuda: bool = False
+    cpu_since: tuple[int, int] | None = None
     stand_in: str | None = None
     cpu_form: bool = True
     not_under: frozenset[str] = frozenset()
-    available: bool = True
 
 
 APEX = "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)"
 FUSED_ADAMW = "torch.optim.AdamW (fused)"
 CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
-LAMB = "rapidformer_templates.lamb.Lamb"
+LAMB = "rapidformer_templates.optimizers.lamb.Lamb"
+TORCHAO = "pip install torchao"
 # OSS and pipeline stages keep each one whole.
 CUTS_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "distributed-optimizer", "tensor-parallel"})
 
@@ -72,18 +77,33 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     "adamw_apex_fused": OptimizerFacts(
         "apex.optimizers.FusedAdam", 8, "apex", APEX, needs_cuda=True, cpu_form=False, not_under=frozenset({"fsdp"})
     ),
-    "adafactor": OptimizerFacts("torch.optim.Adafactor", 4, not_under=CUTS_PARAMETERS),
+    # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes for each element of a vector.
+    "adafactor": OptimizerFacts("torch.optim.Adafactor", 0.01, not_under=CUTS_PARAMETERS),
     "adamw_bnb_8bit": OptimizerFacts(
-        "bitsandbytes.optim.AdamW8bit",
-        2,
+        "rapidformer_templates.optimizers.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
+        2.03,
         "bitsandbytes",
         "pip install bitsandbytes",
-        needs_cuda=True,
-        cpu_form=False,
-        not_under=frozenset({"fsdp"}),
+        cpu_since=(0, 50),
+        not_under=CUTS_PARAMETERS,
     ),
-    "adamw_anyprecision": OptimizerFacts("torchdistx.optimizers.AnyPrecisionAdamW", 4, available=False),
+    "adamw_torch_8bit": OptimizerFacts(
+        "rapidformer_templates.optimizers.torchao_adamw.TorchAOAdamW8bit",
+        2.03,
+        "torchao",
+        TORCHAO,
+        not_under=CUTS_PARAMETERS,
+    ),
+    "adamw_torch_4bit": OptimizerFacts(
+        "rapidformer_templates.optimizers.torchao_adamw.TorchAOAdamW4bit",
+        1.06,
+        "torchao",
+        TORCHAO,
+        not_under=CUTS_PARAMETERS,
+    ),
+    "adamw_anyprecision": OptimizerFacts("rapidformer_templates.optimizers.anyprecision.AnyPrecisionAdamW", 4),
     "lamb": OptimizerFacts(LAMB, 8, cpu_form=False, not_under=CUTS_PARAMETERS),
+    "muon": OptimizerFacts("rapidformer_templates.optimizers.muon.Muon", 4, not_under=CUTS_PARAMETERS),
 }
 
 ADAMS = tuple(OPTIMIZERS[name] for name in ("apex_adam", "adamw_torch", "adamw_torch_fused"))
@@ -133,9 +153,21 @@ def _refusal(request: Request, message: str, *switches: str) -> Finding:
 
 def _needs_gpu(request: Request) -> list[Finding]:
     name = request.config.get("optimizer")
-    if not OPTIMIZERS[name].needs_cuda or request.environment.device == "cuda":
+    facts, environment = OPTIMIZERS[name], request.environment
+    if facts.needs_cuda and environment.device != "cuda":
+        return [_refusal(request, f"{name} needs a GPU, and this run is on a CPU")]
+    if environment.device == "cuda" and not request.of_family("offload"):
         return []
-    return [_refusal(request, f"{name} needs a GPU, and this run is on a CPU")]
+    version = environment.packages.get(facts.package or "")
+    if facts.cpu_since is None or version is None or _numbers(version) >= facts.cpu_since:
+        return []
+    since = ".".join(map(str, facts.cpu_since))
+    return [_refusal(request, f"{name} on a CPU needs {facts.package} {since} or newer, and {version} is installed")]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _works_on_shards(request: Request) -> list[Finding]:
@@ -153,12 +185,6 @@ def missing_package(request: Request) -> list[Finding]:
     return [_refusal(request, f"{name} needs {facts.package}, which is not installed: {facts.install}")]
 
 
-def not_in_this_version(request: Request) -> list[Finding]:
-    """The chosen optimizer, if a later version brings it."""
-    name = request.config.get("optimizer")
-    return [] if OPTIMIZERS[name].available else [_refusal(request, f"{name} is not in this version")]
-
-
 SWITCH = Switch(
     name="optimizer",
     summary="Update rule and its implementation; fused where there is a fused one.",
@@ -173,7 +199,7 @@ SWITCH = Switch(
     rules=(
         Rule(
             "RF022",
-            "8-bit optimizers and apex's own classes need a GPU.",
+            "Apex's own classes, and bitsandbytes before 0.50, need a GPU.",
             "their kernels are written in CUDA and have no CPU form",
             "[S, bitsandbytes, apex]",
             _needs_gpu,
@@ -181,9 +207,9 @@ SWITCH = Switch(
         ),
         Rule(
             "RF025",
-            "LAMB, Adafactor and the kernels of apex and bitsandbytes cannot update shards of parameters.",
-            "the update needs norms or row means of the whole parameter, or a kernel that takes plain tensors only",
-            "[torch, apex, bitsandbytes]",
+            "LAMB, Adafactor, Muon, states of 8 and 4 bits and apex's kernels cannot update shards of parameters.",
+            "the update needs norms, row means, blocks or products of the whole parameter, or takes plain tensors only",
+            "[torch, apex, bitsandbytes, torchao]",
             _works_on_shards,
             Example("--optimizer adafactor --fsdp-memory-optimization --world-size 2"),
         ),

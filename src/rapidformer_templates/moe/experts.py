@@ -1,0 +1,141 @@
+"""The experts: feed-forwards of one shape, computed together by products over tokens that are grouped by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""What torch's grouped product can multiply."""
+
+
+class Experts(nn.Module):
+    """N feed-forwards ``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``, whose matrices are stacked.
+
+    Args:
+        experts: N.
+        hidden, width: sizes of a token and of the inner layer.
+        activation: of the inner layer.
+        gated: whether the activation's output is multiplied by another projection.
+        bias: whether the projections have one.
+    """
+
+    up: nn.Parameter
+    down: nn.Parameter
+    gate: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    gate_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        width: int,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        gated: bool,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        shapes = {"up": (hidden, width), "gate": (hidden, width) if gated else None, "down": (width, hidden)}
+        for name, shape in shapes.items():
+            matrix = None if shape is None else nn.Parameter(torch.empty(experts, *shape))
+            offset = None if shape is None or not bias else nn.Parameter(torch.zeros(experts, shape[1]))
+            self.register_parameter(name, matrix)
+            self.register_parameter(f"{name}_bias", offset)
+
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True) -> torch.Tensor:
+        """The experts' outputs.
+
+        Args:
+            tokens: [S, hidden], those of the first expert first.
+            counts: [N], tokens of each expert.
+            all_taken: False if behind the last expert's tokens there may be some that none takes.
+
+        Returns:
+            [S, hidden]; zeros for tokens that no expert takes.
+        """
+        member = None
+        if self.down_bias is not None:
+            member = _members(counts, len(tokens))
+
+        def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
+            product = grouped_product(inputs, local(getattr(self, name)), counts, all_taken=all_taken)
+            offset = getattr(self, f"{name}_bias")
+            # A product, so that the sums of its backward have an order, also on a GPU.
+            return product if member is None else product + member.to(product.dtype) @ local(offset).to(product.dtype)
+
+        if self.gate is not None:
+            inner = self.activation(project(tokens, "gate")) * project(tokens, "up")
+        else:
+            inner = self.activation(project(tokens, "up"))
+        return project(inner, "down")
+
+
+def local(parameter: Any) -> torch.Tensor:
+    """What this worker has of a parameter, with its gradient."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _members(counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows, N], which expert takes which row."""
+    ends = counts.cumsum(0)
+    places = torch.arange(rows, device=counts.device).unsqueeze(1)
+    return (places < ends) & (places >= ends - counts)
+
+
+def grouped_product(
+    inputs: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True
+) -> torch.Tensor:
+    """Rows times the matrix of their group.
+
+    Args:
+        inputs: [S, in], sorted by group.
+        matrices: [N, in, out].
+        counts: [N], rows of each group.
+        all_taken: False if there may be rows behind the last group, which become zero.
+
+    Returns:
+        [S, out], under autocast in its type.
+    """
+    device = inputs.device.type
+    if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
+        compute = torch.get_autocast_dtype(device)
+        inputs, matrices = inputs.to(compute), matrices.to(compute)
+    elif inputs.dtype != matrices.dtype:
+        inputs = inputs.to(matrices.dtype)
+    if inputs.dtype not in GROUPED_TYPES:
+        product: torch.Tensor = _SegmentProduct.apply(inputs, matrices, counts.tolist())
+        return product
+    ends = counts.cumsum(0).to(torch.int32)
+    if all_taken:
+        return F.grouped_mm(inputs, matrices, offs=ends)
+    # torch leaves rows behind the last group as they were in memory, in the product as in the gradient.
+    taken = (torch.arange(len(inputs), device=ends.device) < ends[-1]).unsqueeze(1)
+    return F.grouped_mm(inputs.where(taken, 0), matrices, offs=ends).where(taken, 0)
+
+
+class _SegmentProduct(torch.autograd.Function):
+    """The same, a product a group, for types that torch's grouped product has not: fp64."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, matrices: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(inputs, matrices)
+        ctx.counts = [*counts, len(inputs) - sum(counts)]
+        parts = inputs.split(ctx.counts)
+        products = [part @ matrix for part, matrix in zip(parts, matrices, strict=False)]
+        return torch.cat([*products, inputs.new_zeros(ctx.counts[-1], matrices.shape[2])])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        inputs, matrices = ctx.saved_tensors
+        groups = list(zip(inputs.split(ctx.counts), gradients[0].split(ctx.counts), matrices, strict=False))
+        to_inputs = [gradient @ matrix.T for _, gradient, matrix in groups]
+        to_matrices = torch.stack([part.T @ gradient for part, gradient, _ in groups])
+        return torch.cat([*to_inputs, inputs.new_zeros(ctx.counts[-1], inputs.shape[1])]), to_matrices, None

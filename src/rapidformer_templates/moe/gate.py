@@ -1,0 +1,103 @@
+"""The gate: which experts a token visits, and with what weights.
+
+All of it is decided within a sample, a row of the batch, so that neither the micro batch nor the number of
+workers changes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of a batch go. Shapes: B rows, T tokens each, N experts, K choices.
+
+    Attributes:
+        logits: [B, T, N].
+        chosen: [B, T, K], experts in the order of their probability.
+        weights: [B, T, K], how much of each chosen expert's output is taken; zero where it is not visited.
+        kept: [B, T, K], False where the choice is not carried out: padding, or an expert that is full.
+            None where all are carried out.
+    """
+
+    logits: torch.Tensor
+    chosen: torch.Tensor
+    weights: torch.Tensor
+    kept: torch.Tensor | None
+
+
+class Gate(nn.Module):
+    """A linear layer over the experts, computed in fp32 also under mixed precision (Fedus et al., 2021).
+
+    Args:
+        hidden: size of a token.
+        experts: N.
+        top_k: experts that a token visits.
+        capacity_factor: see :func:`within_capacity`; None drops nothing.
+    """
+
+    def __init__(self, hidden: int, experts: int, top_k: int, capacity_factor: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.top_k = top_k
+        self.capacity_factor = capacity_factor
+
+    def forward(self, rows: torch.Tensor, mask: torch.Tensor | None) -> Routing:
+        """The routing of ``rows`` [B, T, hidden]; ``mask`` [B, T] is False where a row is padded."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        with torch.autocast(rows.device.type, enabled=False):
+            logits = F.linear(rows.to(wide), self.weight.to(wide))
+            weights, chosen = choose(logits, self.top_k)
+        kept = None if mask is None else mask.unsqueeze(-1).expand_as(chosen)
+        if self.capacity_factor is not None:
+            kept = within_capacity(chosen, kept, logits.shape[-1], self.capacity_factor)
+        if kept is not None:
+            weights = weights * kept
+        return Routing(logits, chosen, weights, kept)
+
+
+def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, experts) of the ``top_k`` most probable experts, [..., K] each.
+
+    Several weights are made to add up to one (Lepikhin et al., 2020; Mixtral). A single one stays the
+    probability itself, through which the gate learns (Fedus et al., 2021).
+    """
+    weights, chosen = logits.softmax(-1).topk(top_k, -1)
+    if top_k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen
+
+
+def within_capacity(
+    chosen: torch.Tensor, kept: torch.Tensor | None, experts: int, capacity_factor: float
+) -> torch.Tensor:
+    """Which choices an expert has room for, [B, T, K].
+
+    In a row of T tokens, padding not counted, each expert has room for ``ceil(capacity_factor · K · T / N)``
+    of them. They come in their order, the first choice of a token before its second. An order by probability
+    would let a causal model look at the tokens that follow.
+
+    Args:
+        chosen: [B, T, K].
+        kept: [B, T, K], False where there is padding; None without padding.
+        experts: N.
+        capacity_factor: 1 is just enough for an even load.
+    """
+    rows, tokens, top_k = chosen.shape
+    taken = F.one_hot(chosen.reshape(rows, tokens * top_k), experts)
+    if kept is None:
+        room: Any = math.ceil(capacity_factor * top_k * tokens / experts)
+    else:
+        taken = taken * kept.reshape(rows, -1, 1)
+        real = kept[..., 0].sum(1)
+        room = torch.ceil(capacity_factor * top_k * real.double() / experts).view(rows, 1)
+    before = (taken.cumsum(1) - taken).gather(2, chosen.reshape(rows, -1, 1)).squeeze(2)
+    fits = (before < room).view_as(chosen)
+    return fits if kept is None else fits & kept

@@ -1,0 +1,191 @@
+"""Each update rule against its formula, written with numpy in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from rapidformer_templates.engines.state import state_tensors
+from rapidformer_templates.optimizers.anyprecision import AnyPrecisionAdamW
+from rapidformer_templates.optimizers.muon import Muon, rule_by_shape, tables_of
+from rapidformer_templates.switches.optimizers import OPTIMIZERS
+
+LR, DECAY, BETA1, BETA2, EPS = 0.01, 0.1, 0.9, 0.999, 1e-8
+SHAPE = (64, 128)
+Moments = Callable[[Any], tuple[np.ndarray, np.ndarray]]
+
+
+def _torchao(state: Any) -> tuple[np.ndarray, np.ndarray]:
+    return state["exp_avg"].dequantize().double().numpy(), state["exp_avg_sq"].dequantize().double().numpy()
+
+
+def _bitsandbytes(state: Any) -> tuple[np.ndarray, np.ndarray]:
+    def whole(number: int) -> np.ndarray:
+        codes = state[f"qmap{number}"][state[f"state{number}"].long()].double()
+        return (codes.view(-1, 256) * state[f"absmax{number}"][:, None].double()).view(SHAPE).numpy()
+
+    return whole(1), whole(2)
+
+
+def _anyprecision(state: Any) -> tuple[np.ndarray, np.ndarray]:
+    return state["exp_avg"].double().numpy(), state["exp_avg_sq"].double().numpy()
+
+
+# What a moment may be off by after it was rounded, as a share of the largest of its block; bytes a parameter.
+Low = tuple[Moments, int, tuple[float, float], float]
+LOW: dict[str, Low] = {
+    "adamw_anyprecision": (_anyprecision, 1, (2**-7, 2**-7), 4.0),
+    "adamw_bnb_8bit": (_bitsandbytes, 256, (0.02, 0.02), 2 + 2 * 4 / 256),
+    "adamw_torch_8bit": (_torchao, 256, (0.02, 0.02), 2 + 2 * 4 / 256),
+    "adamw_torch_4bit": (_torchao, 128, (0.113, 0.0626), 1 + 2 * 4 / 128),
+}
+
+
+def _class(name: str) -> Any:
+    facts = OPTIMIZERS[name]
+    if facts.package:
+        pytest.importorskip(facts.package)
+    module, _, attribute = facts.implementation.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_each_step_is_adamw_of_the_moments_that_are_kept(name: str) -> None:
+    """The update of a step is exact; only what is kept of the moments is rounded."""
+    kind, (moments, block, allowed, _) = _class(name), LOW[name]
+    draw = np.random.default_rng(0)
+    weight = nn.Parameter(torch.tensor(draw.normal(size=SHAPE), dtype=torch.float32))
+    optimizer = kind([weight], lr=LR, weight_decay=DECAY)
+    first, second = np.zeros(SHAPE), np.zeros(SHAPE)
+    for step in range(1, 9):
+        before, gradient = weight.detach().double().numpy(), draw.normal(size=SHAPE)
+        weight.grad = torch.tensor(gradient, dtype=torch.float32)
+        optimizer.step()
+        first = BETA1 * first + (1 - BETA1) * gradient
+        second = BETA2 * second + (1 - BETA2) * gradient**2
+        ratio = (first / (1 - BETA1**step)) / (np.sqrt(second / (1 - BETA2**step)) + EPS)
+        expected = before * (1 - LR * DECAY) - LR * ratio
+        # bitsandbytes decays after the step, not before: a product of two small numbers.
+        moved = weight.detach().double().numpy()
+        np.testing.assert_allclose(moved, expected, atol=LR * LR * DECAY * np.abs(ratio).max() + 1e-6)
+        kept = moments(optimizer.state[weight])
+        for actual, exact, share in zip(kept, (first, second), allowed, strict=True):
+            largest = np.repeat(np.abs(exact.reshape(-1, block)).max(1), block).reshape(SHAPE)
+            assert (np.abs(actual - exact) <= share * largest).all()
+        first, second = kept
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_bytes_of_state_are_as_promised(name: str) -> None:
+    kind, promised = _class(name), LOW[name][-1]
+    assert OPTIMIZERS[name].state_bytes == pytest.approx(promised, abs=0.01)
+    weight = nn.Parameter(torch.randn(256, 512))
+    optimizer = kind([weight], lr=LR)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors(optimizer)}
+    tables = 2 * 256 * 4 + 8  # of codes, for any number of parameters, and the count of steps
+    assert sum(storages.values()) / weight.numel() == pytest.approx(promised, abs=tables / weight.numel())
+
+
+def test_second_moment_in_bfloat16_decays_as_in_fp64() -> None:
+    """Rounded to nearest it would stay for ever where it is: a step takes less than half of its last bit."""
+    weight = nn.Parameter(torch.zeros(512))
+    optimizer = AnyPrecisionAdamW([weight], lr=0.0, weight_decay=0.0)
+    scales = torch.logspace(-3, 3, 512)
+    for scale, steps in ((1.0, 300), (0.1, 2000)):
+        for _ in range(steps):
+            weight.grad = scales * scale
+            optimizer.step()
+    exact = scales.double() ** 2 * ((1 - BETA2**300) * BETA2**2000 + 0.01 * (1 - BETA2**2000))
+    ratio = optimizer.state[weight]["exp_avg_sq"].double() / exact
+    assert (ratio - 1).abs().max() < 0.05
+    assert (ratio - 1).mean().abs() < 0.01  # to nearest: it stays 4 times too large
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kahan_summation_keeps_what_16_bits_would_lose(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.ones(64, dtype=dtype))
+    optimizer = AnyPrecisionAdamW([weight], lr=1e-4, weight_decay=0.0)
+    for _ in range(500):  # each step is a fraction of the last bit of 1
+        weight.grad = torch.full_like(weight, 0.5)
+        optimizer.step()
+    torch.testing.assert_close(weight.detach().double(), torch.full((64,), 0.95).double(), atol=2**-8, rtol=0)
+    assert sum(t.nbytes for t in state_tensors(optimizer) if t.ndim) == 6 * 64
+
+
+def _orthogonal(matrix: np.ndarray) -> np.ndarray:
+    """Five steps of the iteration that Muon takes for an orthogonal matrix, in fp64."""
+    matrix = matrix / np.linalg.norm(matrix)
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
+    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16)])
+def test_muon_follows_its_formula(shape: tuple[int, int]) -> None:
+    draw = np.random.default_rng(0)
+    weight = draw.normal(size=shape)
+    matrix, bias = nn.Parameter(torch.tensor(weight)), nn.Parameter(torch.ones(4, dtype=torch.float64))
+    other = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    groups = [{"params": [matrix]}, {"params": [bias], "rule": "adamw", "weight_decay": 0.0}]
+    optimizer = Muon(groups, lr=LR, weight_decay=DECAY)
+    adamw = torch.optim.AdamW([other], lr=LR, weight_decay=0.0)
+    momentum = np.zeros(shape)
+    for _ in range(6):
+        gradient = draw.normal(size=shape)
+        matrix.grad = torch.tensor(gradient)
+        bias.grad = other.grad = torch.tensor(draw.normal(size=4))
+        optimizer.step()
+        adamw.step()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        direction = _orthogonal(0.95 * momentum + 0.05 * gradient)
+        step = LR * 0.2 * np.sqrt(48) * direction
+        weight = weight * (1 - LR * DECAY) - step
+        error = np.abs(matrix.detach().numpy() - weight).max()
+        assert error < 0.02 * np.abs(step).max() * 6  # torch iterates in bfloat16
+        assert torch.equal(bias, other)
+
+
+def test_a_step_of_muon_is_as_long_as_one_of_adamw() -> None:
+    weight = nn.Parameter(torch.zeros(256, 64))
+    optimizer = Muon([weight], lr=LR, weight_decay=0.0)
+    torch.manual_seed(0)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    root_mean_square = float(weight.detach().square().mean().sqrt()) / LR
+    assert 0.1 < root_mean_square < 0.4  # AdamW: 0.2 to 0.4 in training
+
+
+def test_muon_refuses_what_is_no_matrix() -> None:
+    with pytest.raises(ValueError, match=r"not a parameter of shape \(3,\)"):
+        Muon([nn.Parameter(torch.zeros(3))])
+
+
+def test_tables_and_vectors_go_to_adamw() -> None:
+    small = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**small, tie_word_embeddings=False))
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = BertForMaskedLM(BertConfig(vocab_size=32, **sizes))
+    tables = {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}
+    assert tables_of(gpt2) == tables
+    rule = rule_by_shape(tables_of(gpt2))
+    options = {name: rule(name, parameter) for name, parameter in gpt2.named_parameters()}
+    by_muon = {name for name, given in options.items() if given["rule"] == "muon"}
+    assert by_muon == {
+        f"transformer.h.0.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    assert options["transformer.ln_f.weight"] == {"weight_decay": 0.0, "rule": "adamw"}
+    rule = rule_by_shape(tables_of(bert))
+    by_muon = {n for n, p in bert.named_parameters() if rule(n, p)["rule"] == "muon"}
+    assert "cls.predictions.transform.dense.weight" in by_muon
+    assert not any("embeddings" in name or "decoder" in name for name in by_muon)
