@@ -1,0 +1,66 @@
+"""``--auto-strategy`` on a training command: what it chooses, where the values say they are from, and who gets them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rapidformer_templates import Finetuner, Trainer
+from rapidformer_templates.configure import chosen_layout
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.launch import CHOSEN
+from rapidformer_templates.planner.command import NothingFits
+from rapidformer_templates.switches import REGISTRY
+from tests.parity.jobs import CausalJob
+
+FLAGS = [
+    *("--auto-strategy", "--max-global-batch-size", "4", "--task", "pretraining", "--model-type", "gpt2"),
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
+    *("--lr", "1e-3", "--train-iters", "2", "--device", "cpu", "--nproc-per-node", "2"),
+]
+
+
+def test_the_best_layout_is_taken_and_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
+    template = Trainer([*FLAGS, "--zero-1-memory-optimization"])
+    assert capsys.readouterr().err.startswith("best: --")
+    sizes, values = template.plan.sizes, template.plan.values
+    assert sizes.global_batch <= 4
+    assert sizes.tensor * sizes.pipeline * sizes.data == 2
+    assert values["--global-batch-size"] == {"value": sizes.global_batch, "origin": "auto-strategy"}
+    assert values["--zero-1-memory-optimization"]["origin"] == "command line"
+    assert "zero-1" in template.plan.switches
+
+    # Workers that this process starts do not search again.
+    chosen = json.loads(chosen_layout(template.config)[CHOSEN])
+    assert chosen["global_batch_size"] == sizes.global_batch
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **chosen_layout(template.config)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("rapidformer_templates.planner.command.search", None)
+    worker = Trainer([*FLAGS, "--zero-1-memory-optimization"])
+    assert worker.plan.sizes == template.plan.sizes
+
+
+def test_a_run_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "0.801")
+    with pytest.raises(NothingFits, match=r"no layout of 2 workers with 0\.801 GB each"):
+        Trainer([*FLAGS, "--zero-1-memory-optimization", "--micro-batch-size", "2"])
+
+
+def test_hooks_that_the_search_cannot_see_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot see what CausalJob\.build_model makes"):
+        CausalJob(FLAGS)
+
+
+def test_other_templates_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
+    with pytest.raises(Exception, match="auto-strategy needs the Trainer template"):
+        Finetuner(FLAGS)
+
+
+def test_the_switch_has_its_rules() -> None:
+    assert {rule.code for rule in REGISTRY["auto-strategy"].rules} == {"RF060", "RF061"}
+    assert REGISTRY["auto-strategy"].available
