@@ -33,7 +33,7 @@ class SparseFeedForward(nn.Module):
         self._losses = losses
         self._place = place
 
-    @torch.compiler.disable(reason="which tokens an expert gets is known only from the data")  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="which tokens an expert gets is known only from the data")
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, T, hidden] to the same shape; zeros where there is padding."""
         rows = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
