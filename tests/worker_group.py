@@ -15,15 +15,14 @@ import torch.multiprocessing as mp
 from rapidformer_templates.workers import Workers, free_port, join
 
 
-def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any, forked: bool = False) -> list[Any]:
+def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """``function(workers, *arguments)`` in ``count`` new processes; their results by rank.
 
-    An exception in one of them is raised here with its stack trace. ``forked``: copies of this process, which need
-    not import everything again; for functions that change nothing outside of them.
+    An exception in one of them is raised here with its stack trace.
     """
     with tempfile.TemporaryDirectory() as folder:
         details = (count, free_port(), folder, function, arguments)
-        mp.start_processes(_worker, details, nprocs=count, start_method="fork" if forked else "spawn")
+        mp.spawn(_worker, details, nprocs=count)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(count)]
 
 

@@ -184,7 +184,8 @@ def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, in
 
 
 def _expert_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
-    asked = {flag: config.get(flag) for flag in EXPERT_SIZES}
+    options = config.switches.get("mixture-of-experts")  # not there where only a model is described
+    asked = {flag: getattr(options, flag, None) for flag in EXPERT_SIZES}
     fields = default.to_dict()
     return {
         next(name for name in EXPERT_SIZES[flag] if name in fields): value for flag, value in asked.items() if value

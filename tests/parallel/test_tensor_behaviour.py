@@ -135,7 +135,7 @@ def _behave(workers: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_in_workers(2, _behave, forked=True)
+    return run_in_workers(2, _behave)
 
 
 @pytest.mark.distributed

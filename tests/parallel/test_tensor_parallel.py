@@ -39,7 +39,7 @@ def _train_all(workers: Any, cases: list[Case]) -> dict[Case, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[Case, Any]:
-    first, _, third, _ = run_in_workers(4, _train_all, CASES + BF16, forked=True)
+    first, _, third, _ = run_in_workers(4, _train_all, CASES + BF16)
     return third | first
 
 
