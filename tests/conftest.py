@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -13,6 +14,13 @@ WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 def _forget_worker() -> None:
     for name in WORKER:
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def has_no_group() -> None:
+    """An engine alone opens a process group for itself, which stays open for as long as the process lives."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -200,7 +200,7 @@ def test_a_run_goes_through_all_engines(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(curve), torch.tensor(whole), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "neox", "gpt2", "bert"])
 def test_every_layout_with_every_switch(family: str, tmp_path: Path) -> None:
     cases = {name: case for name, case in WIDE.items() if name.startswith(family)}
