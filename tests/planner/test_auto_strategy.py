@@ -63,4 +63,3 @@ def test_other_templates_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_switch_has_its_rules() -> None:
     assert {rule.code for rule in REGISTRY["auto-strategy"].rules} == {"RF060", "RF061"}
-    assert REGISTRY["auto-strategy"].available

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from rapidformer_templates.engines.windows import Window, windows
 from rapidformer_templates.layout import canonical_name
 from rapidformer_templates.parallel.stages import cut
 from rapidformer_templates.planner.divided import divide, ends_of, local_parameters, silent_group
@@ -69,6 +70,8 @@ class ModelShapes:
     _local: dict[int, dict[str, Facts]] = field(default_factory=dict)
     _sizes: dict[int, list[int]] = field(default_factory=dict)
     _stages: dict[tuple[int, int, int], dict[str, Facts]] = field(default_factory=dict)
+    _windows: dict[tuple[int, int, int, int], list[Window]] = field(default_factory=dict)
+    _runs: dict[tuple[int, int, int, int, int], tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -182,13 +185,23 @@ class ModelShapes:
 
     def _traced(self, variant: Variant) -> Trace:
         if variant not in self._traces:
-            compute_type = COMPUTE_TYPES[variant.precision]
-            with silent_group(variant.tensor) as workers, fake_tensors():
-                model = self.build(TRACED_BLOCKS if self._repeats else None).train()
-                if variant.narrow_parameters and compute_type is not None:
-                    for parameter in model.parameters():
-                        parameter.data = parameter.data.to(compute_type)
-                model = divide(model, workers, sequence_parallel=variant.sequence_parallel)
+            # Those that are compared with one another are traced on one model: to build and divide it takes as long.
+            together = [replace(variant, micro_batch=n, recompute=r) for n in TRACED_SAMPLES for r in (False, True)]
+            self._trace(together if variant in together else [variant])
+        return self._traces[variant]
+
+    def _trace(self, variants: Sequence[Variant]) -> None:
+        """Trace variants that differ in their batches and in recomputation only."""
+        of_all = variants[0]
+        compute_type = COMPUTE_TYPES[of_all.precision]
+        with silent_group(of_all.tensor) as workers, fake_tensors():
+            model = self.build(TRACED_BLOCKS if self._repeats else None).train()
+            if of_all.narrow_parameters and compute_type is not None:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.to(compute_type)
+            model = divide(model, workers, sequence_parallel=of_all.sequence_parallel)
+            self._gradients[of_all.tensor] = gradient_bytes(model)
+            for variant in variants:
                 self._traces[variant] = trace(
                     model,
                     self.batch(variant.micro_batch),
@@ -196,8 +209,6 @@ class ModelShapes:
                     recompute=variant.recompute,
                     gpu=self.gpu,
                 )
-                self._gradients[variant.tensor] = gradient_bytes(model)
-        return self._traces[variant]
 
     def local_parameters(self, tensor: int) -> dict[str, Facts]:
         """The parameters as ``tensor`` workers share them: those of the worker with the largest shares.
@@ -251,6 +262,28 @@ class ModelShapes:
             return begin <= self.blocks[block][1] < begin + sizes[rank]
 
         return {name: facts for name, facts in local.items() if is_here(name)}
+
+    def windows(self, tensor: int, pipeline: int, rank: int, data: int) -> list[Window]:
+        """What a worker of a stage exchanges at a time with the other replicas.
+
+        Parameters that several stages have lie in windows of their own.
+        """
+        key = (tensor, pipeline, rank, data)
+        if key not in self._windows:
+            own = self.stage_parameters(tensor, pipeline, rank)
+            shared = {name for name in own if pipeline > 1 and len(self.ends_of(name)) > 1}
+            alone = [facts.count for name, facts in reversed(own.items()) if name not in shared]
+            tied = [own[name].count for name in sorted(shared)]
+            self._windows[key] = [w for counts in (alone, tied) for w in windows(list(enumerate(counts)), data)]
+        return self._windows[key]
+
+    def runs(self, tensor: int, pipeline: int, rank: int, data: int, replica: int) -> tuple[int, int]:
+        """(tensors, elements) that the optimizer of a replica updates, if its state is shared out."""
+        key = (tensor, pipeline, rank, data, replica)
+        if key not in self._runs:
+            lengths = [run.length for window in self.windows(*key[:4]) for run, _ in window.owned(replica)]
+            self._runs[key] = len(lengths), sum(lengths)
+        return self._runs[key]
 
     def ends_of(self, name: str) -> frozenset[str]:
         """The stages that have a parameter which is in no block, under any of its names."""

@@ -29,7 +29,7 @@ T = TypeVar("T", int, bool)
 ALLOWANCE = 0.05
 """Share of the predicted memory that must be free beside it: fragments, and buffers that a transfer still holds."""
 
-DOUBT = 0.04
+DOUBT = 0.01
 """Share of the device's memory: a layout that is closer to the limit than this is traced exactly."""
 
 LARGEST_MICRO_BATCH = 32

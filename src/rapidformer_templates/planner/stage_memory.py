@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from rapidformer_templates.engines.windows import WINDOW, Window, windows
+from rapidformer_templates.engines.windows import WINDOW, Window
 from rapidformer_templates.planner.layouts import Layout
 from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
 from rapidformer_templates.planner.states import COUNTER, FP32, MOMENTS, Facts, Held
@@ -77,11 +77,18 @@ class Stage:
 
     def held(self, replica: int = 0) -> Held:
         """The states of a replica's worker; gradients when the last backward has ended."""
-        runs = self._runs(replica)
+        if self.layout.partitioning == "none" or self.layout.data == 1:
+            tensors, elements = len(self.parameters), self._bytes // FP32
+        else:
+            tensors, elements = self.model.runs(*self._key, replica)
         gradients = self._share_bytes if self._sums_early else self._bytes
-        return Held(self._bytes, gradients, MOMENTS * sum(runs) + COUNTER * len(runs))
+        return Held(self._bytes, gradients, MOMENTS * elements + COUNTER * tensors)
 
     @property
+    def _key(self) -> tuple[int, int, int, int]:
+        return self.layout.tensor, self.layout.pipeline, self.rank, self.layout.data
+
+    @cached_property
     def _bytes(self) -> int:
         return FP32 * sum(facts.count for facts in self.parameters.values())
 
@@ -95,24 +102,9 @@ class Stage:
         """ZeRO-2: gradients go to their owners in each backward."""
         return self.layout.partitioning == "zero-2" and self.layout.data > 1
 
-    @cached_property
+    @property
     def _windows(self) -> list[Window]:
-        """What is exchanged at a time: parameters that several stages have lie in windows of their own."""
-        shared = {name for name in self.parameters if self._stages_of(name) > 1}
-        alone = [facts.count for name, facts in reversed(self.parameters.items()) if name not in shared]
-        tied = [self.parameters[name].count for name in sorted(shared)]
-        return [w for counts in (alone, tied) for w in windows(list(enumerate(counts)), self.layout.data)]
-
-    def _stages_of(self, name: str) -> int:
-        if self.layout.pipeline == 1 or self.model.block_of(name) is not None:
-            return 1
-        return len(self.model.ends_of(name))
-
-    def _runs(self, replica: int) -> list[int]:
-        """Elements of each tensor that the optimizer of a replica's worker updates."""
-        if self.layout.partitioning == "none" or self.layout.data == 1:
-            return [facts.count for facts in self.parameters.values()]
-        return [run.length for window in self._windows for run, _ in window.owned(replica)]
+        return self.model.windows(*self._key)
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""

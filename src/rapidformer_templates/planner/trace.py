@@ -343,10 +343,11 @@ def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, 
     for name, place in places.items():
         block = model.get_submodule(name)
         if recompute:
+            before = vars(block).get("forward")  # tensor parallelism may have put one there
             block.forward = Checkpointed(_on_gpu(block.forward) if gpu else block.forward)
-            stack.callback(delattr, block, "forward")
+            stack.callback(_restore_forward, block, before)
 
-        def before(module: nn.Module, args: Any, *, place: tuple[str, int] = place) -> None:
+        def enter(module: nn.Module, args: Any, *, place: tuple[str, int] = place) -> None:
             watch.enter("forward", place)
 
         def after(module: nn.Module, args: Any, output: Any, *, place: tuple[str, int] = place) -> None:
@@ -356,10 +357,17 @@ def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, 
             watch.hidden = local_part(hidden).nbytes
             hidden.register_hook(lambda gradient: watch.enter("backward", place))
 
-        stack.callback(block.register_forward_pre_hook(before).remove)
+        stack.callback(block.register_forward_pre_hook(enter).remove)
         stack.callback(block.register_forward_hook(after).remove)
         if place[1] == 0:
             stack.callback(block.register_forward_pre_hook(_at_input(watch), with_kwargs=True).remove)
+
+
+def _restore_forward(block: nn.Module, before: Any) -> None:
+    if before is None:
+        del block.forward
+    else:
+        block.forward = before
 
 
 def _at_input(watch: _Watch) -> Callable[..., None]:
