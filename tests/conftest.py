@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.worker_group import WITHOUT_PICTURES
+
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,3 +31,10 @@ def is_no_worker() -> Iterator[None]:
     _forget_worker()
     yield
     _forget_worker()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def draws_no_pictures() -> Iterator[None]:
+    """Of runs in this process."""
+    with WITHOUT_PICTURES:
+        yield

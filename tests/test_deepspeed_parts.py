@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rapidformer_templates import build_tools
 from rapidformer_templates import deepspeed_parts as parts
 from rapidformer_templates.plan import Plan
 
@@ -74,7 +76,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tools / name).write_text("#!/bin/sh\nexit 0\n")
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(parts, "_missing_library", lambda part, device: None)
+    monkeypatch.setattr(build_tools, "missing_library", lambda part, device: None)
     monkeypatch.setattr(parts, "GRACE_SECONDS", 0.3)
     return parts.folder("cpu")
 
@@ -281,12 +283,12 @@ def test_failed_build_shows_the_last_lines(root: Path, monkeypatch: pytest.Monke
 def test_missing_tools(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = tmp_path / "tools"
     monkeypatch.setenv("PATH", str(tools))
-    monkeypatch.setattr(parts.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    assert parts.problems("cpu_adam") is None
+    monkeypatch.setattr(build_tools.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert build_tools.problems("cpu_adam") is None
     (tools / "ninja").unlink()
-    assert parts.problems("cpu_adam") == "no ninja on PATH: pip install ninja"
+    assert build_tools.problems("cpu_adam") == "no ninja on PATH: pip install ninja"
     (tools / "c++").unlink()
-    assert parts.problems("cpu_adam") == "no C++ compiler (c++) on PATH: apt-get install g++"
+    assert build_tools.problems("cpu_adam") == "no C++ compiler (c++) on PATH: apt-get install g++"
     monkeypatch.setenv("CXX", "clang++-99 -v")
     with pytest.raises(parts.PartError) as error:
         parts.build(["cpu_adam"], "cpu")
@@ -301,13 +303,13 @@ def test_missing_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     compiler.write_text("#!/bin/sh\ncat >/dev/null\necho 'fatal error: libaio.h: No such file' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(parts.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(build_tools.sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "Python.h").touch()
-    found = parts._missing_library("async_io", "cpu")
+    found = build_tools.missing_library("async_io", "cpu")
     assert found == ("libaio's header or library is missing", "apt-get install libaio-dev")
-    assert parts._missing_library("cpu_adam", "cpu") is None
+    assert build_tools.missing_library("cpu_adam", "cpu") is None
     (tmp_path / "Python.h").unlink()
-    assert parts._missing_library("cpu_adam", "cpu") == (
+    assert build_tools.missing_library("cpu_adam", "cpu") == (
         "Python's C headers (Python.h) are missing",
         "apt-get install python3-dev",
     )
@@ -320,9 +322,28 @@ def test_ninja_of_a_virtual_environment_that_is_not_active(
     scripts.mkdir()
     (tools / "ninja").rename(scripts / "ninja")
     monkeypatch.setenv("PATH", str(tools))
-    monkeypatch.setattr(parts.sysconfig, "get_path", lambda name: str(scripts))
+    monkeypatch.setattr(build_tools.sysconfig, "get_path", lambda name: str(scripts))
     parts.export("cpu")
-    assert os.environ["PATH"].split(os.pathsep) == [str(tools), str(scripts)]
+    assert os.environ["PATH"].split(os.pathsep) == [str(scripts), str(tools)]
+
+
+def test_ninja_of_the_environment_goes_before_another_on_path(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ninja compiles everything anew that another version of it has compiled: in the workers, where nobody sees why."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    shutil.copy(tmp_path / "tools" / "ninja", scripts)
+    monkeypatch.setattr(build_tools.sysconfig, "get_path", lambda name: str(scripts))
+    parts.export("cpu")
+    assert shutil.which("ninja") == str(scripts / "ninja")
+
+
+def test_parts_of_another_ninja_are_built_anew(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts.build(["cpu_adam"], "cpu")
+    assert parts.is_built("cpu_adam", root)
+    monkeypatch.setattr(build_tools, "find_ninja", lambda: str(tmp_path / "tools" / "c++"))
+    assert not parts.is_built("cpu_adam", root)
 
 
 def test_folder_that_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,12 +353,12 @@ def test_folder_that_cannot_be_written(root: Path, tmp_path: Path, monkeypatch: 
         parts.build(["cpu_adam"], "cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.deepspeed
 def test_real_build_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill -9 the compilers of DeepSpeed's own build; torch's lock is left, and the next build succeeds."""
     pytest.importorskip("deepspeed", reason="needs the deepspeed extra")
-    if reason := parts.problems("cpu_adam"):
+    if reason := build_tools.problems("cpu_adam"):
         pytest.skip(reason)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in (parts.FOLDER, "LOCAL_RANK"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates import deepspeed_parts, doctor, environment
+from rapidformer_templates import build_tools, deepspeed_parts, doctor, environment
 from rapidformer_templates.cli import main
 from rapidformer_templates.switches import REGISTRY
 
@@ -119,7 +119,7 @@ def test_compiled_parts(
     add_package(site, "deepspeed", "", "9.9")
     monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("deepspeed",))
     reasons = {"async_io": "libaio's header or library is missing: apt-get install libaio-dev"}
-    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: reasons.get(part))
+    monkeypatch.setattr(build_tools, "problems", lambda part, device: reasons.get(part))
     found = examined(capsys)
     assert found["cpu_adam"]["state"] == "not built yet"
     assert found["cpu_adam"]["detail"].endswith("or now by rapidformer doctor --build cpu_adam")
@@ -144,7 +144,7 @@ def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     built: list[tuple[list[str], str]] = []
     monkeypatch.setattr(deepspeed_parts, "build", lambda parts, device: built.append((list(parts), device)))
     reasons = {"async_io": "no libaio"}
-    monkeypatch.setattr(deepspeed_parts, "problems", lambda part, device: reasons.get(part))
+    monkeypatch.setattr(build_tools, "problems", lambda part, device: reasons.get(part))
     assert main(["doctor", "--build"]) == 0
     assert main(["doctor", "--build", "async_io"]) == 0
     assert built == [(["cpu_adam"], "cpu"), (["async_io"], "cpu")]
@@ -158,7 +158,7 @@ def test_no_torch_is_imported_here(site: Path, capsys: pytest.CaptureFixture[str
     import subprocess
 
     program = (
-        "import sys; from rapidformer_templates import deepspeed_parts, doctor; doctor.main(['--json']);"
+        "import sys; from rapidformer_templates import build_tools, deepspeed_parts, doctor; doctor.main(['--json']);"
         "heavy = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -123,3 +123,4 @@ def test_pretraining_loss_falls(tmp_path: Path) -> None:
     losses = [line["loss"] for line in _metrics(tmp_path / "run") if "loss" in line]
     assert losses[-1] < losses[0] - 0.5
     assert (tmp_path / "run/export/tokenizer.json").is_file()
+    assert (tmp_path / "run/curves.png").read_bytes().startswith(b"\x89PNG")

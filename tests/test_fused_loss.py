@@ -39,7 +39,6 @@ from tests.worker_group import run_in_workers
 FUSED = "--fused-linear-cross-entropy"
 ON_CPU = SimpleNamespace(workers=SimpleNamespace(device=torch.device("cpu")))
 PACKAGES = installed_packages()
-NO_PICTURES = mock.patch("rapidformer_templates.report.draw_curves")  # half of the time of runs as short as these
 
 
 def _inputs(rows: int, words: int, *, bias: bool, dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -261,7 +260,7 @@ SHARED |= {("masked", name) for name in SWITCHES if name == "zero-3"}
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
     folder = tmp_path_factory.mktemp("references")
-    with mock.patch.dict(JOBS, RUNS), NO_PICTURES:
+    with mock.patch.dict(JOBS, RUNS):
         return {
             (job, double): train(job, double, ALONE, str(folder / f"{job}-{double}"))
             for job in RUNS
@@ -282,7 +281,7 @@ def _assert_follows(actual: Any, expected: Any, *, double: bool) -> None:
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("job", RUNS)
 def test_twenty_steps_are_those_without(job: str, double: bool, references: Any, tmp_path: Path) -> None:
-    with mock.patch.dict(JOBS, RUNS), NO_PICTURES:
+    with mock.patch.dict(JOBS, RUNS):
         actual = train(job, double, f"{ALONE} --micro-batch-size 4 {FUSED}", str(tmp_path))
     _assert_follows(actual, references[job, double], double=double)
     receipts = actual["summary"]["receipts"]
@@ -324,7 +323,7 @@ def _double(name: str) -> bool:
 
 
 def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
-    with mock.patch.dict(JOBS, RUNS), NO_PICTURES:
+    with mock.patch.dict(JOBS, RUNS):
         runs: dict[Any, Any] = {
             (job, name): train(job, _double(name), f"{SHORT} {SWITCHES[name]} {FUSED}", f"{folder}/{job}-{name}")
             for job, name in sorted(SHARED)

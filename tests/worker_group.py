@@ -8,11 +8,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.multiprocessing as mp
 
 from rapidformer_templates.workers import Workers, free_port, join
+
+WITHOUT_PICTURES = mock.patch("rapidformer_templates.report.draw_curves")
+"""Half of the time of runs as short as those of tests; what starts a command of its own still draws them."""
 
 
 def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -38,14 +42,15 @@ def _worker(
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
-    with join("cpu") as workers:
+    with WITHOUT_PICTURES, join("cpu") as workers:
         result = function(workers, *arguments)
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
 
 
 def why_no_nvme() -> str | None:
     """Why NVMe offload is not tested here: its compiled part takes minutes to build, which no test should."""
-    from rapidformer_templates.deepspeed_parts import folder, is_built, problems
+    from rapidformer_templates.build_tools import problems
+    from rapidformer_templates.deepspeed_parts import folder, is_built
 
     found = problems("async_io")
     if found or not is_built("async_io", folder("cpu")):

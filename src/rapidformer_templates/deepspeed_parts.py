@@ -12,12 +12,10 @@ import hashlib
 import importlib.util
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,12 +24,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rapidformer_templates import build_tools
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.files import sync, write_json
 from rapidformer_templates.plan import Plan
 
 ENGINE = "rapidformer_templates.engines.deepspeed:DeepSpeedEngine"
-INSTALL = "pip install 'rapidformer_templates[deepspeed]'"
 FOLDER = "TORCH_EXTENSIONS_DIR"  # where torch looks for compiled parts
 ACCELERATOR = "DS_ACCELERATOR"  # DeepSpeed's device, which also decides how a part is compiled
 
@@ -108,10 +106,9 @@ def export(device: str) -> Path:
     root = folder(device)
     os.environ[FOLDER] = str(root)
     os.environ.setdefault(ACCELERATOR, device)
-    scripts = sysconfig.get_path("scripts")
-    if shutil.which("ninja") is None and shutil.which("ninja", path=scripts):
-        # A program of a virtual environment that was not activated: torch looks for ninja on PATH only.
-        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])
+    ninja = build_tools.find_ninja()
+    if ninja and ninja != shutil.which("ninja"):  # torch looks for it on PATH only
+        os.environ["PATH"] = os.pathsep.join([str(Path(ninja).parent), os.environ.get("PATH", os.defpath)])
     return root
 
 
@@ -135,7 +132,7 @@ def _key(device: str) -> str:
     try:
         versions = [version(name) for name in ("deepspeed", "torch")]
     except PackageNotFoundError as error:
-        raise PartError(f"{error.name} is not installed", hint=INSTALL) from error
+        raise PartError(f"{error.name} is not installed", hint=build_tools.INSTALL) from error
     facts = [str(_source(name)) for name in ("deepspeed", "torch")] + [_processor()]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
@@ -165,7 +162,9 @@ def is_built(part: str, root: Path) -> bool:
 def _facts(part: str, root: Path) -> dict[str, Any]:
     """What the stamp of a built part holds: ninja compiles anew when one of these changes."""
     libraries = [library for name in PARTS[part].folders for library in sorted((root / name).glob("*.so"))]
+    ninja = build_tools.find_ninja()
     return {
+        "ninja": [ninja, *_stat(Path(ninja))] if ninja else None,
         "files": {str(library.relative_to(root)): _stat(library) for library in libraries},
         "sources": {name: [version(name), *_stat(_source(name))] for name in ("deepspeed", "torch")},
     }
@@ -173,48 +172,6 @@ def _facts(part: str, root: Path) -> dict[str, Any]:
 
 def _stat(path: Path) -> list[int]:
     return [path.stat().st_size, path.stat().st_mtime_ns]
-
-
-def problems(part: str, device: str = "cpu") -> str | None:
-    """Why a part cannot be built here and what to do about it, or None. Takes no more than 0.1 s."""
-    found = _missing_tool() or _missing_library(part, device)
-    return f"{found[0]}: {found[1]}" if found else None
-
-
-def _missing_tool() -> tuple[str, str] | None:
-    """(what is missing, what to do): tools that torch asks for even to load a part that is built."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed", INSTALL
-    if shutil.which(_compiler()) is None:
-        return f"no C++ compiler ({_compiler()}) on PATH", "apt-get install g++"
-    if shutil.which("ninja") is None and shutil.which("ninja", path=sysconfig.get_path("scripts")) is None:
-        return "no ninja on PATH", "pip install ninja"
-    return None
-
-
-def _missing_library(part: str, device: str) -> tuple[str, str] | None:
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return "Python's C headers (Python.h) are missing", "apt-get install python3-dev"
-    if part != "async_io":
-        return None
-    if not _has_libaio():
-        return "libaio's header or library is missing", "apt-get install libaio-dev"
-    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    if device == "cuda" and not (shutil.which("nvcc") or Path(toolkit, "bin", "nvcc").exists()):
-        return "the CUDA toolkit (nvcc) is missing", "install it in the version of torch's CUDA, and set CUDA_HOME"
-    return None
-
-
-def _compiler() -> str:
-    """The program that torch compiles with."""
-    return shlex.split(os.environ.get("CXX") or "c++")[0]
-
-
-def _has_libaio() -> bool:
-    """Whether a program that uses libaio links, wherever the compiler looks for it."""
-    command = [_compiler(), "-x", "c++", "-", "-laio", "-o", os.devnull]
-    program = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }\n"
-    return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
 
 
 def say_once(line: str) -> None:
@@ -233,14 +190,14 @@ def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
     """
     if not parts:
         return
-    if found := _missing_tool():
+    if found := build_tools.missing_tool():
         raise PartError(f"DeepSpeed's {parts[0]} cannot be used here: {found[0]}", hint=found[1])
     root = folder(device)
     missing = [part for part in parts if not is_built(part, root)]
     if not missing and not locks(parts, root):
         return
     for part in missing:
-        if found := _missing_library(part, device):
+        if found := build_tools.missing_library(part, device):
             raise PartError(f"DeepSpeed's {part} cannot be built here: {found[0]}", hint=found[1])
     try:
         root.mkdir(parents=True, exist_ok=True)

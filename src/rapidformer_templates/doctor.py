@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rapidformer_templates import deepspeed_parts, environment
+from rapidformer_templates import build_tools, deepspeed_parts, environment
 from rapidformer_templates.environment import OPTIONAL_PACKAGES
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.switches import REGISTRY
@@ -98,7 +98,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(f"unexpected argument '{wrong[0]}'", hint=hint)
     device = "cpu" if environment.detect_gpu() is None else "cuda"
     if asked.build is not None:
-        _build(names or [part for part in deepspeed_parts.PARTS if not deepspeed_parts.problems(part, device)], device)
+        _build(names or [part for part in deepspeed_parts.PARTS if not build_tools.problems(part, device)], device)
     report = examine(device)
     if asked.json:
         print(json.dumps(report, indent=2))
@@ -109,9 +109,9 @@ def main(words: Sequence[str]) -> int:
 
 def _build(parts: Sequence[str], device: str) -> None:
     if find_spec("deepspeed") is None:
-        raise ConfigError("deepspeed is not installed: it has no parts to build", hint=deepspeed_parts.INSTALL)
+        raise ConfigError("deepspeed is not installed: it has no parts to build", hint=build_tools.INSTALL)
     if not parts:
-        reason = deepspeed_parts.problems(next(iter(deepspeed_parts.PARTS)), device)
+        reason = build_tools.problems(next(iter(deepspeed_parts.PARTS)), device)
         raise ConfigError(f"DeepSpeed's parts cannot be built here: {reason}")
     deepspeed_parts.export(device)
     deepspeed_parts.build(parts, device)
@@ -251,7 +251,7 @@ def _parts(device: str) -> tuple[list[Finding], str | None]:
 def _part(name: str, root: Path, device: str) -> Finding:
     part = deepspeed_parts.PARTS[name]
     built = deepspeed_parts.is_built(name, root)
-    reason = deepspeed_parts.problems(name, device)
+    reason = build_tools.problems(name, device)
     locks = [lock for lock in deepspeed_parts.locks([name], root) if lock.parent.name in part.folders]
     if reason:
         return Finding(name, "cannot be used" if built else "cannot be built", "", reason, part.serves)

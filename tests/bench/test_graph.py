@@ -28,6 +28,8 @@ def test_the_command_writes_what_it_shows(
     assert eager["over_eager"] == 1
     assert ort["loss"] == pytest.approx(eager["loss"], rel=1e-4)  # with dropout: the masks are the same
     assert eager["onnx_runtime"] is None
+    assert eager["share_in_graphs"] == 0
+    assert 0 < ort["share_in_graphs"] < 1
     assert {"BertLayer forward", "BertLayer backward"} <= {g["name"] for g in ort["onnx_runtime"]["graphs"]}
     assert set(result["absent"]) == {"mixed", "inductor"}
     assert result["published"]["ORT"] == [554.24, 2430]
@@ -36,7 +38,7 @@ def test_the_command_writes_what_it_shows(
 
 
 def test_a_solution_with_another_loss_is_told() -> None:
-    row = graph.Row("fp32", 1.0, 0.0, 1.0, 1.0, 2.0, 5, None)
-    other = graph.Row("ORT", 1.0, 0.0, 1.0, 1.0, 2.01, 5, {})
+    row = graph.Row("fp32", 1.0, 0.0, 1.0, 1.0, 2.0, 0.0, None)
+    other = graph.Row("ORT", 1.0, 0.0, 1.0, 1.0, 2.01, 0.5, {})
     assert graph._strayed([row, row]) == []
     assert graph._strayed([row, other]) == ["ORT: the last loss is 2.010000, eager's is 2.000000"]

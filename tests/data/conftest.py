@@ -14,12 +14,17 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.config import RunConfig
+from rapidformer_templates.data import preprocess
+from rapidformer_templates.data.encoding import Recipe
+from rapidformer_templates.data.preprocess import Made
 
 WORDS = re.findall(
     r"\w+",
     "the a cat dog house tree river runs sleeps eats sees big small red green old new and or not in on under over "
     "good bad fine awful great never always today tomorrow yesterday he she it they we you number say hello world",
 )
+
+TEXTS = [f"{' '.join(WORDS[i % 40 : i % 40 + i % 9 + 1])}\n\t café №{i} 日本 ’s" for i in range(60)]
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +102,31 @@ def flags(tmp_path: Path, gpt_folder: Path) -> dict[str, Any]:
         "task": "pretraining", "model_type": "gpt2", "tokenizer_path": str(gpt_folder), "seq_length": 16,
         "data_path": (str(tmp_path / "corpus.jsonl"),), "data_cache_dir": str(tmp_path / "cache"), **TINY,
     }  # fmt: skip
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """``TEXTS`` as loose JSON lines."""
+    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text, "id": i} for i, text in enumerate(TEXTS)])
+
+
+@pytest.fixture
+def recipe(gpt_folder: Path) -> Recipe:
+    """How ``gpt_folder``'s tokenizer is to be used."""
+    return Recipe((gpt_folder / "tokenizer.json").read_text(encoding="utf-8"), "uint16", end=0)
+
+
+@pytest.fixture
+def make(tmp_path: Path, recipe: Recipe) -> Callable[..., Made]:
+    """Preprocess into ``tmp_path/out_…``, one worker unless told."""
+
+    def run(*files: Path, recipe: Recipe = recipe, prefix: str = "out", **options: Any) -> Made:
+        options = {"workers": 1, "backend": "transformers", **options}
+        return preprocess.preprocess(files, str(tmp_path / prefix), recipe, **options)
+
+    return run
+
+
+def files_of(prefix: str | Path) -> list[bytes]:
+    """All that a data set consists of."""
+    return [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "sums.json")]

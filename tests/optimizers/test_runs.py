@@ -58,7 +58,6 @@ class QuantizedJob(CausalJob):
 
 
 WITH_JOB = mock.patch.dict(JOBS, {"quantized": QuantizedJob})
-NO_PICTURES = mock.patch("rapidformer_templates.report.draw_curves")  # half of the time of runs as short as these
 train_quantized = partial(train, "quantized", False)
 
 
@@ -70,8 +69,7 @@ def _resumed(name: str, switch: str, folder: str) -> str:
     # Else a worker ends its process with an error.
     with pytest.raises(Died), mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
         job.fit()
-    with NO_PICTURES:
-        QuantizedJob([*flags.split(), "--resume"]).fit()
+    QuantizedJob([*flags.split(), "--resume"]).fit()
     return folder
 
 
@@ -80,7 +78,7 @@ def _in(folder: str | Path, case: tuple[str, ...]) -> str:
 
 
 def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
-    with WITH_JOB, NO_PICTURES:
+    with WITH_JOB:
         runs = {
             case: train_quantized(f"{STEPS} --micro-batch-size 4 {switch} --optimizer {case[0]}", _in(folder, case))
             for case, switch in LAYOUTS.items()
@@ -104,7 +102,7 @@ def runs(folder: Path) -> list[dict[Any, Any]]:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
     """One worker, by optimizer."""
-    with WITH_JOB, NO_PICTURES:
+    with WITH_JOB:
         return {
             name: train_quantized(f"{STEPS} --micro-batch-size 8 --optimizer {name}", f"{folder}/alone-{name}")
             for name in (*NEW, "adamw_torch")
@@ -143,7 +141,7 @@ def test_workers_share_the_state(case: tuple[str, str], alone: Any, runs: Any) -
 
 @pytest.mark.parametrize("name", NEW)
 def test_resumed_run_is_bitwise_the_whole_one(name: str, tmp_path: Path) -> None:
-    with WITH_JOB, NO_PICTURES:
+    with WITH_JOB:
         train_quantized(f"{STEPS} --micro-batch-size 4 --optimizer {name} --save-interval 3", str(tmp_path / "whole"))
     expected, actual = _contents(tmp_path / "whole"), _contents(_resumed(name, "", str(tmp_path / "died")))
     assert expected.keys() == actual.keys()

@@ -109,9 +109,8 @@ OTHERS |= JOBS | {"frozen-8": Frozen, "unreached-4": Unreached, "own-loss": OwnL
 
 
 def train_all(workers: Any, folder: str, cases: dict[str, tuple[str, bool, str]]) -> dict[str, Any]:
-    """The runs of ``{name: (job, double, flags)}``, without their pictures."""
-    with mock.patch("rapidformer_templates.report.draw_curves"):
-        return {name: train(*case, f"{folder}/{name}") for name, case in cases.items()}
+    """The runs of ``{name: (job, double, flags)}``."""
+    return {name: train(*case, f"{folder}/{name}") for name, case in cases.items()}
 
 
 class Died(Exception):
@@ -132,7 +131,6 @@ def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> l
     # These workers are a group already; the launcher's own care for errors is not wanted.
     with (
         mock.patch("rapidformer_templates.launch.is_worker", return_value=False),
-        mock.patch("rapidformer_templates.report.draw_curves"),
         contextlib.suppress(Died),
     ):
         template.fit()

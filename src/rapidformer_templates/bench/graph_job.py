@@ -14,6 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from rapidformer_templates.bench.graph import SEED, WARMUP, Scale
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.meter import peak_memory_mb
+from rapidformer_templates.onnx_graphs.capture import seconds_in_graphs
 from rapidformer_templates.trainer import Trainer
 
 
@@ -24,6 +25,7 @@ class Job(Trainer):
     pipe: Connection
     total = 0
     left, began = WARMUP, 0.0
+    in_graphs, of_all, before = 0.0, 0.0, 0.0  # seconds: of the turns; in graphs until this one
     loss = float("nan")
 
     def build_model(self) -> nn.Module:
@@ -44,13 +46,22 @@ class Job(Trainer):
         samples = [{"input_ids": row, "labels": int(row[0]) % 2} for row in ids]
         return Data(train=samples, collate=_collate)
 
+    def model_was_built(self, model: nn.Module) -> None:
+        super().model_was_built(model)
+        self.model = model
+
     def on_step_end(self, step: int, result: Any) -> None:
         self.left -= 1
         if self.left == 0:
             self.loss = float(result.loss)  # waits for the device
-            self.pipe.send(time.perf_counter() - self.began if step > WARMUP else "ready")
+            seconds = time.perf_counter() - self.began
+            if step > WARMUP:
+                self.of_all += seconds
+                self.in_graphs += seconds_in_graphs(self.model) - self.before
+            self.pipe.send(seconds if step > WARMUP else "ready")
             if step < self.total:
                 self.left = self.pipe.recv()
+                self.before = seconds_in_graphs(self.model)
                 self.began = time.perf_counter()
 
 
@@ -72,4 +83,5 @@ def train(flags: str, scale: Scale, total: int, device: str, pipe: Connection) -
     summary = job.fit()
     peak = peak_memory_mb(torch.device(device))
     receipt = summary["receipts"].get("onnx_runtime")
-    pipe.send({"peak_mb": peak, "loss": job.loss, "steps": total, "onnx_runtime": receipt})
+    share = round(job.in_graphs / job.of_all, 4)
+    pipe.send({"peak_mb": peak, "loss": job.loss, "share_in_graphs": share, "onnx_runtime": receipt})

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rapidformer_templates import deepspeed_parts
+from rapidformer_templates import build_tools, deepspeed_parts
 from rapidformer_templates.bench.output import Advance, progress, put_out
 from rapidformer_templates.bench.report import Report
 from rapidformer_templates.bench.runs import WARMUP, run_together
@@ -160,7 +160,7 @@ def _why_not(request: Request, name: str) -> str | None:
     if sizes.global_batch % samples:
         return f"{sizes.global_batch} samples a step do not divide by {samples}"
     for part in deepspeed_parts.needed_parts(solution.offload):
-        if problem := deepspeed_parts.problems(part, device):
+        if problem := build_tools.problems(part, device):
             return f"DeepSpeed's {part}: {problem}"
     return None
 

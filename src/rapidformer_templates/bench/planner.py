@@ -75,9 +75,13 @@ ROWS = (
     Row("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="zero-2")),
     Row("bert", Layout(data=2, micro_batch=4, partitioning="zero-3")),
     Row("gpt2", Layout(tensor=2, micro_batch=4)),
+    Row("gpt2", Layout(tensor=4, micro_batch=4)),
     Row("llama", Layout(tensor=2, sequence_parallel=True, micro_batch=4)),
     Row("bert", Layout(tensor=2, micro_batch=8, recompute=True)),
     Row("gpt2", Layout(pipeline=2, micro_batch=2, accumulation=4)),
+    Row("llama", Layout(micro_batch=2, accumulation=4)),
+    Row("llama", Layout(pipeline=2, micro_batch=2, accumulation=4)),
+    Row("llama", Layout(pipeline=4, micro_batch=2, accumulation=4)),
     Row("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute=True)),
     Row("bert", Layout(pipeline=2, micro_batch=4, accumulation=2), "bf16"),
     Row("llama", Layout(data=4, micro_batch=2, partitioning="fsdp", recompute=True)),
@@ -117,6 +121,12 @@ class Result:
         return self.predicted.total / self.measured - 1
 
     @property
+    def beside_states(self) -> tuple[int, int]:
+        """Activations, gradients and buffers at the peak, predicted and measured: all but parameters and optimizer."""
+        states = self.predicted.parameters + self.predicted.optimizer
+        return self.predicted.total - states, self.measured - states
+
+    @property
     def exact(self) -> bool:
         """Whether the states are those predicted, on every rank, to the byte."""
         return all(predicted == measured for predicted, measured in self.held)
@@ -140,6 +150,7 @@ class Result:
             "peak_highest": self.highest,
             "peak_of_allocator": self.allocator,
             "resident_mb": self.resident_mb,
+            "beside_states": dict(zip(("predicted", "measured"), self.beside_states, strict=True)),
             "error": self.error,
             "others": self.others,
         }
@@ -192,7 +203,18 @@ def table(results: Sequence[Result]) -> Table:
     made.title_justify = "left"
     made.add_column("model")
     made.add_column("layout")
-    for name in ("states", "predicted", "measured", "error", "allocator", "DeepSpeed", "Megatron", "resident"):
+    names = (
+        "states",
+        "predicted",
+        "measured",
+        "error",
+        "beside states",
+        "allocator",
+        "DeepSpeed",
+        "Megatron",
+        "resident",
+    )
+    for name in names:
         made.add_column(name, justify="right")
     for result in results:
         made.add_row(
@@ -202,6 +224,7 @@ def table(results: Sequence[Result]) -> Table:
             f"{result.predicted.total / 1e6:.2f}",
             f"{result.measured / 1e6:.2f}",
             f"{result.error:+.1%}",
+            " / ".join(f"{value / 1e6:.2f}" for value in result.beside_states),
             f"{result.allocator / 1e6:.2f}" if result.allocator else "–",
             *(_other(result, name) for name in ("deepspeed", "megatron")),
             f"{result.resident_mb:.0f}",

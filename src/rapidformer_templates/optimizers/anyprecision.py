@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+
+from rapidformer_templates.optimizers.adam_like import AdamLike
 
 TURN = 40503
 """65536 divided by the golden ratio: its multiples spread evenly over the 65536 places between two bfloat16 numbers."""
 
 
-class AnyPrecisionAdamW(Optimizer):
+class AnyPrecisionAdamW(AdamLike):
     """AdamW whose two moments lie in bfloat16: 4 bytes a parameter instead of 8.
 
     Every update is computed in fp32 and rounded once. A second moment that decays by a thousandth a
@@ -24,37 +24,7 @@ class AnyPrecisionAdamW(Optimizer):
     Weights of 16 bits keep what rounding takes from them in a third number (Kahan, "Further Remarks
     on Reducing Truncation Errors", 1965), 2 bytes more, and add it in the next step. Each element is
     updated by itself, so that shards of parameters give what whole ones give.
-
-    Args:
-        params: parameters or groups of them.
-        lr: learning rate.
-        betas: decay of the first and second moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, as in Loshchilov and Hutter, 2019.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, self._state_of(parameter), group)
-        return loss
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state = self.state[parameter]
@@ -69,7 +39,8 @@ class AnyPrecisionAdamW(Optimizer):
             state["compensation"] = torch.zeros_like(parameter)
         return state
 
-    def _update(self, parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self._state_of(parameter)
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
         gradient = _local(parameter.grad).float()

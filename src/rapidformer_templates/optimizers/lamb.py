@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from rapidformer_templates.optimizers.adam_like import AdamLike
 
 
-class Lamb(Optimizer):
+class Lamb(AdamLike):
     """LAMB of You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
 
     The update of each parameter is Adam's, with bias correction and decoupled weight decay, scaled
     by ‖weights‖ / ‖update‖. Parameters with neither norm above zero keep a ratio of 1.
 
-    Args:
-        params: parameters or groups of them.
-        lr: learning rate.
-        betas: decay of the first and second moments.
-        eps: added to the root of the second moment.
-        weight_decay: added to the update before the trust ratio is taken.
+    ``weight_decay`` is added to the update before the trust ratio is taken.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
+    def __init__(self, params: Iterable[Any], eps: float = 1e-6, **options: Any) -> None:
+        super().__init__(params, eps=eps, **options)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from rapidformer_templates.engines.windows import Window, windows
 from rapidformer_templates.layout import canonical_name
 from rapidformer_templates.parallel.stages import cut
 from rapidformer_templates.planner.divided import divide, ends_of, local_parameters, silent_group
+from rapidformer_templates.planner.forks import in_forks
 from rapidformer_templates.planner.states import Facts
 from rapidformer_templates.planner.trace import (
     TRACED_BLOCKS,
@@ -178,6 +179,18 @@ class ModelShapes:
         traced = self._traced(variant) if exact else self._between(variant)
         depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
         return traced.deepened(depths, self._gradients[variant.tensor]) if self._repeats or blocks else traced
+
+    def prepare(self, variants: Iterable[Variant]) -> None:
+        """Trace at one time what inexact predictions for these take; otherwise each is when it is asked for."""
+        together = {replace(variant, micro_batch=TRACED_SAMPLES[0], recompute=False) for variant in variants}
+        tasks = [partial(self._trace_apart, variant) for variant in together if variant not in self._traces]
+        for traces, gradients in in_forks(tasks):
+            self._traces.update(traces)
+            self._gradients.update(gradients)
+
+    def _trace_apart(self, variant: Variant) -> tuple[dict[Variant, Trace], dict[int, dict[str, int]]]:
+        self._traced(variant)
+        return self._traces, self._gradients
 
     def _between(self, variant: Variant) -> Trace:
         one, other = (self._traced(replace(variant, micro_batch=samples)) for samples in TRACED_SAMPLES)

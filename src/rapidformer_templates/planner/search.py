@@ -8,7 +8,8 @@ decides between layouts whose predicted speeds differ by less than the predictio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -95,8 +96,9 @@ class Search:
         """Try all layouts."""
         fitting: list[Candidate] = []
         rejected: list[Rejected] = []
-        for family in self._families():
-            problem = self._refused(family)
+        refused = {family: self._refused(family) for family in self._families()}
+        self._prepare([family for family, problem in refused.items() if not problem])
+        for family, problem in refused.items():
             if problem:
                 rejected.append(Rejected(family, problem))
                 continue
@@ -117,6 +119,16 @@ class Search:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
         return Found(tuple(self._verified(fitting, rejected)), tuple(rejected))
+
+    def _prepare(self, families: Sequence[Layout]) -> None:
+        """Have traced what the families need whose states alone do fit."""
+        precision, shapes = self.hardware.precision, self.subject.shapes
+        variants = set()
+        for family in families:
+            with suppress(ModelError):  # it is told when the family is tried
+                if self._needed_gb(states_alone(shapes, family, precision)) <= self.hardware.memory_gb:
+                    variants.add(variant_of(family, precision))
+        shapes.prepare(variants)
 
     def _families(self) -> Iterator[Layout]:
         """Layouts without their batches."""

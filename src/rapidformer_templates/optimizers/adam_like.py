@@ -1,0 +1,49 @@
+"""What optimizers of Adam's kind share: the options, and a step that goes from parameter to parameter."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class AdamLike(Optimizer):
+    """An optimizer with Adam's options whose parameters are updated one by one.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        betas: decay of the first and second moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    @abstractmethod
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter, whose gradient is there."""
