@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ def in_forks(tasks: Sequence[Callable[[], T]]) -> list[T]:
     if len(tasks) < 2 or sys.platform != "linux":
         return []
     context = multiprocessing.get_context("fork")
+    gc.freeze()  # else its collections would write to, and so copy, all that the processes share
     under_way = []
     for task in tasks:
         ours, theirs = context.Pipe(duplex=False)

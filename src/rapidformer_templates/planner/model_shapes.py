@@ -24,6 +24,7 @@ from rapidformer_templates.planner.trace import (
     gradient_bytes,
     stacks_of,
     trace,
+    without_warnings,
 )
 
 TRACED_SAMPLES = (2, 4)
@@ -67,6 +68,7 @@ class ModelShapes:
     batch: Callable[[int], Batch]
     gpu: bool = False
     _traces: dict[Variant, Trace] = field(default_factory=dict)
+    _whole_traces: dict[tuple[Variant, int | None, bool], Trace] = field(default_factory=dict)
     _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
     _local: dict[int, dict[str, Facts]] = field(default_factory=dict)
     _sizes: dict[int, list[int]] = field(default_factory=dict)
@@ -176,9 +178,14 @@ class ModelShapes:
         Raises:
             ModelError: the model cannot be divided over the tensor-parallel workers.
         """
-        traced = self._traced(variant) if exact else self._between(variant)
-        depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
-        return traced.deepened(depths, self._gradients[variant.tensor]) if self._repeats or blocks else traced
+        key = (variant, blocks, exact)
+        if key not in self._whole_traces:
+            traced = self._traced(variant) if exact else self._between(variant)
+            if self._repeats or blocks:
+                depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
+                traced = traced.deepened(depths, self._gradients[variant.tensor])
+            self._whole_traces[key] = traced
+        return self._whole_traces[key]
 
     def prepare(self, variants: Iterable[Variant]) -> None:
         """Trace at one time what inexact predictions for these take; otherwise each is when it is asked for."""
@@ -309,6 +316,6 @@ class ModelShapes:
         Raises:
             ModelError: the model cannot be cut into stages.
         """
-        with fake_tensors(), AnswersAboutData(dense=True):
+        with fake_tensors(), AnswersAboutData(dense=True), without_warnings():
             model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
             return ends_of(model, lambda model: model(**self.batch(1)).loss)

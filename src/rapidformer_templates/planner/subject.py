@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rapidformer_templates.architectures import DECODER_TWINS, SEQUENCE_CLASSIFICATION, objective_of
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.spans import span_sizes
-from rapidformer_templates.data.tasks import TASKS
+from rapidformer_templates.data.task_flags import TASKS
 from rapidformer_templates.data.tokenizers import load_tokenizer
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models import build_config, model_type_of, seq_length_of

@@ -308,7 +308,7 @@ def trace(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(watch.finish).remove)
-        stack.enter_context(_without_warnings())
+        stack.enter_context(without_warnings())
         if gpu:
             stack.enter_context(OnGpu())
         stack.enter_context(watch)
@@ -325,7 +325,7 @@ def trace(
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """transformers cannot see that fake tokens are no padding, and would warn of it."""
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
