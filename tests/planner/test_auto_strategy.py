@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from rapidformer_templates import Finetuner, Trainer
+from rapidformer_templates.cli import main
 from rapidformer_templates.configure import chosen_layout
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.launch import CHOSEN
 from rapidformer_templates.planner.command import NothingFits
+from rapidformer_templates.run_folder import read_metrics
 from rapidformer_templates.switches import REGISTRY
 from tests.parity.jobs import CausalJob
 
@@ -63,3 +66,28 @@ def test_other_templates_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_switch_has_its_rules() -> None:
     assert {rule.code for rule in REGISTRY["auto-strategy"].rules} == {"RF060", "RF061"}
+
+
+def test_a_command_trains_in_the_layout_that_the_plan_puts_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "2")
+    corpus, tokenizer, run = tmp_path / "corpus.jsonl", tmp_path / "tokenizer", tmp_path / "run"
+    corpus.write_text("\n".join(json.dumps({"text": f"{n} red cats and {n * n} dogs"}) for n in range(300)))
+    made = ["--input", str(corpus), "--type", "bpe", "--vocab-size", "300", "--output", str(tokenizer)]
+    assert main(["data", "tokenizer", *made]) == 0
+    model = f"--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --tokenizer-path {tokenizer}"
+    common = f"--auto-strategy --device cpu --seq-length 32 --max-global-batch-size 4 {model}".split()
+    capsys.readouterr()
+    assert main(["plan", "--json", "--world-size", "1", *common]) == 0
+    best = json.loads(capsys.readouterr().out)["layouts"][0]
+    train = f"--task pretraining --template Trainer --data-path {corpus} --data-cache-dir {tmp_path} --lr 1e-3"
+    assert main([*train.split(), "--train-iters", "3", "--log-interval", "1", "--save", str(run), *common]) == 0
+    plan = json.loads((run / "plan.json").read_text())
+    sizes = {name: plan["sizes"][name] for name in ("tensor", "pipeline", "data", "accumulation")}
+    assert sizes == {name: best[name] for name in sizes}
+    assert plan["sizes"]["micro_batch"] == best["micro_batch_size"]
+    assert {"--micro-batch-size", "--global-batch-size"} <= {
+        flag for flag, value in plan["values"].items() if value["origin"] == "auto-strategy"
+    }
+    assert [line["samples"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line] == [4, 8, 12]
