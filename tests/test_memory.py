@@ -46,7 +46,7 @@ def test_plain_training_says_what_to_do_when_memory_runs_out(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("nvme", marks=pytest.mark.exhaustive)])
 def test_zero_3_trains_it_in_the_same_memory(place: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     if place == "nvme" and (why := why_no_nvme()):

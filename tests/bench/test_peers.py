@@ -13,7 +13,7 @@ from tests.bench.test_demo_data import needs_packages
 
 
 @needs_packages
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_solutions_train_and_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["peers", "--repeats", "1", "--train", "96", "--held-out", "16", "--output", str(tmp_path)]
     assert main(arguments) == 0

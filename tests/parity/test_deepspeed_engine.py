@@ -33,7 +33,7 @@ LAYOUTS = {
     "zero-3-offload": "--zero-3-memory-optimization --micro-batch-size 4 --cpu-offload",
 }
 BF16 = ("zero-1", "zero-2", "zero-3-all-cut", "zero-2-offload", "zero-3-offload")
-KINDS = ("causal", "frozen", "classifier")
+KINDS = ("causal", "frozen")  # a causal model with tied embeddings, and a classifier with frozen parameters
 
 
 def _train_all(workers: Any, folder: str) -> dict[tuple[str, str], Any]:
