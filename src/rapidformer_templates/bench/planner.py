@@ -203,18 +203,9 @@ def table(results: Sequence[Result]) -> Table:
     made.title_justify = "left"
     made.add_column("model")
     made.add_column("layout")
-    names = (
-        "states",
-        "predicted",
-        "measured",
-        "error",
-        "beside states",
-        "allocator",
-        "DeepSpeed",
-        "Megatron",
-        "resident",
-    )
-    for name in names:
+    for name in ("states", "predicted", "measured", "error", "beside states", "allocator"):
+        made.add_column(name, justify="right")
+    for name in ("DeepSpeed", "Megatron", "resident"):
         made.add_column(name, justify="right")
     for result in results:
         made.add_row(

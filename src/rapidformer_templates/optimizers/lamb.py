@@ -19,8 +19,8 @@ class Lamb(AdamLike):
     ``weight_decay`` is added to the update before the trust ratio is taken.
     """
 
-    def __init__(self, params: Iterable[Any], eps: float = 1e-6, **options: Any) -> None:
-        super().__init__(params, eps=eps, **options)
+    def __init__(self, params: Iterable[Any], eps: float = 1e-6, weight_decay: float = 0.0, **options: Any) -> None:
+        super().__init__(params, eps=eps, weight_decay=weight_decay, **options)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
