@@ -43,10 +43,10 @@ def test_plain_training_says_what_to_do_when_memory_runs_out(tmp_path: Path) -> 
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("place", ["cpu", pytest.param("nvme", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
 def test_zero_3_trains_it_in_the_same_memory(place: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
     if place == "nvme" and (why := why_no_nvme()):
