@@ -145,3 +145,11 @@ def test_a_plan_refuses_what_the_task_has_no_use_for(
 ) -> None:
     assert main(["plan", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_whoever_reads_no_further_gets_no_stack_trace() -> None:
+    """As in ``rapidformer switches --markdown | head``."""
+    command = f"{sys.executable} -m rapidformer_templates switches --markdown | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 141  # as of any program that SIGPIPE ends

@@ -12,6 +12,7 @@ import torch
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.profile import read_summary
 from rapidformer_templates.run_folder import read_metrics
+from tests.engines.test_mask_checks import HOOKS, job_of
 from tests.engines.test_outcomes import FLAGS, Line
 from tests.parity.jobs import CausalJob, train
 
@@ -132,3 +133,9 @@ def test_switches_follow_plain_eager(flags: str, on_cpu: Any, tmp_path: Path) ->
     run = train("causal", False, f"{STEPS} {flags}", str(tmp_path / "run"))
     tolerance = 2**-6 if "bf16" in flags else 1e-3
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_a_hook_gives_the_model_counts_on_a_gpu(hook: str) -> None:
+    runs = [job_of(hook, flags) for flags in ("", "--device cpu")]
+    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-4)

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rapidformer_templates import launch
 from rapidformer_templates.errors import Interrupted, ReportedError
+from rapidformer_templates.processes import Failure
 from rapidformer_templates.run_folder import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +33,7 @@ class Job(ClassJob):
         time.sleep(float(os.environ.get("NAP", "0")))
 
 Job.main(lr=1e-3, micro_batch_size=2, log_interval=1, save_interval=2)
+print("what follows")
 """
 
 
@@ -61,8 +62,9 @@ def wait_for(path: Path, seconds: float = 90) -> None:
 
 
 @pytest.mark.distributed
-def test_error_of_one_worker_ends_all_and_is_told_once(script: Path) -> None:
-    process = start(script, "--nproc-per-node", "2", "--train-iters", "1000", FAIL="1")
+def test_error_of_one_worker_ends_all_and_is_told_once(script: Path, tmp_path: Path) -> None:
+    folder = ["--save", str(tmp_path / "run")]
+    process = start(script, "--nproc-per-node", "2", "--train-iters", "1000", *folder, FAIL="1")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 1
     assert said.count("ValueError: a bug in a hook") == 1
@@ -70,8 +72,9 @@ def test_error_of_one_worker_ends_all_and_is_told_once(script: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_killed_worker_is_named(script: Path) -> None:
-    process = start(script, "--nproc-per-node", "2", "--train-iters", "1000", KILL="1")
+def test_killed_worker_is_named(script: Path, tmp_path: Path) -> None:
+    folder = ["--save", str(tmp_path / "run")]
+    process = start(script, "--nproc-per-node", "2", "--train-iters", "1000", *folder, KILL="1")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "error: worker 1 was killed by SIGKILL" in said
@@ -93,18 +96,20 @@ def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path) -> None:
     assert done < 40
     assert (folder / "checkpoints" / "latest").read_text() == f"step-{done}\n"
     process = start(script, *flags, "--resume")
-    _, said = process.communicate(timeout=120)
+    printed, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
+    assert printed.count("what follows") == 1
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 41))
 
 
-def test_port_in_use_is_found_before_a_worker_starts(script: Path) -> None:
+def test_port_in_use_is_found_before_a_worker_starts(script: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        process = start(script, "--nproc-per-node", "2", "--train-iters", "2", "--master-port", port)
+        folder = ["--save", str(tmp_path / "run")]
+        process = start(script, "--nproc-per-node", "2", "--train-iters", "2", *folder, "--master-port", port)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert f"error: port {port} is in use on this machine" in said
@@ -148,8 +153,8 @@ def test_second_run_does_not_overwrite_the_first(script: Path, tmp_path: Path) -
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-def _failure(exit_status: int, told: dict[str, Any] | None = None) -> Any:
-    return SimpleNamespace(exitcode=exit_status, error_file_data=told or {}, timestamp=100, local_rank=0)
+def _failure(exit_status: int, told: dict[str, Any] | None = None) -> Failure:
+    return Failure(rank=0, status=exit_status, seen=100.0, told=told or {})
 
 
 def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:

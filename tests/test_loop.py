@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rapidformer_templates import Data, Finetuner, Trainer, checkpoint, tensor_file
+from rapidformer_templates import Data, Finetuner, Trainer, checkpoint, checkpoint_check, tensor_file
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, RapidformerError
 from rapidformer_templates.run_folder import read_metrics
 
@@ -86,7 +86,7 @@ def test_full_disk_leaves_the_earlier_checkpoint(
         job.fit()
     assert "--resume from step-2" in caught.value.hint
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-2"]
-    assert checkpoint.problem_of(folder / "checkpoints" / "step-2") is None
+    assert checkpoint_check.problem_of(folder / "checkpoints" / "step-2") is None
 
 
 def test_a_loss_that_is_not_finite_waits_for_the_save_in_the_background(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_saves_in_the_background_are_told_when_they_are_whole(tmp_path: Path) ->
 
     class Told(Line):
         def on_checkpoint(self, step: int, folder: Path) -> None:
-            told.append((step, checkpoint.problem_of(folder)))
+            told.append((step, checkpoint_check.problem_of(folder)))
 
         def on_train_end(self, summary: Any) -> None:
             told.append((0, None))
@@ -136,7 +136,7 @@ def test_other_count_than_count_targets_is_refused() -> None:
             return super().compute_loss(model, batch) * 3, 3
 
     with pytest.raises(RapidformerError, match="summed over 3 targets, count_targets counted 4"):
-        Miscounted([*FLAGS, "--epochs", "1"]).fit()
+        Miscounted([*FLAGS, "--epochs", "1", "--no-save"]).fit()
 
 
 def test_loss_that_is_no_scalar_is_refused() -> None:
@@ -145,7 +145,7 @@ def test_loss_that_is_no_scalar_is_refused() -> None:
             return (model(batch["x"]) - batch["y"]) ** 2
 
     with pytest.raises(RapidformerError, match=r"compute_loss returned a tensor of shape \(4, 1\)"):
-        PerSample([*FLAGS, "--epochs", "1"]).fit()
+        PerSample([*FLAGS, "--epochs", "1", "--no-save"]).fit()
 
 
 def test_empty_training_data_is_refused() -> None:
@@ -154,7 +154,7 @@ def test_empty_training_data_is_refused() -> None:
             return Data(train=[])
 
     with pytest.raises(DataError, match="training data set is empty"):
-        Empty([*FLAGS, "--epochs", "1"]).fit()
+        Empty([*FLAGS, "--epochs", "1", "--no-save"]).fit()
 
 
 def test_model_without_trainable_parameters_is_refused() -> None:
@@ -163,7 +163,7 @@ def test_model_without_trainable_parameters_is_refused() -> None:
             return super().build_model().requires_grad_(False)
 
     with pytest.raises(RapidformerError, match="no parameter that requires a gradient"):
-        Frozen([*FLAGS, "--epochs", "1"]).fit()
+        Frozen([*FLAGS, "--epochs", "1", "--no-save"]).fit()
 
 
 def test_short_last_batch_is_neither_lost_nor_padded(tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ def test_from_scratch(
     assert outputs.logits.shape == (2, 12, model.config.vocab_size)
 
 
+def test_an_architecture_whose_configuration_knows_no_padding(gpt_folder: Path, configure: Configure) -> None:
+    config = configure(model_type="rwkv", tokenizer_path=str(gpt_folder), num_layers=2, hidden_size=32)
+    model = build_model(config, HEADS["causal"])
+    assert model.config.eos_token_id == load_tokenizer(config).eos_token_id
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "bert", "llama", "gpt_neox", "mixtral", "t5"])
 def test_feed_forward_keeps_the_ratio_of_the_architecture(
     model_type: str,

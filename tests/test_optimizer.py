@@ -109,3 +109,5 @@ def test_constant_keeps_the_peak() -> None:
 def test_warmup_longer_than_the_decay_is_refused() -> None:
     with pytest.raises(ConfigError, match="a warmup of 30 steps is longer than the decay of 20 steps"):
         schedule(TrainingFlags(lr=0.5, lr_warmup_iters=30), 20)
+    with pytest.raises(ConfigError, match="a warmup of 30 steps is longer than the run of 20 steps"):
+        schedule(TrainingFlags(lr=0.5, lr_warmup_iters=30, lr_decay_iters=50), 20)

@@ -96,6 +96,6 @@ def test_profile_alone_records_five_steps(tmp_path: Path) -> None:
 
 def test_profile_without_a_folder_or_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--profile needs --save"):
-        Line([*FLAGS, "--epochs", "1", "--profile"]).fit()
+        Line([*FLAGS, "--epochs", "1", "--profile", "--no-save"]).fit()
     with pytest.raises(ConfigError, match="needs 8 steps, this run has 5"):
         Line([*FLAGS, "--epochs", "1", "--profile", "--save", str(tmp_path / "run")]).fit()

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,8 +19,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
-from rapidformer_templates import tensor_file
-from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates import checkpoint_check, run_lock, tensor_file
+from rapidformer_templates.errors import CheckpointError, ConfigError
+from rapidformer_templates.files import crc32
 from rapidformer_templates.run_folder import read_metrics
 from tests.parity.jobs import ClassJob, _bert
 from tests.worker_group import run_in_workers
@@ -156,11 +158,14 @@ def test_loader_processes_change_nothing(whole: Path, tmp_path: Path) -> None:
     assert_same(whole, tmp_path / "run")
 
 
+MEASURED = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
+
+
 def test_a_complete_run_can_be_resumed_to_its_summary(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     run(tmp_path / "run", "--resume")
     one, other = (json.loads((folder / "summary.json").read_text()) for folder in (whole, tmp_path / "run"))
-    assert all(one[name] == other[name] for name in ("metrics", "throughput", "receipts", "best", "steps"))
+    assert all(one[name] == other[name] for name in ("metrics", "best", "steps", *MEASURED))
     assert_same(whole, tmp_path / "run")
 
 
@@ -210,6 +215,29 @@ def test_damaged_checkpoint_is_named_and_passed_over(
     assert message in said
     assert "going on from" in said
     assert "step-3" in said
+    assert_same(whole, folder)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "state.json", "manifest.json"])
+def test_a_checkpoint_on_a_bad_spot_of_the_disk_is_passed_over(
+    name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, dies_after=8)
+    real = Path.open
+
+    def open_bad(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path.name == name and path.parent.name == "step-6":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", open_bad)
+        run(folder, "--resume")
+    said = capsys.readouterr().err
+    assert "warning: passed over step-6: " in said
+    assert f"{name} cannot be read" in said
+    assert "Input/output error" in said
     assert_same(whole, folder)
 
 
@@ -286,10 +314,26 @@ def test_two_workers_resume_bitwise_and_others_to_rounding(tmp_path: Path) -> No
 
 @pytest.mark.distributed
 def test_two_workers_save_in_the_background(tmp_path: Path) -> None:
-    """Bitwise as if they had waited; and rank 1's full disk is an error on both."""
+    """Bitwise as if they had waited; the full disk of one is an error on both, as is a folder that one does not see.
+
+    What is read back to see that it is whole is read by one of them.
+    """
     results = run_in_workers(2, _async_cases, str(tmp_path))
-    for result in results:
+    for rank, result in enumerate(results):
         assert "step 6 could not be written: the disk is full" in result["full"]
+        assert (
+            f"{tmp_path}/node-{rank}/run is not one folder for all workers: what rank 0 writes there on"
+            in result["unseen"]
+        )
+        assert f"is not seen by rank 1 on {socket.gethostname()}\n  where  --save\n" in result["unseen"]
+        assert result["errors"] == ["step 6 could not be written: there is not enough memory", "complex128"]
+    files = [path for path in (tmp_path / "async" / "checkpoints" / "step-12").iterdir() if path.stem != "manifest"]
+    sizes = {path.name: path.stat().st_size for path in files}
+    for name in ("saved", "saved in the background", "resumed"):
+        read = [result["read"][name] for result in results]
+        assert sorted(read[0] + read[1]) == sorted(sizes), name
+        assert max(sum(map(sizes.__getitem__, part)) for part in read) < 0.7 * sum(sizes.values()), name
+    assert not (tmp_path / "node-0" / "run").exists(), "seen before anything is trained or written"
     assert_same(tmp_path / "waiting", tmp_path / "async")
     names = {path.name for path in (tmp_path / "full" / "checkpoints").iterdir()}
     assert names == {"latest", "step-3"}
@@ -305,13 +349,54 @@ def _async_cases(workers: Any, folder: str) -> dict[str, str]:
             raise OSError(errno.ENOSPC, "No space left on device")
         return unbuffered(path)
 
+    read: dict[str, list[str]] = {"saved": [], "saved in the background": [], "resumed": []}
+
+    def counting(name: str, step: str) -> Any:
+        def seen(path: Path) -> int:
+            if path.parent.name == step:
+                read[name].append(path.name)
+            return crc32(path)
+
+        return mock.patch.object(checkpoint_check, "crc32", seen)
+
     with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
-        run(root / "waiting")
+        with counting("saved", "step-12"):
+            run(root / "waiting")
         run(root / "async", "--async-save", dies_after=8)
-        run(root / "async", "--async-save", "--resume")
+        with counting("saved in the background", "step-12"):
+            run(root / "async", "--async-save", "--resume")
+        with counting("resumed", "step-12"):
+            run(root / "async", "--async-save", "--resume")
         with mock.patch.object(tensor_file, "unbuffered", full), pytest.raises(CheckpointError) as caught:
             run(root / "full", "--async-save")
-    return {"full": str(caught.value)}
+        with mock.patch.object(run_lock, "SEEN_WITHIN", 0.3), pytest.raises(ConfigError) as unseen:
+            run(root / f"node-{workers.rank}" / "run")
+        errors = [_failing_save(workers, root / "memory", MemoryError()), _failing_save(workers, root / "bug", _bug())]
+    return {"full": str(caught.value), "unseen": str(unseen.value), "errors": errors, "read": read}
+
+
+def _bug() -> ValueError:
+    return ValueError("weight is torch.complex128, which safetensors cannot hold")
+
+
+def _failing_save(workers: Any, folder: Path, error: Exception) -> str:
+    """What both ranks are told, if the second one has an error in the save of step 6."""
+    unbuffered = tensor_file.unbuffered
+
+    def fail(path: Path) -> Any:
+        if workers.rank == 1 and path.parent.name == "step-6.tmp":
+            raise error
+        return unbuffered(path)
+
+    told = CheckpointError if isinstance(error, MemoryError) else ValueError if workers.rank else RuntimeError
+    with mock.patch.object(tensor_file, "unbuffered", fail), pytest.raises(told) as caught:
+        run(folder)
+    workers.barrier()
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", "step-3"}
+    if told is CheckpointError:
+        return caught.value.message.removeprefix("the checkpoint of ")
+    assert "Traceback" in str(caught.value) or workers.rank
+    return "complex128" if "weight is torch.complex128, which safetensors cannot hold" in str(caught.value) else ""
 
 
 def _plain(folder: Path, until: int, *flags: str) -> None:

@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 import torch.multiprocessing as mp
 
-from rapidformer_templates.workers import Workers, free_port, join
+from rapidformer_templates.ports import free_port
+from rapidformer_templates.workers import Workers, join
 
 WITHOUT_PICTURES = mock.patch("rapidformer_templates.report.draw_curves")
 """Half of the time of runs as short as those of tests; what starts a command of its own still draws them."""

@@ -31,5 +31,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Lazily: `rapidformer plan` must answer where torch is not even installed.
     if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+        try:
+            return getattr(import_module(_HOME[name]), name)
+        except KeyboardInterrupt:
+            from rapidformer_templates import program
+
+            program.interrupted_while_importing()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

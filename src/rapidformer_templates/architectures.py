@@ -206,7 +206,7 @@ def _special_tokens(default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFas
         "bos_token_id": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id,
         "eos_token_id": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id,
     }
-    needs_padding = default.pad_token_id is not None or auto_class == SEQUENCE_CLASSIFICATION
+    needs_padding = getattr(default, "pad_token_id", None) is not None or auto_class == SEQUENCE_CLASSIFICATION
     if tokens["pad_token_id"] == tokens["eos_token_id"] and not needs_padding:
         tokens["pad_token_id"] = None  # it would freeze the embedding of the end token
     if default.is_encoder_decoder:

@@ -8,17 +8,21 @@ before the next step that all have written; rank 0 makes the folder a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rapidformer_templates import checkpoint, tensor_file
+from rapidformer_templates import checkpoint_check, tensor_file
 from rapidformer_templates.checkpoint import Attempt, File, Report, Source, for_each_file
+from rapidformer_templates.report import say
 from rapidformer_templates.tensor_file import Copy
 from rapidformer_templates.workers import Workers
+
+Stages = Generator[Callable[[], Any], Any, str | None]
 
 
 class AsyncSaver:
@@ -39,9 +43,8 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._memory: dict[str, torch.Tensor] = {}
         self._attempt: Attempt | None = None
-        self._protected: int | None = None
-        self._writing: Future[Report | None] | None = None
-        self._finishing: Future[None] | None = None
+        self._stages: Stages | None = None
+        self._stage: Future[Any] | None = None
 
     @property
     def pending(self) -> bool:
@@ -50,15 +53,14 @@ class AsyncSaver:
     @property
     def busy(self) -> bool:
         """Whether this rank's thread has work to do."""
-        stage = self._finishing or self._writing
-        return stage is not None and not stage.done()
+        return self._stage is not None and not self._stage.done()
 
     def start(self, step: int, engine: Source, progress: Mapping[str, Any], protected: int | None) -> None:
         """Copy the state, and begin to write it; no save may be pending.
 
         Args:
             step, engine, progress: as for :func:`checkpoint.save`.
-            protected: as for :func:`checkpoint.delete_older`.
+            protected: as for :func:`checkpoint_check.delete_older`.
 
         Raises:
             CheckpointError: there is no memory for the copy, or no folder; earlier checkpoints are untouched.
@@ -67,8 +69,10 @@ class AsyncSaver:
         attempt = Attempt(self._root, step, engine.state(), progress, self._workers)
         attempt.begin()
         copies, report = attempt.together(lambda: self._copy(engine))
-        self._attempt, self._protected = attempt, protected
-        self._writing = self._thread.submit(self._write, attempt, copies, report)
+        self._attempt = attempt
+        self._stages = self._stages_of(attempt, copies, report, protected)
+        alone = self._workers.world == 1
+        self._stage = self._thread.submit(partial(_through, self._stages) if alone else next(self._stages))
 
     def _copy(self, engine: Source) -> tuple[dict[str, Copy], Report]:
         copies: dict[str, Copy] = {}
@@ -84,18 +88,31 @@ class AsyncSaver:
             torch.cuda.synchronize(self._workers.device)
         return copies, report
 
-    def _write(self, attempt: Attempt, copies: Mapping[str, Copy], report: Report) -> Report:
-        """In the thread: write this rank's share; alone, also the rest."""
-        for name, copy in copies.items():
-            report["files"][name] = tensor_file.write_copy(attempt.folder / name, copy)
-        if self._workers.world == 1:
-            self._finish(attempt, [report])
-        return report
+    def _stages_of(self, attempt: Attempt, copies: Mapping[str, Copy], report: Report, protected: int | None) -> Stages:
+        """What the thread has to do, part by part; in between all ranks exchange what came of a part.
 
-    def _finish(self, attempt: Attempt, reports: list[Report]) -> None:
-        """In the thread of rank 0."""
-        attempt.finish(reports)
-        checkpoint.delete_older(self._root, self._keep, self._protected)
+        Returns:
+            What people should know of older checkpoints that were not deleted.
+        """
+        workers, main = self._workers, self._workers.is_main
+
+        def write() -> Report:
+            for name, copy in copies.items():
+                report["files"][name] = tensor_file.write_copy(attempt.folder / name, copy)
+            return report
+
+        reports = workers.gather((yield write))
+        yield (lambda: attempt.finish(reports)) if main else _nothing
+        doomed = workers.broadcast(checkpoint_check.surplus(attempt.final, self._keep, protected))
+        if not doomed:
+            return None
+        check = partial(checkpoint_check.problem_of, attempt.final, workers.rank, workers.world)
+        problems = workers.gather((yield check))
+        problem = next((p for p in problems if p), None)
+        if problem:
+            return checkpoint_check.not_deleted(attempt.final, problem)
+        problem = yield (lambda: checkpoint_check.delete(doomed)) if main else _nothing
+        return problem
 
     def proceed(self) -> Path | None:
         """Once no rank is :attr:`busy`: the next stage of the pending save; the checkpoint, when it is whole.
@@ -103,21 +120,26 @@ class AsyncSaver:
         Raises:
             CheckpointError: some rank could not write; the save is given up.
         """
-        attempt, stage = self._attempt, self._finishing or self._writing
+        attempt, stages, stage = self._attempt, self._stages, self._stage
         assert attempt is not None
+        assert stages is not None
         assert stage is not None
         try:
             result = attempt.together(stage.result)
         except BaseException:
             self._forget()
             raise
-        if self._finishing is not None or self._workers.world == 1:
-            self._forget()
-            return attempt.final
-        reports = self._workers.gather(result)
-        rest = self._finish if self._workers.is_main else _nothing
-        self._finishing = self._thread.submit(rest, attempt, reports)
-        return None
+        if self._workers.world > 1:
+            try:
+                self._stage = self._thread.submit(stages.send(result))
+            except StopIteration as end:
+                result = end.value
+            else:
+                return None
+        self._forget()
+        if result:
+            say(self._workers, result, loud=True)
+        return attempt.final
 
     def wait(self) -> Path | None:
         """Until the pending save is whole: that checkpoint; None where none is pending.
@@ -135,8 +157,20 @@ class AsyncSaver:
         self._thread.shutdown()
 
     def _forget(self) -> None:
-        self._attempt = self._writing = self._finishing = None
+        self._attempt = self._stages = self._stage = None
 
 
-def _nothing(attempt: Attempt, reports: list[Report]) -> None:
-    """What a rank other than 0 has to do for the last stage."""
+def _through(stages: Stages) -> str | None:
+    """All stages of the only worker, which has nobody to exchange anything with."""
+    result = None
+    while True:
+        try:
+            stage = stages.send(result)
+        except StopIteration as end:
+            problem: str | None = end.value
+            return problem
+        result = stage()
+
+
+def _nothing() -> None:
+    """What a rank other than 0 has to do in some stages."""

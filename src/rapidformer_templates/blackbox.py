@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.handover import run_script, take_script
 
 if TYPE_CHECKING:
     from rapidformer_templates.trainer import Trainer
@@ -20,9 +17,10 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         RapidformerError: whatever the run refuses.
     """
-    script, rest = _take_script(argv)
+    script, rest = take_script(argv)
     if script is not None:
-        return _run_script(script, rest)
+        run_script(script, rest)
+        return 0
 
     template_of(argv)(argv).fit()
     return 0
@@ -38,28 +36,3 @@ def template_of(argv: Sequence[str]) -> type[Trainer]:
     name, _ = configure.choose(argv)
     kinds: dict[str, type[Trainer]] = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}
     return kinds[name]
-
-
-def _take_script(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of ``--user-script``, and the command line without it."""
-    rest, script = [], None
-    words = iter(argv)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == "--user-script":
-            script = value if equals else next(words, None)
-            if not script:
-                raise ConfigError("--user-script needs the path of a script")
-        else:
-            rest.append(word)
-    return script, rest
-
-
-def _run_script(script: str, argv: list[str]) -> int:
-    path = Path(script)
-    if not path.is_file():
-        raise ConfigError(f"the script {script} does not exist", where="--user-script")
-    sys.argv = [str(path), *argv]
-    sys.path.insert(0, str(path.resolve().parent))
-    runpy.run_path(str(path), run_name="__main__")
-    return 0

@@ -10,22 +10,23 @@ All workers must see the same folder.
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from rapidformer_templates import tensor_file
 from rapidformer_templates.engines.base import Piece
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.files import Seal, crc32, sync, to_json, write_synced, write_text
+from rapidformer_templates.files import Seal, explain, sync, to_json, write_synced, write_text
 from rapidformer_templates.random_state import capture
 from rapidformer_templates.workers import Workers
 
@@ -35,8 +36,8 @@ KINDS = ("weights", "optimizer")
 PART_BYTES = 10**9
 """So much goes into a file; of a state that an engine brings from elsewhere, so much is in memory at a time."""
 
-FAILURES = (OSError, MemoryError, RuntimeError, ValueError)
-"""What may go wrong in a save without a mistake in this library."""
+FAILURES = (OSError, MemoryError)
+"""What may go wrong in a save without a mistake in this library or in the model."""
 
 
 def step_of(folder: Path) -> int:
@@ -132,7 +133,7 @@ class Attempt:
 
     def _make_folder(self) -> None:
         for stale in self.root.glob("step-*.tmp"):
-            shutil.rmtree(stale)
+            shutil.rmtree(stale, ignore_errors=stale != self.folder)
         self.folder.mkdir(parents=True)
 
     def write_share(self, engine: Source) -> Report:
@@ -158,50 +159,63 @@ class Attempt:
             files[name] = write_synced(self.folder / name, to_json(content))
         write_synced(self.folder / "manifest.json", to_json({"format": FORMAT, "files": files}))
         sync(self.folder)
-        if self.final.exists():
-            shutil.rmtree(self.final)
+        old = self.final.with_name(self.final.name + "-old.tmp")
+        if self.final.exists():  # one that a resume has passed over
+            self.final.rename(old)
         self.folder.rename(self.final)
         sync(self.root)
+        shutil.rmtree(old, ignore_errors=True)
         write_text(self.root / "latest", self.final.name + "\n")
 
     def together(self, body: Callable[[], T]) -> T:
         """Run ``body`` on each rank; what it returns on this one.
 
         Raises:
-            CheckpointError: it failed on some rank; raised on all of them.
+            CheckpointError: something around it failed on some rank; raised on all of them.
+            Exception: what else the body raised; on other ranks a RuntimeError that tells of it.
         """
         results: list[T] = []
         failure: Exception | None = None
         try:
             results.append(body())
-        except FAILURES as error:
+        except Exception as error:  # the other ranks wait to be told
             failure = error
         self.agree(failure)
         return results[0]
 
-    def agree(self, failure: BaseException | None) -> None:
+    def agree(self, failure: Exception | None) -> None:
         """Give up, on all ranks alike, if one of them has failed.
 
         Raises:
-            CheckpointError: one has.
+            CheckpointError, Exception: as :meth:`together`.
         """
-        problem = next((p for p in self.workers.gather(_in_words(failure)) if p), None)
-        if problem is None:
+        told = [t for t in self.workers.gather(_told(failure)) if t is not None]
+        if not told:
             return
         if self.workers.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
+        if failure is not None and not isinstance(failure, FAILURES):
+            raise failure
+        what, to_do = min(told, key=lambda t: t[1] is not None)
+        if to_do is None:
+            raise RuntimeError(f"another worker failed in a save:\n{what}")
         earlier = next((path.name for path in candidates(self.root)), None)
         raise CheckpointError(
-            f"the checkpoint of step {step_of(self.final)} could not be written: {problem}",
+            f"the checkpoint of step {step_of(self.final)} could not be written: {what}",
             where=str(self.final),
-            hint=f"make room and go on with --resume from {earlier}" if earlier else "make room and start again",
+            hint=f"{to_do} and go on with --resume from {earlier}" if earlier else f"{to_do} and start again",
         ) from failure
 
 
-def _in_words(failure: BaseException | None) -> str | None:
+def _told(failure: Exception | None) -> tuple[str, str | None] | None:
+    """(what went wrong, what to do about it) for all ranks; (the stack trace, None) of a mistake in the code."""
     if failure is None:
         return None
-    return "the disk is full" if getattr(failure, "errno", None) == errno.ENOSPC else str(failure)
+    if isinstance(failure, OSError):
+        return explain(failure)
+    if isinstance(failure, MemoryError):
+        return f"there is not enough memory {failure}".strip(), "leave more memory free"
+    return "".join(traceback.format_exception(failure)).rstrip(), None
 
 
 def for_each_file(engine: Source, rank: int, body: Callable[[File], None]) -> None:
@@ -215,7 +229,7 @@ def for_each_file(engine: Source, rank: int, body: Callable[[File], None]) -> No
         if failure is None:
             try:
                 body(file)
-            except FAILURES as error:
+            except Exception as error:
                 failure = error
     if failure is not None:
         raise failure
@@ -260,91 +274,21 @@ def _keyed(pieces: Iterable[Piece]) -> Iterator[tuple[str, Piece]]:
         counts[piece.name] += 1
 
 
-def problem_of(folder: Path, ranks: Iterable[int] = (0,), ranks_in_all: int = 1) -> str | None:
-    """What is wrong with a checkpoint, or None.
-
-    Args:
-        folder: a checkpoint.
-        ranks: checks the files that fall to these ranks when ``ranks_in_all`` share the work.
-    """
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"manifest.json cannot be read ({error})"
-    if manifest.get("format") != FORMAT:
-        return f"format {manifest.get('format')} is not the format {FORMAT} of this version"
-    mine = set(ranks)
-    for place, (name, seal) in enumerate(sorted(files.items())):
-        path = folder / name
-        if Path(name).name != name:
-            return f"{name} leaves the folder"
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != seal["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {seal['bytes']}"
-        if place % ranks_in_all in mine and crc32(path) != seal["crc32"]:
-            return f"{name} is damaged (its CRC-32 differs)"
-    try:
-        absent = sorted(_needed(folder) - set(files))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"index.json or state.json cannot be read ({error})"
-    return f"the manifest does not list {', '.join(absent)}" if absent else None
-
-
-def _needed(folder: Path) -> set[str]:
-    """The files that a checkpoint must have, by what it says of itself."""
-    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    needed = {"index.json", "state.json"}
-    for rank in range(state["world"]):
-        needed |= {f"random-{rank:05d}.safetensors", *(f"{kind}-{rank:05d}-00000.safetensors" for kind in KINDS)}
-    for kind in KINDS:
-        needed |= {box[0] for entry in index[kind].values() for box in entry["boxes"]}
-    return needed
-
-
-def newest_whole(root: Path, workers: Workers) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that validates on every rank, and what was wrong with newer ones."""
-    passed_over: list[str] = []
-    for folder in workers.broadcast(candidates(root)):
-        problems = workers.gather(problem_of(folder, (workers.rank,), workers.world))
-        problem = next((p for p in problems if p), None)
-        if problem is None:
-            return folder, passed_over
-        passed_over.append(f"{folder.name}: {problem}")
-    return None, passed_over
-
-
-def delete_older(root: Path, keep: int, protected: int | None) -> None:
-    """Delete all but the newest ``keep`` checkpoints, once the newest one validates.
-
-    Args:
-        protected: step of a checkpoint that stays in any case (the best one).
-    """
-    found = candidates(root)
-    if len(found) <= keep or problem_of(found[0]) is not None:
-        return
-    for folder in found[keep:]:
-        if step_of(folder) != protected:
-            shutil.rmtree(folder)
-
-
 class Reader:
     """Reads boxes of the tensors of a checkpoint, whatever layout wrote them.
 
+    That the checkpoint is whole was seen before, by all ranks together: it is not read a second time for that.
+
     Raises:
-        CheckpointError: the folder is no whole checkpoint.
+        CheckpointError: a file cannot be read after all.
     """
 
     def __init__(self, folder: Path) -> None:
-        problem = problem_of(folder)
-        if problem:
-            raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(folder))
         self.folder = folder
-        self.index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        self.state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self._open: dict[str, Any] = {}
+        with self._readable("index.json or state.json"):
+            self.index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+            self.state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
 
     def names(self, kind: str) -> dict[str, tuple[int, ...]]:
         return {name: tuple(entry["shape"]) for name, entry in self.index[kind].items()}
@@ -379,5 +323,17 @@ class Reader:
         if Path(name).name != name:
             raise CheckpointError(f"{name} is not a file of the checkpoint", where=str(self.folder))
         if name not in self._open:
-            self._open[name] = safe_open(self.folder / name, framework="pt")
+            with self._readable(name):
+                self._open[name] = safe_open(self.folder / name, framework="pt")
         return self._open[name]
+
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{name} cannot be read ({error})",
+                where=str(self.folder),
+                hint="--resume passes over a checkpoint that is not whole",
+            ) from error

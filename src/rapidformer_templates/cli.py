@@ -7,27 +7,37 @@ import dataclasses
 import difflib
 import importlib.metadata
 import json
+import os
+import select
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates import environment
-from rapidformer_templates.config import RunConfig, build_parser, parse
+from rapidformer_templates import environment, handover
+from rapidformer_templates.best import check_metric
+from rapidformer_templates.config import RunConfig, build_parser, parse, split
 from rapidformer_templates.data.task_flags import check_data_flags, check_task_flags
 from rapidformer_templates.deepspeed_file import adopt
 from rapidformer_templates.environment import Environment
-from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
+from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused
 from rapidformer_templates.flags import flag
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.switches import REGISTRY, resolve, switch_options
 from rapidformer_templates.templates import choose_template, with_template_defaults
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
 
 HELP = """Train transformers; each acceleration is one switch.
 
 commands:
   rapidformer --task TASK …     train
   rapidformer plan …            resolve the flags of a training command and start nothing;
-                                with --auto-strategy: list the layouts that fit, best first
+                                with --auto-strategy: list the layouts that fit, best first;
+                                with --user-script: of what the script would run
   rapidformer switches          catalogue of the switches and their compatibility
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
   rapidformer doctor            what this machine has, what does not work, and what to do about it
@@ -59,10 +69,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        with _read_no_further():
+            return _dispatch(words)
     except RapidformerError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:  # while modules are imported; afterwards it is a request to save and end
+        print("interrupted", file=sys.stderr)
+        return Interrupted.LOST
+
+
+@contextmanager
+def _read_no_further() -> Iterator[None]:
+    """Whoever reads our output may go when he has seen enough, as ``head`` does: no error, and nobody to tell."""
+    try:
+        yield
+        sys.stdout.flush()  # here, and not when Python ends
+    except BrokenPipeError as error:
+        watch = select.poll()
+        watch.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in watch.poll(0)):
+            raise  # another pipe, of the body's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what waits to be written
+        raise SystemExit(128 + signal.SIGPIPE) from error  # what a shell says of a program that it has ended
 
 
 def _dispatch(words: list[str]) -> int:
@@ -124,25 +153,69 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
 
 
 def _plan(words: list[str]) -> int:
+    script, rest = handover.take_script(words)
+    if script is not None:
+        return _plan_script(script, rest)
     config, place, asked = plan_request(words)
+    if config.launch.user_script:
+        raise ConfigError("--user-script stands on the command line", where=config.origin("user_script"))
+    checks = [check_task_flags, check_data_flags, check_metric] if config.training.task else []
+    return _show_resolved(config, place, asked, checks)
+
+
+def _plan_script(script: str, words: list[str]) -> int:
+    """What a script would run with these words: its class, its values, its own flags, its hooks."""
+    from rapidformer_templates import configure
+    from rapidformer_templates.own_hooks import idle_flags
+
+    asked, rest = split(words, PlanFlags)
+
+    def look(template: Trainer) -> tuple[Trainer, Environment, tuple[str, ...]]:
+        kind, config = type(template), template.config
+        world, local = asked.world_size or config.launch.nproc_per_node, asked.local_world_size
+        return template, configure.place_of(kind, config, world, local), idle_flags(kind, config)
+
+    template, place, notes = handover.ask(script, rest, look)
+    kind, config = type(template), template.config
+    checks: list[Check] = []
+    if config.training.task and template.reads_task_data:
+        checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
+    found = {"file": script, "template": kind.__name__, "hooks": configure.own_hooks(kind)}
+    return _show_resolved(config, place, asked, checks, found, notes)
+
+
+Check = Callable[[RunConfig], object]
+
+
+def _show_resolved(
+    config: RunConfig,
+    place: Environment,
+    asked: PlanFlags,
+    checks: Iterable[Check],
+    script: Mapping[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
+) -> int:
+    """Resolve, check and print; the exit status."""
     try:
         if config.get("auto_strategy"):
             from rapidformer_templates.planner.command import plan_command
 
             return plan_command(config, place, as_json=asked.json)
         plan = resolve(config, place)
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     except Refused as refused:
         if not asked.json:
             raise
         print(json.dumps({"ok": False, "errors": [found.to_json() for found in refused.diagnostics]}, indent=2))
         return refused.exit_status
-    if config.training.task and not config.launch.user_script:
-        check_task_flags(config)
-        check_data_flags(config)
+    for check in checks:
+        check(config)
     if asked.json:
-        print(json.dumps({"ok": True, "plan": plan.to_json()}, indent=2))
+        print(json.dumps({"ok": True, "plan": plan.to_json(), **({"script": script} if script else {})}, indent=2))
     else:
         show_plan(plan)
+        if script:
+            print(f"script: {script['file']}: {script['template']}, own hooks: {', '.join(script['hooks']) or 'none'}")
     return 0
 
 

@@ -1,7 +1,8 @@
 """RunConfig: what the user asked for, and where each value came from.
 
 A value comes from the command line, else from the YAML file named by ``--config``, else from the
-script that builds the template, else from the template, else from the flag's own default. Flags
+script that builds the template, else from the template, else from the flag's own default. Of flags
+that exclude each other (``choice``) the one from the higher of these places wins. Flags
 are the fields of small frozen dataclasses (one a topic, one a switch); parsing, help and docs
 are derived from them. This module imports no torch.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -24,6 +26,7 @@ from yaml.constructor import SafeConstructor
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
+from rapidformer_templates.peers import as_code, as_yaml, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class RunConfig:
         switches: the options of each acceleration switch, by the switch's name.
         user: the flags that the user's own template declares, if it declares any.
         origins: for each value that is not a default, where it came from, by field name.
+        replaced: lines about values that one of the same choice, from a higher place, took the place of.
     """
 
     launch: LaunchFlags = field(default_factory=LaunchFlags)
@@ -44,16 +48,17 @@ class RunConfig:
     switches: Mapping[str, Any] = field(default_factory=dict)
     user: Any = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    replaced: tuple[str, ...] = ()
+
+    @cached_property
+    def _declared_in(self) -> Mapping[str, str]:
+        groups = {name: getattr(self, name) for name in (*SECTIONS, "user")} | dict(self.switches)
+        fields = [(f.name, name) for name, group in groups.items() if group for f in dataclasses.fields(group)]
+        return dict(reversed(fields))  # of two that declare one name, the first
 
     def section_of(self, name: str) -> str:
         """The section ('data', 'user', …) or the switch that declares the field ``name``."""
-        for section in (*SECTIONS, "user"):
-            if hasattr(getattr(self, section), name):
-                return section
-        for switch, options in self.switches.items():
-            if hasattr(options, name):
-                return switch
-        raise KeyError(name)
+        return self._declared_in[name]
 
     def get(self, name: str) -> Any:
         """The value of the field ``name`` of any section or switch."""
@@ -76,6 +81,18 @@ class RunConfig:
                 sections[section] = dataclasses.replace(base, **{name: value})
         origins = {**self.origins, **dict.fromkeys(values, origin)}
         return dataclasses.replace(self, **sections, switches=switches, origins=origins)
+
+    def checked(self, name: str, value: Any, origin: str) -> Any:
+        """``value`` in the type of the field ``name``.
+
+        Raises:
+            ConfigError: it is of another kind, not one of the choices, or out of its range.
+        """
+        section = self.section_of(name)
+        options: Any = self.switches[section] if section in self.switches else getattr(self, section)
+        kind: type = type(options)
+        declared = next(f for f in dataclasses.fields(kind) if f.name == name)
+        return _checked(declared, field_types(kind)[name], value, origin)
 
     def items(self) -> Iterable[tuple[str, Any]]:
         """All (field name, value) pairs, section by section."""
@@ -124,7 +141,9 @@ def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
         if f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE):
             text += f" (default: {f.default})"
         keywords: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
-        if kind is bool:
+        if kind is bool and f.name.startswith("no_"):
+            keywords["action"] = "store_true"  # the opposite of --no-save is --save DIR
+        elif kind is bool:
             keywords["action"] = argparse.BooleanOptionalAction
         else:
             # Kind and choices are checked by _checked(), in the same words for flags, YAML and code.
@@ -171,13 +190,62 @@ def parse(
     given, unknown = parser.parse_known_args(dashed(argv))
     if unknown:
         _refuse_unknown(unknown[0], parser)
-    values: dict[str, tuple[Any, str]] = dict(in_code or {})
+    script = dict(in_code or {})
     command_line = {name: (value, "command line") for name, value in vars(given).items()}
-    path = command_line.get("config", values.get("config", (None, "")))[0]
-    if path:
-        values.update(_read_yaml(path, parser))
-    values.update(command_line)
-    return _assemble(values, switch_options, user)
+    path = command_line.get("config", script.get("config", (None, "")))[0]
+    file = _read_yaml(path, parser) if path else {}
+    values, replaced = _merged((script, file, command_line), choices([*SECTIONS.values(), *switch_options.values()]))
+    return dataclasses.replace(_assemble(values, switch_options, user), replaced=replaced)
+
+
+def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
+    """The flags of one dataclass, and the words of the command line that are not among them.
+
+    Raises:
+        ConfigError: a value of the wrong kind or out of range.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    _add_flags(parser, options)
+    given, rest = parser.parse_known_args(dashed(argv))
+    fields = {f.name: f for f in dataclasses.fields(options)}
+    values = {
+        name: _checked(fields[name], field_types(options)[name], value, "command line")
+        for name, value in vars(given).items()
+    }
+    return options(**values), rest
+
+
+def choices(options: Iterable[type]) -> dict[str, set[str]]:
+    """For each field that excludes others, the others."""
+    members: dict[str, set[str]] = {}
+    for f in itertools.chain.from_iterable(map(dataclasses.fields, options)):
+        if choice := f.metadata.get("choice"):
+            members.setdefault(choice, set()).add(f.name)
+    return {name: names - {name} for names in members.values() for name in names}
+
+
+def _merged(
+    places: Iterable[Mapping[str, tuple[Any, str]]], excluding: Mapping[str, set[str]]
+) -> tuple[dict[str, tuple[Any, str]], tuple[str, ...]]:
+    """The values of several places, from the lowest to the highest, and a line for each choice that was replaced."""
+    values: dict[str, tuple[Any, str]] = {}
+    lines = []
+    for place in places:
+        for name, (value, origin) in place.items():
+            if value in (None, False):
+                continue  # turned off: nothing is chosen
+            for other in sorted(excluding.get(name, set()) & values.keys() - place.keys()):
+                old, earlier = values.pop(other)
+                if old not in (None, False):
+                    lines.append(
+                        f"{_shown(name, value)} ({origin}) takes the place of {_shown(other, old)} ({earlier})"
+                    )
+        values.update(place)
+    return values, tuple(lines)
+
+
+def _shown(name: str, value: Any) -> str:
+    return spelling(name) if value is True else f"{spelling(name)} {value}"
 
 
 def dashed(argv: Sequence[str]) -> list[str]:
@@ -193,9 +261,9 @@ def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> NoReturn:
     if not word.startswith("-"):
         raise ConfigError(f"unexpected argument '{word}'", hint="rapidformer --help lists every flag")
     known = [name for action in parser._actions for name in action.option_strings]
-    near = difflib.get_close_matches(word.split("=")[0], known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "rapidformer --help lists every flag"
-    raise ConfigError(f"unknown flag {word.split('=')[0]}", where="command line", hint=hint)
+    flag = word.split("=")[0]
+    hint = did_you_mean(flag, known) or "rapidformer --help lists every flag"
+    raise ConfigError(f"unknown flag {flag}", where="command line", hint=hint)
 
 
 def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[Any, str]]:
@@ -221,10 +289,8 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
         where = f"{file.name}:{key_node.start_mark.line + 1}"
         name = str(key_node.value).replace("-", "_")
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"unknown key '{key_node.value}'", where=where, hint=f"did you mean {near[0]}?" if near else None
-            )
+            hint = did_you_mean(name, map(spelling, fields), as_yaml)
+            raise ConfigError(f"unknown key '{key_node.value}'", where=where, hint=hint)
         if name == "config":
             raise ConfigError("a configuration file cannot name another", where=where)
         value = SafeConstructor().construct_document(value_node)
@@ -252,10 +318,11 @@ def _assemble(
     if remaining:
         name, (_, origin) = next(iter(remaining.items()))
         known = [
-            f.name for options in (*SECTIONS.values(), *switch_options.values()) for f in dataclasses.fields(options)
+            spelling(f.name)
+            for options in (*SECTIONS.values(), *switch_options.values())
+            for f in dataclasses.fields(options)
         ]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=f"did you mean {near[0]}?" if near else None)
+        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=did_you_mean(name, known, as_code))
     return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
 
 

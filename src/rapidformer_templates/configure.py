@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -9,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer_templates import handover
 from rapidformer_templates.config import RunConfig, parse
 from rapidformer_templates.deepspeed_file import adopt
 from rapidformer_templates.environment import Environment, detect
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.launch import CHOSEN, is_worker
+from rapidformer_templates.own_hooks import check_names, idle_flags
 from rapidformer_templates.plan import Plan
 from rapidformer_templates.switches import REGISTRY, resolve
 from rapidformer_templates.switches._switch import TEMPLATES
@@ -35,10 +38,11 @@ def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[s
     Raises:
         ConfigError: an unknown flag, or a value that cannot be used.
     """
+    check_names(template)
     config = parse(
         argv,
         REGISTRY.options(),
-        prog=Path(inspect.getsourcefile(template) or "rapidformer").name,
+        prog=_source(template)[0] or "rapidformer",
         description=(template.__doc__ or "").strip().partition("\n")[0],
         user=template.Flags,
         in_code=in_code,
@@ -56,6 +60,14 @@ def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[s
     return _with_best_layout(template, config) if config.get("auto_strategy") else config
 
 
+def own_hooks(template: type[Trainer]) -> list[str]:
+    """Names of the library's hooks that a class, or one that it derives from, has made its own."""
+    from rapidformer_templates.trainer import Trainer
+
+    hooks = [name for name, value in vars(Trainer).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return [name for name in hooks if getattr(template, name) is not getattr(Trainer, name)]
+
+
 AUTO_STRATEGY = "auto-strategy"
 """The origin of values that the automatic strategy has chosen."""
 
@@ -71,15 +83,15 @@ def _with_best_layout(template: type[Trainer], config: RunConfig) -> RunConfig:
         Refused: the flags break rules in every layout.
         NothingFits: no layout does.
     """
-    from rapidformer_templates.trainer import Trainer
-
-    own = [hook for hook in OF_A_MODEL if getattr(template, hook) is not getattr(Trainer, hook)]
+    own = [hook for hook in OF_A_MODEL if hook in own_hooks(template)]
     if own:
         raise ConfigError(
             f"--auto-strategy cannot see what {template.__name__}.{own[0]} makes",
             where=f"--auto-strategy ({config.origin('auto_strategy')})",
             hint="plan a model of the same sizes with rapidformer plan --auto-strategy, and give its flags",
         )
+    if handover.is_asked_for():
+        return config  # whoever looks at the script lists all layouts
     if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
         return config.replace(AUTO_STRATEGY, **json.loads(os.environ[CHOSEN]))
     from rapidformer_templates.planner.command import best_layout
@@ -95,8 +107,20 @@ def chosen_layout(config: RunConfig) -> dict[str, str]:
 
 def _environment(template: type[Trainer], config: RunConfig) -> Environment:
     """The place in which this process, or the workers that it will start, train."""
-    count = None if is_worker() else config.launch.nproc_per_node
-    return detect(library_template(template), _origin(template, config), device=config.launch.device, world_size=count)
+    return place_of(template, config, None if is_worker() else config.launch.nproc_per_node)
+
+
+def place_of(
+    template: type[Trainer], config: RunConfig, world_size: int | None, local_world_size: int | None = None
+) -> Environment:
+    """The place in which so many workers train a template; None asks the environment of this process."""
+    return detect(
+        library_template(template),
+        _origin(template, config),
+        device=config.launch.device,
+        world_size=world_size,
+        local_world_size=local_world_size,
+    )
 
 
 def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:
@@ -105,7 +129,8 @@ def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:
     Raises:
         Refused: the flags break rules; all of them are named.
     """
-    return resolve(config, _environment(template, config), training=True)
+    plan = resolve(config, _environment(template, config), training=True)
+    return dataclasses.replace(plan, notes=(*plan.notes, *idle_flags(template, config)))
 
 
 def choose(argv: Sequence[str]) -> tuple[str, str]:
@@ -118,8 +143,14 @@ def _origin(template: type[Trainer], config: RunConfig) -> str:
     if template.__name__ == library_template(template):
         chosen, reason = choose_template(config)
         return reason if chosen == template.__name__ else "in code"
+    file, line = _source(template)
+    return f"{file}:{line}" if line else file or "in code"
+
+
+def _source(template: type[Trainer]) -> tuple[str | None, int | None]:
+    """(file, line) of a class, as far as they are known: of one that was typed in there is neither."""
     try:
-        file = inspect.getsourcefile(template)
-        return f"{Path(file).name}:{inspect.getsourcelines(template)[1]}" if file else template.__name__
+        file = Path(inspect.getsourcefile(template) or "").name
+        return file or None, inspect.getsourcelines(template)[1]
     except (OSError, TypeError):
-        return template.__name__  # typed at a prompt: there is no source
+        return None, None

@@ -7,19 +7,24 @@ filled from the flags; what both say must agree. What no flag knows is handed to
 from __future__ import annotations
 
 import copy
-import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.config import RunConfig, spelling
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.deepspeed_json import DeepSpeedFile, parse
+from rapidformer_templates.deepspeed_keys import HANDED_ON, OPTIMIZERS, look_up
+from rapidformer_templates.deepspeed_schedules import AUTO, FLAGS, PARAMETERS
 
 if TYPE_CHECKING:
     from rapidformer_templates.switches._switch import Request
 
-AUTO = "auto"
+
+def _whole(value: Any) -> Any:
+    """``2e8``, which is no whole number in JSON, as one."""
+    return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value
 
 
 @dataclass(frozen=True)
@@ -38,99 +43,119 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("train_micro_batch_size_per_gpu", "micro_batch_size"),
-    Entry("train_batch_size", "global_batch_size"),
-    Entry("gradient_clipping", "clip_grad", float),
-    Entry("optimizer.params.lr", "lr", float),
-    Entry("optimizer.params.weight_decay", "weight_decay", float),
-    Entry("zero_optimization.stage3_param_persistence_threshold", "zero_3_param_persistence_threshold", int),
-    Entry("zero_optimization.stage3_prefetch_bucket_size", "zero_3_prefetch_bucket_size", int),
-    Entry("zero_optimization.stage3_max_live_parameters", "zero_3_max_live_parameters", int),
-    Entry("zero_optimization.offload_optimizer.nvme_path", "nvme_path"),
+    Entry("train_micro_batch_size_per_gpu", "micro_batch_size", _whole),
+    Entry("train_batch_size", "global_batch_size", _whole),
+    Entry("gradient_clipping", "clip_grad"),
+    Entry("optimizer.params.lr", "lr"),
+    Entry("optimizer.params.weight_decay", "weight_decay"),
+    Entry("zero_optimization.stage3_param_persistence_threshold", "zero_3_param_persistence_threshold", _whole),
+    Entry("zero_optimization.stage3_prefetch_bucket_size", "zero_3_prefetch_bucket_size", _whole),
+    Entry("zero_optimization.stage3_max_live_parameters", "zero_3_max_live_parameters", _whole),
 )
 
 ZERO = tuple(f"zero_{level}_memory_optimization" for level in (1, 2, 3))
-
-OURS_ALONE = {
-    "scheduler": "the schedule is that of --lr-decay-style, --lr-warmup-iters and --min-lr; leave it out",
-    "amp": "the precision is that of --mixed-precision; leave it out",
-    "torch_autocast": "the precision is that of --mixed-precision; leave it out",
-    "sparse_attention": "leave it out",
-    "curriculum_learning": "the order of the data is the library's; leave it out",
-    "data_efficiency": "the order of the data is the library's; leave it out",
-    "pipeline": "leave it out",
-    "autotuning": "leave it out",
-}
-"""Sections that would take over what the library does itself, and what to do."""
+OFFLOADS = ("offload_optimizer", "offload_param")
+LOUD = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
+"""Keys by which DeepSpeed prints."""
 
 
-def read(text: str) -> dict[str, Any]:
-    """The content of a DeepSpeed file, or of JSON that is given in its place.
+@dataclass(frozen=True)
+class Said:
+    """What a file says in the words of a flag.
+
+    Attributes:
+        field: the flag's field.
+        path: the key that says so.
+        value: the flag's value.
+        shown: the key's value as messages show it.
+    """
+
+    field: str
+    path: str
+    value: Any
+    shown: str
+
+
+def read(text: str) -> DeepSpeedFile:
+    """A DeepSpeed file, or JSON that is given in its place, in the spelling of the installed DeepSpeed.
 
     Raises:
-        ConfigError: there is no such file, or it is no JSON object, or it asks for what the library does itself.
+        ConfigError: there is no such file, it is no JSON object, or a key stands in it twice.
     """
-    inline = text.lstrip().startswith("{")
-    if not inline and not Path(text).is_file():
-        raise ConfigError(f"the DeepSpeed file {text} does not exist", where="--deepspeed-config")
-    try:
-        content = json.loads(text if inline else Path(text).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{_shown(text)} is not JSON: {error}", where="--deepspeed-config") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{_shown(text)} does not hold a JSON object", where="--deepspeed-config")
-    for section, hint in OURS_ALONE.items():
-        if section in content and set(_leaves(content[section])) != {AUTO}:
-            raise ConfigError(f"{_shown(text)} has a section {section}", where="--deepspeed-config", hint=hint)
-    return content
+    file = parse(text)
+    content, moved = _booleans(file.content), {}
+    zero = content.get("zero_optimization")
+    if isinstance(zero, dict):
+        if "aio" in zero and "aio" not in content:  # where the guide has it
+            content["aio"], moved["aio"] = zero.pop("aio"), "zero_optimization.aio"
+        for name in [name for name in zero if f"stage3_{name}" in _STAGE_3]:
+            zero[f"stage3_{name}"] = zero.pop(name)
+            moved[f"zero_optimization.stage3_{name}"] = f"zero_optimization.{name}"
+    aio = content.get("aio")
+    if isinstance(aio, dict) and "thread_count" in aio:  # its name in the guide
+        aio["intra_op_parallelism"] = aio.pop("thread_count")
+        moved["aio.intra_op_parallelism"] = f"{moved.get('aio', 'aio')}.thread_count"
+    return replace(file, content=content, moved=moved)
 
 
-def _shown(text: str) -> str:
-    """How the file is named in messages."""
-    return "the JSON of --deepspeed-config" if text.lstrip().startswith("{") else Path(text).name
+_STAGE_3 = {entry.path.rpartition(".")[2] for entry in ENTRIES} | {"stage3_max_reuse_distance"}
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """The values inside of sections, names of types left out; a section that is switched off has only auto ones."""
-    if not isinstance(value, dict):
-        yield value
-        return
-    if value.get("enabled") is False:
-        yield AUTO
-        return
-    for key, inner in value.items():
-        if key != "type":
-            yield from _leaves(inner)
+def _booleans(value: Any) -> Any:
+    """The file's values, with ``"false"`` for what it means."""
+    if isinstance(value, dict):
+        return {key: _booleans(inner) for key, inner in value.items()}
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def look_up(content: Mapping[str, Any], path: str) -> Any:
-    """The value at a path with dots; None where there is none, or ``"auto"``."""
-    value: Any = content
-    for key in path.split("."):
-        if not isinstance(value, dict) or key not in value:
-            return None
-        value = value[key]
-    return None if value == AUTO else value
+def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
+    """What the file says in the words of the flags.
 
+    Raises:
+        ConfigError: a value is of another kind than its flag's, or out of its range.
+    """
+    content, said = file.content, []
 
-def as_flags(content: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """What the file says in the words of the flags: field → (path in the file, value)."""
-    found: dict[str, tuple[str, Any]] = {}
+    def add(name: str, path: str, value: Any, shown: Any = None) -> None:
+        checked = config.checked(name, value, f"{file.where(path)}, {path}")
+        said.append(Said(name, path, checked, str(look_up(content, path) if shown is None else shown)))
+
     for entry in ENTRIES:
         value = look_up(content, entry.path)
         if value is not None:
-            found[entry.field] = (entry.path, entry.to_flag(value))
+            add(entry.field, entry.path, entry.to_flag(value))
     stage = look_up(content, "zero_optimization.stage")
-    if stage:
-        found[f"zero_{stage}_memory_optimization"] = ("zero_optimization.stage", True)
+    if stage in (1, 2, 3):
+        add(f"zero_{int(stage)}_memory_optimization", "zero_optimization.stage", True)
     enabled = {kind: look_up(content, f"{kind}.enabled") for kind in ("fp16", "bf16")}
     chosen = next((kind for kind, value in enabled.items() if value), None)
     if chosen or any(value is False for value in enabled.values()):
-        found["mixed_precision"] = (f"{chosen or 'fp16'}.enabled", chosen)
+        add("mixed_precision", f"{chosen or 'fp16'}.enabled", chosen)
     device = look_up(content, "zero_optimization.offload_optimizer.device")
     if device is not None:
-        found["cpu_offload"] = ("zero_optimization.offload_optimizer.device", device == "cpu")
-    return found
+        add("cpu_offload", "zero_optimization.offload_optimizer.device", device == "cpu")
+    for section in OFFLOADS:
+        path = look_up(content, f"zero_optimization.{section}.nvme_path")
+        if path is not None and look_up(content, f"zero_optimization.{section}.device") == "nvme":
+            add("nvme_path", f"zero_optimization.{section}.nvme_path", path)
+    kind = str(look_up(content, "optimizer.type") or "")
+    if kind.lower() in OPTIMIZERS:
+        add("optimizer", "optimizer.type", OPTIMIZERS[kind.lower()])
+    for name, value, shown in _of_schedule(content):
+        add(FLAGS[name], f"scheduler.params.{name}", _whole(value) if FLAGS[name] != "lr" else value, shown)
+    return said
+
+
+def _of_schedule(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """(parameter, value, as messages show it) of those parameters of the schedule that are flags."""
+    kind = look_up(content, "scheduler.type")
+    given = look_up(content, "scheduler.params")
+    given = given if isinstance(given, Mapping) else {}
+    for name, default in PARAMETERS.get(kind, {}).items():
+        if name in FLAGS and name in given and given[name] not in (AUTO, None):
+            yield name, given[name], str(given[name])
+        elif name in FLAGS and name not in given and default is not None:
+            yield name, default, f"{default} (DeepSpeed's default)"
 
 
 def adopt(config: RunConfig) -> RunConfig:
@@ -142,36 +167,41 @@ def adopt(config: RunConfig) -> RunConfig:
     text = config.get("deepspeed_config")
     if text is None:
         return config
-    said = as_flags(read(text))
-    new = {name: value for name, (_, value) in said.items() if name not in config.origins and value is not None}
-    if _stages(config):  # the file's stage is the same one, or a contradiction
-        new = {name: value for name, value in new.items() if name not in ZERO}
-    changed = {name: value for name, value in new.items() if value != config.get(name)}
-    return config.replace(_shown(text), **changed) if changed else config
+    file, staged = read(text), bool(_stages(config))
+    for said in as_flags(file, config):
+        if said.field in config.origins or said.value is None or _agree(said, config.get(said.field)):
+            continue
+        if not (staged and said.field in ZERO):  # the file's stage is the same one, or a contradiction
+            config = config.replace(file.where(said.path), **{said.field: said.value})
+    return config
+
+
+def _agree(said: Said, value: Any) -> bool:
+    """Whether a flag's value is what the file says; of Adam there are several implementations."""
+    return said.value == value or (said.field == "optimizer" and "adam" in said.value and "adam" in value)
 
 
 def contradictions(request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(what the file says otherwise than the flags, fields of those flags), one after another."""
-    content = _content(request)
-    shown = _shown(request.config.get("deepspeed_config"))
-    for name, (path, value) in as_flags(content).items():
-        flag_value = request.config.get(name)
+    file = read_for(request)
+    for said in as_flags(file, request.config):
+        name, flag_value = said.field, request.config.get(said.field)
         if name in ZERO:
             for other in _stages(request.config):
                 if other != name:
-                    yield f"{shown} has {path} = {look_up(content, path)}, {_said(request, other)}", (other,)
+                    yield f"{file.name} has {said.path} = {said.shown}, {_said(request, other)}", (other,)
             continue
         if name == "global_batch_size" and flag_value is None:
             continue
         if name == "mixed_precision" and flag_value == AUTO:
             continue
-        if flag_value != value:
-            yield f"{shown} has {path} = {look_up(content, path)}, {_said(request, name)}", (name,)
-    steps = look_up(content, "gradient_accumulation_steps")
+        if not _agree(said, flag_value):
+            yield f"{file.name} has {said.path} = {said.shown}, {_said(request, name)}", (name,)
+    steps = look_up(file.content, "gradient_accumulation_steps")
     if steps is not None and steps != request.sizes.accumulation:
         batches = ("global_batch_size", "micro_batch_size")
         ours = request.sizes.accumulation
-        yield f"{shown} has gradient_accumulation_steps = {steps}, the batch sizes make {ours}", batches
+        yield f"{file.name} has gradient_accumulation_steps = {steps}, the batch sizes make {ours}", batches
 
 
 def _stages(config: RunConfig) -> list[str]:
@@ -181,15 +211,16 @@ def _stages(config: RunConfig) -> list[str]:
 
 def _said(request: Request, name: str) -> str:
     value = request.config.get(name)
-    word = {True: "is on", False: "is off", None: "is not given"}.get(value, f"is {value}")
-    return f"{spelling(name)} {word} ({request.config.origin(name)})"
+    word = "is on" if value is True else "is off" if value is False else "is not given" if value is None else None
+    return f"{spelling(name)} {word or f'is {value}'} ({request.config.origin(name)})"
 
 
-def _content(request: Request) -> dict[str, Any]:
+def read_for(request: Request) -> DeepSpeedFile:
+    """The file of a request; an empty one where there is none."""
     text = request.config.get("deepspeed_config")
     # That the file is there has been seen when it was adopted; a plan of switches alone has none.
     given = text is not None and (text.lstrip().startswith("{") or Path(text).is_file())
-    return read(text) if given else {}
+    return read(text) if given else DeepSpeedFile(str(text), {})
 
 
 def effective(request: Request, precision: str) -> dict[str, Any]:
@@ -198,9 +229,13 @@ def effective(request: Request, precision: str) -> dict[str, Any]:
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``.
     """
-    content = _content(request)
-    content = {name: section for name, section in content.items() if name not in (*OURS_ALONE, "optimizer")}
-    return _merged(content, from_flags(request, precision))
+    said = read_for(request).content
+    content = {name: section for name, section in said.items() if name in HANDED_ON}
+    merged = _merged(content, from_flags(request, precision))
+    steps = said.get("steps_per_print")
+    if isinstance(steps, int) and any(content.get(name) for name in LOUD):
+        merged["steps_per_print"] = steps  # what it prints, it prints every so many steps
+    return merged
 
 
 def from_flags(request: Request, precision: str) -> dict[str, Any]:
@@ -246,6 +281,7 @@ def _zero(request: Request) -> dict[str, Any]:
             "memory_efficient_linear": False,
             "override_module_apply": False,
         }
+    section |= _by_width(request)
     pinned = request.environment.device == "cuda"
     if "nvme-offload" in request.active:
         place = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
@@ -255,7 +291,34 @@ def _zero(request: Request) -> dict[str, Any]:
     elif "cpu-offload" in request.active:
         place = {"device": "cpu", "pin_memory": pinned}
         section |= {"offload_optimizer": place} | ({"offload_param": dict(place)} if stage == 3 else {})
-    return section
+    named = {name for name in OFFLOADS if isinstance(look_up(_zero_of(request), name), Mapping)}
+    # A file that names one of the two offloads that one.
+    return {key: value for key, value in section.items() if not named or key not in OFFLOADS or key in named}
+
+
+def _zero_of(request: Request) -> Mapping[str, Any]:
+    """The section of the file."""
+    section = read_for(request).content.get("zero_optimization")
+    return section if isinstance(section, Mapping) else {}
+
+
+def _by_width(request: Request) -> dict[str, int]:
+    """The sizes of buckets that the file leaves to ``"auto"``, by the guide's rule, where the width is known."""
+    width = None if request.environment.white_box else request.model.hidden_size
+    if width is None:
+        return {}
+    sizes = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    flags = {entry.path.rpartition(".")[2]: entry.field for entry in ENTRIES}
+    zero = _zero_of(request)
+    return {
+        name: size
+        for name, size in sizes.items()
+        if zero.get(name) == AUTO and flags.get(name) not in request.config.origins
+    }
 
 
 def _largest_share(request: Request) -> int:

@@ -6,7 +6,7 @@ prints it without a stack trace and exits with ``exit_status``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,26 @@ class OutOfMemory(RapidformerError):
     exit_status = 1
 
 
+class SwitchDidNothing(RapidformerError):
+    """A switch was active, and the first step does not show that it did anything.
+
+    Args:
+        findings: for each such switch, what should have been seen and was not.
+        where: how the switches were asked for.
+    """
+
+    exit_status = 1
+
+    def __init__(self, findings: Mapping[str, str], *, where: str) -> None:
+        found = "; ".join(f"{name} did nothing in the first step: {finding}" for name, finding in findings.items())
+        super().__init__(
+            found,
+            where=where,
+            hint="leave the switch out, or see whether a hook of yours takes its place; nothing of this step was saved",
+        )
+        self.switches = tuple(findings)
+
+
 class WorkerFailed(RapidformerError):
     """A worker process ended before its time."""
 
@@ -99,12 +119,20 @@ class ReportedError(RapidformerError):
 
 
 class Interrupted(RapidformerError):
-    """The run was asked to end (SIGTERM, SIGINT) and has saved a checkpoint.
+    """The run was asked to end (SIGTERM, SIGINT, SIGHUP).
 
-    The exit status is that of sysexits' ``EX_TEMPFAIL``: try again later.
+    Args:
+        saved: whether there is something to go on from; the exit status says it, too: 75 is sysexits'
+            ``EX_TEMPFAIL``, try again later; 130 is a shell's for what Ctrl-C has ended.
     """
 
-    exit_status = 75
+    SAVED = 75
+    LOST = 130
+
+    def __init__(self, message: str, *, hint: str | None = None, saved: bool = True) -> None:
+        super().__init__(message, hint=hint)
+        self.saved = saved
+        self.exit_status = self.SAVED if saved else self.LOST
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.data.loader import eval_requests, load, sample_lengths
 from rapidformer_templates.engines.base import Engine
+from rapidformer_templates.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.random_state import capture, restore
 from rapidformer_templates.workers import Workers
 
@@ -58,7 +59,7 @@ class Evaluator:
         if gathered:
             gathered.sort(key=lambda entry: entry[0])
             task_metrics = self.template.compute_metrics([e[1] for e in gathered], [e[2] for e in gathered])
-            metrics |= {name: float(value) for name, value in (task_metrics or {}).items()}
+            metrics |= checked_metrics(task_metrics)
         return metrics
 
     def _share(self) -> tuple[float, float, list[tuple[int, Any, Any]]]:
@@ -66,11 +67,12 @@ class Evaluator:
         total = targets = 0.0
         results: list[tuple[int, Any, Any]] = []
         for microbatch in load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False):
-            microbatch.targets = 0 if microbatch.idle else self.template.count_targets(microbatch.batch)
+            microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
             loss, outputs = self.engine.eval_batch(microbatch)
             if not self.workers.ends_pipeline:
                 continue
-            predictions, references = self.template.predict(outputs, microbatch.batch)
+            result = self.template.predict(outputs, microbatch.batch)
+            predictions, references = checked_predictions(result, len(microbatch.samples))
             if microbatch.idle or not self.workers.speaks:
                 continue
             total += loss

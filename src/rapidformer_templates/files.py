@@ -11,16 +11,56 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
+from rapidformer_templates.errors import RapidformerError
+
 PAGE = 4096
 """What goes past the page cache begins, in memory and in the file, at a multiple of this, bytes."""
 
 DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+REASONS = {
+    errno.ENOSPC: ("the disk is full", "make room"),
+    errno.EDQUOT: ("the quota of this disk is used up", "make room"),
+    errno.EROFS: ("the file system can only be read", "mount it for writing"),
+    errno.EACCES: ("this process may not write there", "change the permissions"),
+    errno.EPERM: ("this process may not write there", "change the permissions"),
+    errno.EIO: ("the disk reports an error", "look at the disk (dmesg says more)"),
+    errno.ENOENT: ("a folder is not there, or not any more", "see whether its file system is mounted"),
+    errno.ESTALE: ("the network file system has lost the folder", "mount it again"),
+    errno.ENOTDIR: ("a part of the path is a file", "take another path"),
+    errno.EEXIST: ("a file, or a link that leads nowhere, has its place", "move that away"),
+    errno.ELOOP: ("its links lead in a circle", "mend the links"),
+    errno.ENOMEM: ("there is not enough memory", "leave more memory free"),
+}
+"""What an error of the operating system means to a user, and what to do about it."""
+
+
+def explain(error: OSError) -> tuple[str, str]:
+    """(what is wrong, what to do about it) of a file or folder that cannot be written or read."""
+    what, to_do = REASONS.get(error.errno or 0, ("it failed", "mend what the system reports"))
+    return (what if error.errno == errno.ENOSPC else f"{what} ({error})"), to_do
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell the user what is wrong, if the body cannot write a file or a folder.
+
+    Raises:
+        RapidformerError: an error of the operating system, in words.
+    """
+    try:
+        yield
+    except OSError as error:
+        what, to_do = explain(error)
+        raise RapidformerError(f"{path} cannot be written: {what}", hint=to_do) from error
 
 
 class Seal(TypedDict):
@@ -55,6 +95,21 @@ def write_synced(path: Path, text: str) -> Seal:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
+def try_writing(folder: Path) -> None:
+    """Write a page into a folder and remove it.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=".try-", dir=folder)
+    try:
+        write_at(descriptor, memoryview(bytes(PAGE)), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
 
 
 @contextmanager

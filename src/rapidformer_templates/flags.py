@@ -18,6 +18,7 @@ def flag(
     metavar: str | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
+    choice: str | None = None,
 ) -> Any:
     """Declare one flag as a dataclass field.
 
@@ -29,9 +30,11 @@ def flag(
         metavar: what stands for the value in the help.
         minimum: the least value that is accepted.
         maximum: the greatest.
+        choice: what it decides together with other flags that exclude it: one that is given on the command line
+            takes the place of another that stands in a file or a script.
     """
     metadata = {"help": help, "bare": bare, "alias": alias, "metavar": metavar, "minimum": minimum, "maximum": maximum}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata | {"choice": choice})
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class LaunchFlags:
     )
     user_script: str | None = flag(None, "white-box script to run with these flags", metavar="FILE")
     nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1)
-    master_port: int | None = flag(None, "port on which the local workers meet (default: a free one)", minimum=1)
+    master_port: int | None = flag(
+        None, "port on which the local workers meet (default: a free one)", minimum=1, maximum=65535
+    )
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train (default: a GPU if there is one)")
 
 
@@ -61,7 +66,9 @@ class ModelFlags:
     seq_length: int | None = flag(
         None, "length that samples are cut to, tokens (default: what the model takes)", minimum=1
     )
-    dropout: float | None = flag(None, "dropout rate everywhere in the model (default: the model's own)", minimum=0)
+    dropout: float | None = flag(
+        None, "dropout rate everywhere in the model (default: the model's own)", minimum=0, maximum=1
+    )
     trust_remote_code: bool = flag(False, "run code that comes with a model folder")
 
 
@@ -109,7 +116,7 @@ class DataFlags:
     sentence_pairs: bool = flag(
         False, "masked pretraining on pairs of sentences with a second head, of bert, albert … (default: windows)"
     )
-    short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0)
+    short_seq_prob: float = flag(0.1, "share of shorter sequences in masked-LM pretraining", minimum=0, maximum=1)
     loss_on: Literal["answers", "all"] | None = flag(
         None,
         "causal_lm: tokens that are learned (default: the answers of chat and instruction data, all of plain text)",
@@ -140,7 +147,10 @@ class TrainingFlags:
         ]
         | None
     ) = flag(None, "what to train for")
-    save: str | None = flag(None, "run folder: checkpoints, metrics, summary, plan, exported model", metavar="DIR")
+    save: str | None = flag(
+        None, "run folder: checkpoints, metrics, summary, plan, exported model", metavar="DIR", choice="save"
+    )
+    no_save: bool = flag(False, "train without --save, and throw the model away at the end", choice="save")
     overwrite: bool = flag(False, "empty a run folder that already holds a run")
     load: str | None = flag(None, "run folder or checkpoint to start from", metavar="DIR")
     resume: bool = flag(False, "go on from the newest whole checkpoint in --save")
@@ -149,12 +159,14 @@ class TrainingFlags:
     lr_decay_style: Literal["linear", "cosine", "constant"] = flag("linear", "shape of the learning rate after warmup")
     min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_iters: int | None = flag(None, "steps over which it decays (default: all)", minimum=1)
-    lr_warmup_iters: int | None = flag(None, "steps of warmup", minimum=0)
-    lr_warmup_fraction: float | None = flag(None, "warmup as a share of the decay steps", minimum=0)
+    lr_warmup_iters: int | None = flag(None, "steps of warmup", minimum=0, choice="warmup")
+    lr_warmup_fraction: float | None = flag(
+        None, "warmup as a share of the decay steps", minimum=0, maximum=1, choice="warmup"
+    )
     weight_decay: float = flag(0.01, "decoupled weight decay; biases and norms are left out", minimum=0)
     clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
-    train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1)
-    epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1)
+    train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
+    epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")
     log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)
     eval_interval: int | None = flag(
         None, "steps between evaluations (default: the end of each epoch, or of the run)", minimum=1
@@ -176,6 +188,9 @@ class TrainingFlags:
     metric_for_best: str | None = flag(
         None, "metric by which the best checkpoint is kept (default: the task's)", metavar="NAME"
     )
+    metric_for_best_mode: Literal["min", "max"] | None = flag(
+        None, "whether the least or the most of --metric-for-best is best (default: known by its name)"
+    )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
     seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**32 - 1)
 
@@ -183,6 +198,11 @@ class TrainingFlags:
     def fine_tunes(self) -> bool:
         """Whether the task is one of fine-tuning; it decides some defaults, in every template alike."""
         return self.task not in (None, "pretraining")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best checkpoint is kept; who names its metric asks for it."""
+        return self.fine_tunes or self.metric_for_best is not None if self.keep_best is None else self.keep_best
 
 
 SECTIONS: dict[str, type] = {

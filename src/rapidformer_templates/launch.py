@@ -1,16 +1,10 @@
-"""Start local workers and end all of them together: what ``--nproc-per-node N`` does.
-
-Workers are the processes of torch's elastic launcher; its agent is left out, because it kills
-workers 30 seconds after a SIGTERM, and a checkpoint of a large model takes longer than that.
-"""
+"""Start local workers and tell their first error, once: what ``--nproc-per-node N`` does. Imports no torch."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -18,12 +12,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from rapidformer_templates.ports import free_port, why_not
+from rapidformer_templates.processes import ERROR_FILE, Failure, Group
+from rapidformer_templates.signals import asked_to_end
 
 T = TypeVar("T")
 
@@ -39,7 +33,8 @@ SEEN_AFTER = 5
 TOLD = "told_at"
 """In a worker's error file: that :func:`report_errors` wrote it, and when."""
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher for each worker
+INTERRUPTED = "interrupted"
+"""In a worker's error file: what an :class:`Interrupted` says."""
 
 
 def is_worker() -> bool:
@@ -47,76 +42,46 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def this_command() -> list[str]:
-    """The words that start this very program again.
-
-    Raises:
-        ConfigError: there is no program to start, in a notebook or an interactive session.
-    """
-    if not hasattr(sys.modules["__main__"], "__file__"):
-        raise ConfigError(
-            "workers can only be started from a script or the command line",
-            where="--nproc-per-node",
-            hint="save the code as a script, or train with one worker here",
-        )
-    return [sys.executable, *sys.orig_argv[1:]]
-
-
 def run_workers(
-    command: Sequence[str], count: int, port: int | None = None, more: Mapping[str, str] | None = None
+    command: Sequence[str],
+    count: int,
+    port: int | None = None,
+    more: Mapping[str, str] | None = None,
+    resumes: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run ``command`` in ``count`` local workers and wait for all of them.
 
-    SIGTERM and SIGINT are passed on, and the workers get all the time they need to save. When one
-    worker fails the others are ended and the first error is raised, once.
+    SIGTERM, SIGINT and SIGHUP are passed on, and the workers get all the time they need to save; a second one
+    ends them at once. When one worker fails the others are ended and the first error is raised, once. When this
+    process is killed they save and end.
 
     Args:
         command: program and arguments.
         count: number of workers.
         port: where they meet; by default a free one.
         more: variables of their environment.
+        resumes: whether there is a checkpoint to go on from.
 
     Raises:
-        ConfigError: the port is in use.
-        Interrupted: the workers were asked to end and have saved.
+        ConfigError: nobody can meet on the port.
+        Interrupted: the workers were asked to end.
         WorkerFailed: a worker failed; the text is that of the first error.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
-
-    from rapidformer_templates.workers import free_port, port_in_use
-
-    if port is not None and port_in_use(port):
-        raise ConfigError(
-            f"port {port} is in use on this machine",
-            where="--master-port",
-            hint="choose another, or leave it out for a free one",
-        )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report the failure ourselves
-    folder = tempfile.mkdtemp(prefix="rapidformer-")
+    problem = port and why_not(port)
+    if problem:
+        raise ConfigError(problem, where="--master-port", hint="choose another, or leave it out for a free one")
     meeting_port = port or free_port()
     started = time.time()
-    processes = start_processes(
-        name="rapidformer",
-        entrypoint=command[0],
-        args={rank: tuple(command[1:]) for rank in range(count)},
-        envs={rank: {**_environment(rank, count, meeting_port), **(more or {})} for rank in range(count)},
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-    )
-    asked = False
-    try:
-        result = None
-        while result is None:
-            try:
-                result = processes.wait(period=0.1)
-            except SignalException as signalled:
-                asked = True
-                for pid in processes.pids().values():
-                    _send(pid, signalled.sigval)
-        if result.is_failed():
-            _raise_first(list(result.failures.values()), started, asked=asked)
-    finally:
-        processes.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    environments = [{**_environment(rank, count, meeting_port), **(more or {})} for rank in range(count)]
+    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder, asked_to_end() as asked:
+        workers = Group(command, environments, Path(folder))
+        try:
+            workers.wait(asked)
+        finally:
+            workers.kill()
+        failures = workers.failures()
+        if failures:
+            _raise_first(failures, started, asked=bool(asked.signals), insisted=asked.insisted, resumes=resumes)
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
@@ -133,14 +98,14 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
-def _send(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # it has ended by itself, and its result is about to be read
-
-
-def _raise_first(failures: list[ProcessFailure], started: float, *, asked: bool) -> NoReturn:
+def _raise_first(
+    failures: list[Failure],
+    started: float,
+    *,
+    asked: bool,
+    insisted: bool = False,
+    resumes: Callable[[], bool] = lambda: False,
+) -> NoReturn:
     """Raise what went wrong first; workers that failed because a peer was gone are not the cause.
 
     Args:
@@ -148,26 +113,37 @@ def _raise_first(failures: list[ProcessFailure], started: float, *, asked: bool)
         started: when they were started, s.
         asked: whether we were asked to end. If not, a worker that was asked to end may have been so by
             the launcher, because another one had failed.
+        insisted: whether we were asked twice, and have killed the workers.
+        resumes: whether there is a checkpoint to go on from.
     """
-    others = [f for f in failures if f.exitcode != Interrupted.exit_status]
+    told = [f.told[INTERRUPTED] for f in failures if INTERRUPTED in f.told]
+    passed_on = [-signal.SIGTERM, -signal.SIGHUP] + ([-signal.SIGKILL] if insisted else [])
+    ended = [Interrupted.SAVED, Interrupted.LOST] + (passed_on if asked else [])
+    others = [f for f in failures if f.status not in ended]
     if not others or (asked and len(others) < len(failures)):
-        raise Interrupted("the run was asked to end; it has saved a checkpoint", hint="go on with --resume")
+        if told:
+            raise Interrupted(**told[0])
+        if insisted:
+            hint = "--resume goes on from the last checkpoint" if resumes() else "start it again"
+            raise Interrupted("the workers were ended at once, as asked twice", hint=hint, saved=resumes())
+        message = "asked to end before the first step; nothing was lost"
+        raise Interrupted(message, hint="start it again", saved=resumes())
     first = min(others, key=_when)
-    if TOLD in first.error_file_data:
-        raise ReportedError(first.error_file_data["message"], first.exitcode if first.exitcode > 0 else 1)
-    how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with status {first.exitcode}"
+    if TOLD in first.told:
+        raise ReportedError(first.told["message"], first.status if first.status > 0 else 1)
+    memory = "out of memory is the usual cause of SIGKILL; " if first.status == -signal.SIGKILL else ""
     raise WorkerFailed(
-        f"worker {first.local_rank} {how} after {time.time() - started:.0f} s; the others were ended",
-        hint="out of memory is the usual cause of SIGKILL; --resume goes on from the last checkpoint",
+        f"worker {first.rank} {first.how} after {time.time() - started:.0f} s; the others were ended",
+        hint=f"{memory}--resume goes on from the last checkpoint",
     )
 
 
-def _when(failure: ProcessFailure) -> float:
+def _when(failure: Failure) -> float:
     """When a worker failed, s; a killed one is only seen some time after its peers lost it."""
-    if TOLD in failure.error_file_data:
-        return float(failure.error_file_data[TOLD])
-    ended_by_us = failure.exitcode == -signal.SIGTERM
-    return math.inf if ended_by_us else failure.timestamp - SEEN_AFTER
+    if TOLD in failure.told:
+        return float(failure.told[TOLD])
+    ended_by_us = failure.status == -signal.SIGTERM
+    return math.inf if ended_by_us else failure.seen - SEEN_AFTER
 
 
 def report_errors(body: Callable[[], T]) -> T:
@@ -183,8 +159,10 @@ def report_errors(body: Callable[[], T]) -> T:
         else:
             text, status = traceback.format_exc().rstrip(), 1
         path = os.environ.get(ERROR_FILE)
-        if path:
-            record = {"message": text, "timestamp": int(time.time()), TOLD: time.time()}
+        if path and Path(path).parent.exists():  # a launcher that was killed has nobody to read it
+            record: dict[str, Any] = {"message": text, "timestamp": int(time.time()), TOLD: time.time()}
+            if isinstance(error, Interrupted):
+                record[INTERRUPTED] = {"message": error.message, "hint": error.hint, "saved": error.saved}
             Path(path).write_text(json.dumps(record), encoding="utf-8")
         else:
             print(text, file=sys.stderr)

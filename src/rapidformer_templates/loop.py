@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates import checkpoint
+from rapidformer_templates import checkpoint, checkpoint_check
 from rapidformer_templates.async_save import AsyncSaver
+from rapidformer_templates.best import LOSS, BestMetric
 from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.base import Engine, StepResult
-from rapidformer_templates.errors import ConfigError, Interrupted, NonFiniteLoss
+from rapidformer_templates.errors import Interrupted, NonFiniteLoss
 from rapidformer_templates.evaluation import Evaluator
+from rapidformer_templates.hooks import checked_count
 from rapidformer_templates.meter import Meter
 from rapidformer_templates.optimizer import Schedule
 from rapidformer_templates.profile import DATA, EXCHANGE, REST, TRAIN, Profile
 from rapidformer_templates.progress import Progress
+from rapidformer_templates.report import say
 from rapidformer_templates.run_folder import MetricsFile, RunFolder
 from rapidformer_templates.signals import StopRequest
 from rapidformer_templates.workers import Workers
@@ -68,9 +72,10 @@ class Loop:
     Attributes:
         total: optimizer steps of the whole run.
         keep: checkpoints that are kept.
-        metric: name of the metric by which the best one is kept, and whether greater is better.
+        metric: the one by which the best checkpoint is kept.
         saver: saves in the background; None waits for each save.
         profile: records some steps of this worker.
+        progress: what people see.
     """
 
     template: Trainer
@@ -87,22 +92,24 @@ class Loop:
     meter: Meter
     receipts: Receipts
     keep: int
-    metric: tuple[str, bool] | None
+    metric: BestMetric | None
     saver: AsyncSaver | None = None
     profile: Profile | None = None
+    progress: Progress = field(init=False)
 
     def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         """Train to the end; the last evaluation's metrics.
 
         Raises:
             NonFiniteLoss: names the step and the samples in it; the weights are as before the step.
-            Interrupted: the run was asked to end, and has saved a checkpoint.
+            Interrupted: the run was asked to end, and has saved a checkpoint where there is a run folder.
             CheckpointError: one could not be saved.
         """
         with contextlib.closing(self.saver) if self.saver else contextlib.nullcontext():
             return self._run(stop, progress)
 
     def _run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
+        self.progress = progress
         metrics: dict[str, float] = {}
         batches = self._batches()
         self.template.on_train_start()
@@ -136,6 +143,8 @@ class Loop:
             # 4. Count.
             with self._part(REST):
                 self.receipts.count(microbatches)
+                if self.meter.steps == 0:
+                    self.receipts.check()
                 self.position.step = done = step + 1
                 self.position.samples += int(samples)
                 self.position.tokens += int(tokens)
@@ -152,12 +161,13 @@ class Loop:
                 metrics = self._evaluate()
             if self.intervals.epoch and done % self.intervals.epoch == 0:
                 self.template.on_epoch_end(done // self.intervals.epoch)
-            if asked or self.intervals.due(self.intervals.save, done, self.total):
+            if asked or self._is_best or self.intervals.due(self.intervals.save, done, self.total):
                 self._save()
             if asked or done == self.total:
                 self._wait_for_save()
             if asked and done < self.total:
-                raise Interrupted(f"stopped after step {done} as asked", hint=self._how_to_go_on())
+                hint, saved = self._how_to_go_on(), self.folder is not None
+                raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
         return metrics
 
     def _batches(self) -> Iterator[MicroBatch]:
@@ -178,8 +188,9 @@ class Loop:
         return on_device(map(self._counted, batches), self.workers.device, ahead=plan.sizes.accumulation)
 
     def _counted(self, microbatch: MicroBatch) -> MicroBatch:
-        microbatch.targets = 0 if microbatch.idle else self.template.count_targets(microbatch.batch)
+        microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
         microbatch.size = (microbatch.sample_count, microbatch.tokens)
+        microbatch.look()
         return microbatch
 
     def _part(self, name: str) -> contextlib.AbstractContextManager[Any]:
@@ -231,6 +242,7 @@ class Loop:
             **self.meter.window(),
             "skipped": bool(result.skipped),
         }
+        self.progress.logged(line)
         if self.metrics:
             self.metrics.write(line)
 
@@ -240,19 +252,35 @@ class Loop:
         with self.meter.paused():
             metrics = self.evaluator.evaluate()
         step = self.position.step
+        self.progress.evaluated(step, metrics)
         if self.metrics:
             self.metrics.write({"step": step, "epoch": round(self.order.epoch(step), 6), **metrics})
         if self.metric is not None:
-            name, greater = self.metric
-            if name not in metrics:
-                raise ConfigError(
-                    f"there is no metric {name}", where="--metric-for-best", hint=f"there are: {', '.join(metrics)}"
-                )
-            value, best = metrics[name], self.position.best
-            if best is None or (value > best["value"] if greater else value < best["value"]):
-                self.position.best = {"step": step, "metric": name, "value": value}
+            self._judge(self.metric, step, metrics)
         self.template.on_evaluate(step, metrics)
         return metrics
+
+    def _judge(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
+        """Note the step if it is the best so far. What the user's own function gives is known from now on."""
+        best = self.position.best
+        if metric.name not in metrics:
+            names = ", ".join(name for name in metrics if name != LOSS.name) or "nothing"
+            given = f"compute_metrics gives no '{metric.name}' (it gives {names})"
+            if best is not None and best["metric"] == metric.name:
+                say(self.workers, f"{given}: step {step} is no best", loud=True)
+                return
+            say(self.workers, f"{given}: the best checkpoint is that of the least {LOSS.name}", loud=True)
+            self.metric = metric = LOSS
+        value = metrics[metric.name]
+        if not math.isfinite(value):
+            say(self.workers, f"the {metric.name} of step {step} is {value}: no best", loud=True)
+        elif metric.improves(value, best):
+            self.position.best = {"step": step, "metric": metric.name, "value": value}
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the last step is the best one: its weights are saved before the next one changes them."""
+        return self.position.best is not None and self.position.best["step"] == self.position.step
 
     def _save(self) -> None:
         if self.folder is None:
@@ -269,8 +297,9 @@ class Loop:
                 self.saver.start(step, self.engine, progress, best)
                 return
             path: Path = checkpoint.save(root, step, self.engine, progress, self.workers)
-            if self.workers.is_main:
-                checkpoint.delete_older(root, self.keep, best)
+            problem = checkpoint_check.delete_older(path, self.keep, best, self.workers)
+            if problem:
+                say(self.workers, problem, loud=True)
         self._saved(path)
 
     def _wait_for_save(self) -> None:
@@ -281,4 +310,5 @@ class Loop:
     def _saved(self, path: Path | None) -> None:
         """Tell of a checkpoint that is whole."""
         if path:
+            self.progress.saved(checkpoint.step_of(path), path)
             self.template.on_checkpoint(checkpoint.step_of(path), path)

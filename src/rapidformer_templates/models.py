@@ -81,7 +81,8 @@ def build_config(
     else:
         raise _no_model()
     check_head(model_config, auto_class)
-    if auto_class == "AutoModelForCausalLM" and objective_of(model_config.model_type) == "masked":
+    encodes = objective_of(model_config.model_type) == "masked" or not getattr(model_config, "is_decoder", True)
+    if auto_class == "AutoModelForCausalLM" and encodes and not model_config.is_encoder_decoder:
         overrides["is_decoder"] = True  # without it an encoder would look at the tokens that it is to predict
     if auto_class == SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None:
         # A decoder classifies at the last token before the padding.

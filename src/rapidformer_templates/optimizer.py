@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from rapidformer_templates.config import spelling
+from rapidformer_templates.deepspeed_schedules import rates
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.flags import TrainingFlags
 from rapidformer_templates.plan import Plan
@@ -90,29 +92,37 @@ def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions
         )
     path, _, variant = plan.optimizer_implementation.partition(" ")
     module, _, name = path.rpartition(".")
-    kwargs: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay}
+    kwargs: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay, **plan.optimizer_options}
     if variant == "(fused)":
         kwargs["fused"] = True
     return OptimizerSpec(getattr(import_module(module), name), kwargs, options)
 
 
-def schedule(training: TrainingFlags, total_steps: int) -> Schedule:
+def schedule(training: TrainingFlags, total_steps: int, asked: Mapping[str, Any] | None = None) -> Schedule:
     """Warmup from zero, then linear, cosine or constant decay to ``--min-lr``.
 
     Step ``s`` of ``w`` warmup steps runs at ``(s + 1) / w`` of the peak, so no step is wasted at a
     rate of zero; the decay ends at ``--lr-decay-iters`` (by default the last step).
 
+    Args:
+        asked: the type and parameters of a schedule of DeepSpeed that takes its place.
+
     Raises:
-        ConfigError: the warmup is longer than the decay.
+        ConfigError: the warmup is longer than the decay or the run.
     """
     decay_steps = training.lr_decay_iters or total_steps
     warmup = training.lr_warmup_iters or 0
     if training.lr_warmup_fraction is not None:
         warmup = math.ceil(training.lr_warmup_fraction * decay_steps)
-    if warmup > decay_steps:
-        raise ConfigError(
-            f"a warmup of {warmup} steps is longer than the decay of {decay_steps} steps", where="--lr-warmup-iters"
-        )
+    if asked is not None:
+        peak = training.lr or 0.0
+        rate = rates(asked["type"], asked["params"], lr=peak, warmup=warmup, total=decay_steps)
+        return lambda step: rate(step) / peak if peak else 0.0
+    for steps, what in ((decay_steps, "decay"), (total_steps, "run")):
+        if warmup > steps:
+            flag = "lr_warmup_iters" if training.lr_warmup_fraction is None else "lr_warmup_fraction"
+            message = f"a warmup of {warmup} steps is longer than the {what} of {steps} steps"
+            raise ConfigError(message, where=spelling(flag))
     floor = training.min_lr / training.lr if training.lr else 0.0
     shape = {
         "linear": lambda done: 1.0 - done,

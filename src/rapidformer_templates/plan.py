@@ -39,6 +39,8 @@ class Plan:
         precision: ``fp32``, ``bf16`` or ``fp16``: the type that matrix products are computed in.
         optimizer: the optimizer that was asked for.
         optimizer_implementation: what stands for it here, such as ``torch.optim.AdamW (fused)``.
+        optimizer_options: options of that class beside the learning rate and the weight decay.
+        schedule: the type and parameters of a schedule that takes the place of ``--lr-decay-style``.
         notes: what a user should know: stand-ins, kernels, sizes that act as none.
         values: each flag that was given, with its value and where it came from.
         rules: codes of the rules that were consulted.
@@ -53,6 +55,8 @@ class Plan:
     precision: str = "fp32"
     optimizer: str = "apex_adam"
     optimizer_implementation: str = "torch.optim.AdamW (fused)"
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rules: tuple[str, ...] = ()

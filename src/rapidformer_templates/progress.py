@@ -1,28 +1,33 @@
-"""A progress bar on standard error, for people: only on rank 0 and only on a terminal."""
+"""What people see while a run trains, from rank 0 on standard error: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rapidformer_templates.host_copy import HostCopy
+from rapidformer_templates.report import tell
 
 REFRESH_SECONDS = 0.2
 
 
 class Progress:
-    """Progress of the training steps. Where nobody is looking it does nothing."""
+    """Progress of the training steps: on a terminal a bar, else a line for each log, evaluation and checkpoint."""
 
     def __init__(self, total: int, done: int, *, show: bool) -> None:
         self._bar: Any = None
+        self._total = total
         self._pending = 0
         self._shown = time.perf_counter()
         self._loss: HostCopy | None = None
         self._text = ""
-        if show and sys.stderr.isatty():
+        self._in_lines = show and not sys.stderr.isatty()
+        if show and not self._in_lines:
             self._bar = _bar()
             self._task = self._bar.add_task("training", total=total, completed=done, loss="")
 
@@ -49,6 +54,24 @@ class Progress:
                     self._text = f"loss {latest.values()[0]:.4f}"
             self._bar.update(self._task, advance=self._pending, loss=self._text)
             self._loss, self._pending, self._shown = copy, 0, now
+
+    def logged(self, line: Mapping[str, Any]) -> None:
+        """A line of ``metrics.jsonl``."""
+        skipped = "  skipped" if line["skipped"] else ""
+        numbers = f"loss {line['loss']:.4f}  grad norm {line['grad_norm']:.4f}  lr {line['lr']:.3g}"
+        self._tell(line["step"], f"{numbers}  {line['samples_per_second']:,.1f} samples/s{skipped}")
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of an evaluation."""
+        self._tell(step, "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint that is whole."""
+        self._tell(step, f"saved {path}")
+
+    def _tell(self, step: int, text: str) -> None:
+        if self._in_lines:
+            tell(f"step {step:,}/{self._total:,}  {text}")
 
 
 def _bar() -> Any:

@@ -1,29 +1,41 @@
-"""Receipts: what the active switches did, measured on the running model and never copied from flags."""
+"""Receipts: what the active switches did, measured on the running model and never copied from flags.
+
+After the first step each active switch looks at them, and one that did nothing ends the run.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.attention.count import count_kernels
+from rapidformer_templates.attention.count import attention_functions, count_kernels
 from rapidformer_templates.compiling.blocks import Compiled
+from rapidformer_templates.config import spelling
+from rapidformer_templates.configure import own_hooks
 from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.auxiliary import receipts_of
 from rapidformer_templates.engines.base import Engine
-from rapidformer_templates.engines.state import bytes_held, local_part
+from rapidformer_templates.engines.state import bytes_held, elements_held, local_part
 from rapidformer_templates.engines.transforms import Checkpointed
+from rapidformer_templates.errors import SwitchDidNothing
 from rapidformer_templates.fused_loss.logits import head_of
 from rapidformer_templates.fused_loss.watch import WidestRows
 from rapidformer_templates.layout import find_layout, shape_of
 from rapidformer_templates.onnx_graphs.capture import captured, receipt
 from rapidformer_templates.parallel import tensor_parallel
+from rapidformer_templates.switches import REGISTRY
+from rapidformer_templates.switches._switch import Measured
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
 
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -39,20 +51,41 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
         yield from _leaves(child)
 
 
+INTERNAL = frozenset(
+    {
+        "trained_elements",
+        "updated_elements",
+        "gradient_elements",
+        "divided_elements",
+        "largest_parameter",
+        "chosen_shapes",
+    }
+)
+"""What switches look at, and the summary does not show."""
+
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
 
 
 class Receipts:
-    """Watches the first step of a run and measures the engine after it."""
+    """Watches the first step of a run and measures the engine after it.
 
-    def __init__(self, engine: Engine, wanted: Sequence[str]) -> None:
-        """``wanted``: names of the measurements that the active switches ask for."""
+    Args:
+        engine: what trains.
+        template: with the plan that it should follow.
+        order: of the training samples.
+    """
+
+    def __init__(self, engine: Engine, template: Trainer, order: Order) -> None:
         self.engine = engine
-        self.wanted = frozenset(wanted)
+        self.template = template
+        self.switches = [REGISTRY[name].in_layout(template.plan.sizes) for name in template.plan.switches]
+        self.wanted = frozenset(name for switch in self.switches for name in switch.receipt)
+        self._chosen_shapes = [[shape.rows, shape.length] for shape in getattr(order, "shapes", ())]
         self._activations: set[str] = set()
         self._early: dict[str, Any] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._tokens = [0, 0]
+        self._gradient_elements = 0
 
     def count(self, microbatches: Sequence[MicroBatch]) -> None:
         """Note the shapes and the padding of a step's batches; called in every step."""
@@ -117,6 +150,7 @@ class Receipts:
     def _measure_gradients(self) -> None:
         held = bytes_held(self.engine.held())
         self._early["gradient_bytes"] = held["gradients"]
+        self._gradient_elements = elements_held(self.engine.held()["gradients"])
         if "buckets" in held:
             self._early["bucket_bytes"] = held["buckets"]
 
@@ -160,8 +194,10 @@ class Receipts:
         """Rows of logits that a forward has in memory at a time, and how many there are without fusing."""
         engine = self.engine
         head = head_of(engine.model)
-        assert head is not None
-        with WidestRows(head.out_features) as seen:
+        if head is None:
+            return {}
+        # Not compiled: what meets the watch while it looks is never compiled again.
+        with torch.compiler.set_stance("force_eager"), WidestRows(head.out_features) as seen:
             self._forward(microbatch)
         return {
             "logits_rows": seen.rows,
@@ -185,17 +221,58 @@ class Receipts:
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
             "onnx_runtime": lambda: receipt(engine.model),
             "matmul_precision": torch.get_float32_matmul_precision,
-            "compile": lambda: vars(engine.model)["compile_report"].measured(),
+            "compile": lambda: (report := vars(engine.model).get("compile_report")) and report.measured(),
+            "optimizer_is_fused": lambda: any(group.get("fused") for group in engine.optimizer.param_groups),
+            "attention_functions": lambda: attention_functions(engine.model),
+            "blocks": lambda: list(find_layout(engine.model).blocks),
+            "swapped_bytes": lambda: getattr(engine, "swapped_bytes", 0),
+            "layout": lambda: engine.workers.layout,
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
         measures |= tensor_parallel.measures(engine.model)
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
         return values | self._early | dict(self.engine.receipts)
 
+    def _elements(self) -> dict[str, Any]:
+        """How many elements of parameters this rank trains, updates and has only a part of."""
+        engine = self.engine
+        whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
+        here = {p: min(local_part(p).numel(), count) for p, count in whole.items()}
+        # Of matrices that tensor parallelism divides, this rank would train its part also without any other switch.
+        mine = here if engine.workers.tensor > 1 else whole
+        return {
+            "trained_elements": sum(count for p, count in mine.items() if p.requires_grad),
+            "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
+            "gradient_elements": self._gradient_elements,
+            "divided_elements": sum(count for p, count in whole.items() if here[p] < count),
+            "largest_parameter": max(whole.values(), default=0),
+            "chosen_shapes": self._chosen_shapes,
+        }
+
+    def _by_rank(self) -> list[dict[str, Any]]:
+        values = self.measured() | self._elements() | dict(receipts_of(self.engine.model, self.engine.workers))
+        return self.engine.workers.gather(values | (self._padding() if "fill" in self.wanted else {}))
+
+    def check(self) -> None:
+        """After the first step: let each active switch look whether it acted; every rank must call it.
+
+        Raises:
+            SwitchDidNothing: one did nothing; all such are named.
+        """
+        template = self.template
+        hooks = frozenset(own_hooks(type(template)))
+        measured = Measured(template.plan, template.config, self._by_rank(), hooks)
+        found = {switch.name: switch.acted(measured) for switch in self.switches}
+        missing = {name: finding for name, finding in found.items() if finding}
+        if missing:
+            asked = [f"{spelling(name)} ({template.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
+            raise SwitchDidNothing(missing, where=", ".join(asked))
+
     def measured_by_rank(self) -> dict[str, Any]:
-        """:meth:`measured`, and the bytes that each rank holds; every rank must call it."""
-        values = self.measured()
-        mine = {name: values[name] for name in HELD if name in values}
-        padding = self._padding() if "fill" in self.wanted else {}
-        values |= receipts_of(self.engine.model, self.engine.workers)
-        return values | padding | {"held_bytes_by_rank": self.engine.workers.gather(mine)}
+        """What was measured, each by the first rank that has it, and the bytes of each; every rank must call it."""
+        ranks = self._by_rank()
+        values: dict[str, Any] = {}
+        for found in reversed(ranks):
+            values |= {name: value for name, value in found.items() if name not in INTERNAL and value is not None}
+        held = [{name: found[name] for name in HELD if name in found} for found in ranks]
+        return values | {"held_bytes_by_rank": held}

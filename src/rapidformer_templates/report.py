@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,13 @@ REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspe
 def say(workers: Workers, line: str, *, loud: bool = False) -> None:
     """A line for people, from rank 0 only; loud lines go to standard error with a warning before them."""
     if workers.is_main:
-        print(f"warning: {line}" if loud else line, file=sys.stderr, flush=True)
+        tell(f"warning: {line}" if loud else line)
+
+
+def tell(text: str) -> None:
+    """Lines on standard error; a run goes on where nobody reads them any more."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def show_plan(plan: Plan) -> None:
@@ -47,7 +55,7 @@ def show_plan(plan: Plan) -> None:
     if plan.switches:
         lines.append(f"switches   {' → '.join(plan.switches)}")
     lines += [f"note       {note}" for note in plan.notes]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    tell("\n".join(lines))
 
 
 def versions() -> dict[str, str]:
@@ -91,7 +99,8 @@ def summarise(
     if not loop.meter.steps and loop.folder and loop.folder.summary.exists():
         # A complete run was resumed: what it measured then is all that there is to say.
         earlier = loop.folder.read_summary()
-        summary |= {name: earlier[name] for name in ("throughput", "receipts", "wall_seconds")}
+        measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
+        summary |= {name: earlier[name] for name in measured}
     if workers.is_main and loop.folder:
         write_json(loop.folder.summary, summary)
     return summary
@@ -133,7 +142,13 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
         for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):
             if path.exists():
                 table.add_row(name, str(path))
-    Console().print(table)
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    try:
+        print(captured.get(), end="", flush=True)
+    except OSError:  # nobody reads there any more, and the run is not done yet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def draw_curves(folder: RunFolder) -> None:

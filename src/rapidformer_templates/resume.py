@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.checkpoint import Reader, candidates, is_checkpoint, newest_whole
+from rapidformer_templates.checkpoint import Reader, folder_of, is_checkpoint
+from rapidformer_templates.checkpoint_check import newest_whole, problem_of, problem_together
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.task_flags import sample_flags
 from rapidformer_templates.engines.base import Engine
@@ -42,10 +45,40 @@ def take_up(template: Trainer, engine: Engine, folder: RunFolder | None, order: 
     reader = Reader(path)
     saved = Position(**{name: reader.state[name] for name in Position.__dataclass_fields__})
     _check_fit(reader, engine, saved, fresh, path)
+    saved.best = _own_best(saved, path, folder, workers)
     engine.load(reader, optimizer=True)
     engine.load_state(reader.state["engine"])
     _restore_random_state(reader, training.seed, saved.step, workers)
     return saved
+
+
+HOW_IT_STARTS = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}
+"""Values that change nothing of a run that goes on."""
+
+
+def say_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], workers: Workers) -> None:
+    """Name the flags whose values are not those with which the run was last started.
+
+    Args:
+        values: those of the plan, which is about to be written in place of the last one's.
+    """
+    if not workers.is_main or not folder.plan.exists():
+        return
+    try:
+        before = json.loads(folder.plan.read_text(encoding="utf-8"))["values"]
+    except (OSError, ValueError, KeyError) as error:
+        say(workers, f"{folder.plan} cannot be read ({error}): what was changed is not known", loud=True)
+        return
+    values = json.loads(json.dumps(values))
+    named = sorted((before.keys() | values.keys()) - HOW_IT_STARTS)
+    pairs = {name: (before.get(name, {}).get("value"), values.get(name, {}).get("value")) for name in named}
+    told = [
+        f"{name} {'its default' if was is None else was} → {'its default' if now is None else now}"
+        for name, (was, now) in pairs.items()
+        if was != now
+    ]
+    if told:
+        say(workers, f"note       changed since the run was last started: {', '.join(told)}")
 
 
 def _newest(root: Path, workers: Workers) -> Path | None:
@@ -68,12 +101,39 @@ def _newest(root: Path, workers: Workers) -> Path | None:
 
 
 def _to_load(path: Path, workers: Workers) -> Path:
-    if is_checkpoint(path):
+    if workers.broadcast(is_checkpoint(path)):
+        problem = problem_together(path, workers)
+        if problem:
+            raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(path))
         return path
-    found = _newest(path / "checkpoints", workers) if candidates(path / "checkpoints") else None
+    found = _newest(path / "checkpoints", workers)
     if found is None:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with one", where="--load")
     return found
+
+
+def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> dict[str, Any] | None:
+    """The best evaluation so far, if its checkpoint is in this run's folder."""
+    best = saved.best
+    if best is None or folder is None:
+        return None
+    if path.parent.resolve() != folder.checkpoints.resolve():
+        so_far = f"step {best['step']}, {best['metric']} {best['value']:.6g}"
+        say(
+            workers,
+            f"the best evaluation so far ({so_far}) is that of {path.parent.parent}: this run looks for its own",
+        )
+        return None
+    kept = folder_of(folder.checkpoints, best["step"])
+    problem = workers.broadcast(problem_of(kept, contents=False) if workers.is_main else None)
+    if problem:
+        say(
+            workers,
+            f"the best checkpoint is lost ({kept.name}: {problem}): the next evaluation counts as best",
+            loud=True,
+        )
+        return None
+    return best
 
 
 def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position, path: Path) -> None:

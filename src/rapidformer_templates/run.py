@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rapidformer_templates import ladder, launch
+from rapidformer_templates import calls, ladder, launch, program
 from rapidformer_templates.async_save import AsyncSaver
-from rapidformer_templates.checkpoint import Reader, folder_of
+from rapidformer_templates.best import BestMetric, best_metric, check_metric
+from rapidformer_templates.checkpoint import Reader, candidates, folder_of
+from rapidformer_templates.checkpoint_check import problem_together
 from rapidformer_templates.configure import chosen_layout, resolve_plan
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import Order, Request
@@ -20,10 +23,15 @@ from rapidformer_templates.data.task_flags import check_data_flags
 from rapidformer_templates.deepspeed_parts import prepare
 from rapidformer_templates.engines.base import Engine
 from rapidformer_templates.engines.building import Building
+from rapidformer_templates.engines.deepspeed_values import check_values
+from rapidformer_templates.engines.traces import without_trace
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.evaluation import Evaluator
 from rapidformer_templates.export import export_model
+from rapidformer_templates.flags import TrainingFlags
+from rapidformer_templates.hooks import checked_data, checked_model, checked_optimizer, checked_schedule
 from rapidformer_templates.host_memory import give_freed_memory_back, keep_freed_memory
+from rapidformer_templates.label_use import can_be_tried, label_use
 from rapidformer_templates.layout import find_layout
 from rapidformer_templates.loop import Intervals, Loop, Position
 from rapidformer_templates.meter import Meter
@@ -33,8 +41,9 @@ from rapidformer_templates.progress import Progress
 from rapidformer_templates.random_state import seed_all
 from rapidformer_templates.receipts import Receipts
 from rapidformer_templates.report import say, show_plan, show_results, summarise
-from rapidformer_templates.resume import take_up
+from rapidformer_templates.resume import say_changes, take_up
 from rapidformer_templates.run_folder import MetricsFile, RunFolder
+from rapidformer_templates.run_lock import hold, try_folder
 from rapidformer_templates.signals import StopRequest, stop_request
 from rapidformer_templates.switches import REGISTRY
 from rapidformer_templates.workers import Workers, join
@@ -45,17 +54,35 @@ if TYPE_CHECKING:
 
 def fit(template: Trainer) -> dict[str, Any]:
     """Check what can be checked, start local workers if they are asked for, and train."""
-    config, plan = template.config, template.plan
-    folder = RunFolder(config.training.save) if config.training.save else None
-    count = config.launch.nproc_per_node or 1
+    asked = dict(template.config.items())
     if launch.is_worker():
-        return launch.report_errors(lambda: _join_and_train(template))
-    if count == 1:
-        return _join_and_train(template)
-    _check(template, folder)
-    show_plan(plan)
-    launch.run_workers(launch.this_command(), count, config.launch.master_port, chosen_layout(config))
-    return folder.read_summary() if folder else {}
+        return calls.in_this_worker(
+            type(template).__qualname__, asked, template.adopt, lambda: _join_and_train(template)
+        )
+    if (template.config.launch.nproc_per_node or 1) == 1:
+        return calls.noted(lambda: _join_and_train(template))
+    return calls.noted(lambda: _train_in_new_workers(template, asked))
+
+
+def _train_in_new_workers(template: Trainer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    config, training = template.config, template.config.training
+    program.command()  # or there is nothing that workers could run
+    _check(template, RunFolder(training.save) if training.save else None)
+    show_plan(template.plan)
+    return calls.in_new_workers(
+        type(template).__qualname__,
+        asked,
+        config.launch.nproc_per_node or 1,
+        config.launch.master_port,
+        chosen_layout(config),
+        partial(_goes_on, training),
+    )
+
+
+def _goes_on(training: TrainingFlags) -> bool:
+    """Whether there is a checkpoint of this run, and not of one that is overwritten, to go on from."""
+    own = training.resume or not training.overwrite
+    return bool(own and training.save and candidates(RunFolder(training.save).checkpoints))
 
 
 def _check(template: Trainer, folder: RunFolder | None) -> None:
@@ -69,22 +96,46 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
         )
     if folder:
         folder.check(resume=training.resume, overwrite=training.overwrite)
+        _check_overwritten(template, folder)
+        try_folder(folder.path)
     if template.reads_task_data:
         task = template.task  # an unknown one is refused first
         check_data_flags(template.config)
+        if not template.computes_own_metrics:
+            check_metric(template.config)
         task.check()
     prepare(template.plan)
+    check_values(template.config, template.plan)
+
+
+def _check_overwritten(template: Trainer, folder: RunFolder) -> None:
+    """Refuse to delete what the run reads.
+
+    Raises:
+        ConfigError: names the flag that leads there.
+    """
+    if not template.config.training.overwrite:
+        return
+    for name, given in template.plan.values.items():
+        paths = given["value"] if isinstance(given["value"], list | tuple) else [given["value"]]
+        if name != "--save" and any(isinstance(path, str) and folder.holds(path) for path in paths):
+            raise ConfigError(
+                f"--overwrite would delete what {name} reads, in {folder.path}",
+                where=given["origin"],
+                hint="give another --save, or copy that elsewhere first",
+            )
 
 
 def _join_and_train(template: Trainer) -> dict[str, Any]:
     if template.plan.device == "cpu":
         _choose_allocation({REGISTRY[name].family for name in template.plan.switches})
     with (
-        stop_request() as stop,
+        stop_request(partial(_goes_on, template.config.training), alone=not launch.is_worker()) as stop,
         join(template.plan.device, template.plan.sizes) as workers,
         ladder.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
+        _run_folder(template, workers) as folder,
     ):
-        return train(template, workers, stop)
+        return train(template, folder, workers, stop)
 
 
 def _choose_allocation(families: set[str | None]) -> None:
@@ -95,44 +146,57 @@ def _choose_allocation(families: set[str | None]) -> None:
         keep_freed_memory()
 
 
-def train(template: Trainer, workers: Workers, stop: StopRequest) -> dict[str, Any]:
-    """One worker's run: reads as the order of composition."""
-    # 1. Whether the run folder may be written to. Nothing is written before all that can go wrong has been tried.
-    folder = _check_folder(template, workers)
-
-    # 2. The data, then the model: a classifier must know its labels.
-    samples = _build_data(template, workers)
-    engine = _build_engine(template, workers)
-
-    # 3. Where the run starts: at the beginning, or where its checkpoint left it.
-    order = build_order(template, samples, workers)
-    position = take_up(template, engine, folder, order, workers)
-
-    # 4. The loop.
-    if folder and workers.is_main:
-        folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite and not position.step)
-    workers.barrier()
-    loop = _build_loop(template, engine, order, position, folder, workers)
-    with stop.loop(), Progress(loop.total, position.step, show=workers.is_main) as progress:
-        metrics = loop.run(stop, progress)
-
-    # 5. Best weights, export, summary.
-    return _finish(loop, metrics, workers)
-
-
-def _check_folder(template: Trainer, workers: Workers) -> RunFolder | None:
+@contextmanager
+def _run_folder(template: Trainer, workers: Workers) -> Iterator[RunFolder | None]:
+    """The folder of ``--save``, which no other run may write into during the body."""
     training = template.config.training
     folder = RunFolder(training.save) if training.save else None
     if workers.is_main and launch.CHECKED not in os.environ:
         _check(template, folder)
         show_plan(template.plan)
     workers.barrier()
-    return folder
+    if folder is None:
+        yield None
+        return
+    with hold(folder.path, workers) as alone:
+        if not alone:
+            say(workers, f"the file system of {folder.path} knows no locks: start no second run there", loud=True)
+        yield folder
+
+
+def train(template: Trainer, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
+    """One worker's run: reads as the order of composition.
+
+    Nothing is written to the run folder before all that can go wrong has been tried.
+    """
+    # 1. The data, then the model: a classifier must know its labels.
+    samples = _build_data(template, workers)
+    metric = best_metric(template)
+    engine = _build_engine(template, workers)
+
+    # 2. Where the run starts: at the beginning, or where its checkpoint left it.
+    order = build_order(template, samples, workers)
+    position = take_up(template, engine, folder, order, workers)
+
+    # 3. The loop.
+    if folder and template.config.training.resume:
+        say_changes(folder, template.plan.values, workers)
+    if folder and workers.is_main:
+        folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite)
+    workers.barrier()
+    loop = _build_loop(template, engine, order, position, folder, metric, workers)
+    if position.step >= loop.total:
+        say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done")
+    with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
+        metrics = loop.run(stop, progress)
+
+    # 4. Best weights, export, summary.
+    return _finish(loop, metrics, workers)
 
 
 def _build_data(template: Trainer, workers: Workers) -> Sequence[Any]:
     """The training samples; the whole data are kept in the template for its hooks."""
-    template.data = template.build_data()
+    template.data = checked_data(template.build_data())
     skipped = template.task.skipped if template.uses_task else []
     if skipped:
         say(workers, f"left out {len(skipped)} lines that cannot be read: {'; '.join(skipped[:5])}", loud=True)
@@ -150,8 +214,11 @@ def _build_engine(template: Trainer, workers: Workers) -> Engine:
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
     seed_all(config.training.seed)
     with engine.build_context():
-        model = template.build_model()
+        model = checked_model(template.build_model())
     template.model_was_built(model)
+    tried = can_be_tried(model)
+    if tried:
+        _try_labels(template, model, workers)
     if template.uses_task:
         template.task.check_model(model)
     for switch in (REGISTRY[name] for name in plan.switches):
@@ -160,18 +227,28 @@ def _build_engine(template: Trainer, workers: Workers) -> Engine:
             building = Building(find_layout(model), options, plan, workers, partial(_loss_of_one, template))
             model = load_object(switch.transform)(model, building)
             del building
-    recipe = template.build_optimizer()
+    recipe = checked_optimizer(template.build_optimizer())
     template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
     engine.setup(model, recipe, template.compute_loss)
     template.model = engine.model
+    if not tried:
+        with engine.measuring() as whole:
+            _try_labels(template, whole, workers)
     return engine
+
+
+def _try_labels(template: Trainer, model: nn.Module, workers: Workers) -> None:
+    """Find out how the model takes labels, by which targets are counted and the task's loss is made."""
+    for note in template.labels_were_tried(label_use(model)):
+        say(workers, f"note       {note}")
 
 
 def _loss_of_one(template: Trainer, model: nn.Module) -> Any:
     """The user's loss of the first sample."""
     request = Request([0], (template.config.training.seed, 0), [0])
     (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
-    return template.compute_loss(model, microbatch.batch)
+    with without_trace(model):
+        return template.compute_loss(model, microbatch.batch)
 
 
 def _build_loop(
@@ -180,6 +257,7 @@ def _build_loop(
     order: Order,
     position: Position,
     folder: RunFolder | None,
+    metric: BestMetric | None,
     workers: Workers,
 ) -> Loop:
     training, data = template.config.training, template.data
@@ -187,12 +265,15 @@ def _build_loop(
     has_valid = data.valid is not None and len(data.valid) > 0
     evaluator = Evaluator(template, engine, data.valid, workers, training.eval_iters) if has_valid else None
     epoch = order.steps_per_epoch if order.by_epochs else 0
+    metrics = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
+    if metrics and metrics.garbled:
+        say(workers, f"left out lines of metrics.jsonl that cannot be read: {_few(metrics.garbled)}", loud=True)
     return Loop(
         template=template,
         engine=engine,
         order=order,
         evaluator=evaluator,
-        schedule=template.build_scheduler(total),
+        schedule=checked_schedule(template.build_scheduler(total)),
         position=position,
         total=total,
         intervals=Intervals(
@@ -203,16 +284,20 @@ def _build_loop(
         ),
         workers=workers,
         folder=folder,
-        metrics=MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None,
+        metrics=metrics,
         meter=Meter(workers.device),
-        receipts=Receipts(engine, [name for s in template.plan.switches for name in REGISTRY[s].receipt]),
+        receipts=Receipts(engine, template, order),
         keep=training.keep_checkpoints,
-        metric=_best_metric(template, evaluator),
+        metric=metric,
         saver=AsyncSaver(folder.checkpoints, workers, training.keep_checkpoints)
         if folder and training.async_save
         else None,
         profile=_profile(template, folder, total - position.step, workers),
     )
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
 
 
 def _profile(template: Trainer, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:
@@ -234,9 +319,8 @@ def _profile(template: Trainer, folder: RunFolder | None, steps_left: int, worke
 
 
 def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str, Any]:
-    template, folder, best = loop.template, loop.folder, loop.position.best
-    if best and folder and best["step"] != loop.position.step:
-        loop.engine.load(Reader(folder_of(folder.checkpoints, best["step"])), optimizer=False)
+    template, folder = loop.template, loop.folder
+    if _put_best_back(loop, workers):
         metrics = {}
     if loop.evaluator and not metrics:  # other weights than the last evaluation's, or a run that was complete
         metrics = loop.evaluator.evaluate()
@@ -251,23 +335,22 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
     return summary
 
 
+def _put_best_back(loop: Loop, workers: Workers) -> bool:
+    """Whether the best weights are others than the last ones, and have taken their place."""
+    best, folder = loop.position.best, loop.folder
+    if best is None or folder is None or best["step"] == loop.position.step:
+        return False
+    kept = folder_of(folder.checkpoints, best["step"])
+    problem = problem_together(kept, workers)
+    if problem:
+        say(workers, f"the best checkpoint is lost ({kept.name}: {problem}): the last weights stand in", loud=True)
+        loop.position.best = None
+        return False
+    loop.engine.load(Reader(kept), optimizer=False)
+    return True
+
+
 def load_object(path: str) -> Any:
     """What ``module:name`` names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
-
-
-def _best_metric(template: Trainer, evaluator: Evaluator | None) -> tuple[str, bool] | None:
-    """(name, whether greater is better) of the metric by which the best checkpoint is kept."""
-    training = template.config.training
-    keep = training.fine_tunes if training.keep_best is None else training.keep_best
-    if evaluator is None or not keep:
-        return None
-    if training.metric_for_best:
-        return (
-            training.metric_for_best,
-            "loss" not in training.metric_for_best and training.metric_for_best != "perplexity",
-        )
-    if not template.uses_task:
-        return "eval_loss", False
-    return template.task.best_metric, template.task.greater_is_better

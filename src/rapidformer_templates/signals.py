@@ -1,51 +1,126 @@
-"""SIGTERM and SIGINT as requests to save and end."""
+"""SIGTERM, SIGINT and SIGHUP as requests to save and end."""
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from rapidformer_templates.errors import Interrupted
 
+Handler = Callable[[int, FrameType | None], None]
+
+ASKING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+"""Of a scheduler, of Ctrl-C, and of a terminal that is closed."""
+
+INSISTS_AFTER = 1.0
+"""Seconds: what comes sooner is the same request, sent to the process and to its group, or by shell and terminal."""
+
+
+class Asked:
+    """Who asked a process to end: the signals that came."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self.insisted = False
+        self._first = 0.0
+        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == getattr(signal, "SIGHUP", None):
+            self._leave_terminals()
+        now = time.monotonic()
+        if not self.signals:
+            self._first = now
+        elif number in (signal.SIGTERM, signal.SIGINT) and now - self._first >= INSISTS_AFTER:
+            self.insisted = True
+        self.signals.append(number)
+
+    def _leave_terminals(self) -> None:
+        """A line to a closed terminal is an error: it goes nowhere from now on."""
+        for fd in self._terminals:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), fd)
+
 
 class StopRequest:
     """Whether somebody asked the run to end.
 
-    Before the loop starts there is nothing to save, and the request ends the run at once.
+    Outside the loop there is nothing to save that is not saved, and the request ends the run at once. In it,
+    whoever asks again, as by a second Ctrl-C, does not want to wait for the save.
+
+    Args:
+        resumes: whether there is a checkpoint that the same command goes on from.
+        alone: no launcher watches over this process, so that a second request ends it.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.in_loop = False
+    def __init__(self, resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> None:
+        self._asked = Asked()
+        self._resumes = resumes
+        self._alone = alone
+        self._in_loop = self._raised = False
+        self._saves: bool | None = None  # after the loop: whether it has saved what it did
+
+    @property
+    def asked(self) -> bool:
+        return bool(self._asked.signals)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.in_loop:
-            raise Interrupted("asked to end before the first step; nothing was lost", hint="start it again")
-        self.asked = True
+        self._asked(number, frame)
+        if self._asked.insisted and self._alone:
+            os.write(2, b"ended at once, as asked twice\n")  # print may just be writing
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if not self._in_loop and not self._raised:
+            self._raised = True  # once: the second of two would come in the midst of cleaning up
+            raise self._outside_the_loop()
 
     @contextmanager
-    def loop(self) -> Iterator[StopRequest]:
-        """In the body a request is kept until the loop looks at it."""
-        self.in_loop = True
+    def loop(self, *, saves: bool) -> Iterator[StopRequest]:
+        """In the body a request is kept until the loop looks at it.
+
+        Args:
+            saves: whether the body leaves a checkpoint.
+        """
+        self._in_loop = True
         try:
             yield self
+            self._saves = saves
         finally:
-            self.in_loop = False
+            self._in_loop = False
+
+    def _outside_the_loop(self) -> Interrupted:
+        if self._saves is None:
+            message = "asked to end before the first step; nothing was lost"
+            return Interrupted(message, hint="start it again", saved=self._resumes())
+        message = "asked to end after the last step, before evaluation and export were done"
+        if self._saves:
+            return Interrupted(message, hint="every step is saved: --resume does what is left")
+        return Interrupted(message, hint="nothing was saved: there is no --save", saved=False)
 
 
 @contextmanager
-def stop_request() -> Iterator[StopRequest]:
-    """Handle SIGTERM and SIGINT in the body (in the main thread; elsewhere Python allows no handlers)."""
-    request = StopRequest()
+def stop_request(resumes: Callable[[], bool] = lambda: False, *, alone: bool = True) -> Iterator[StopRequest]:
+    """Handle what asks to end in the body (in the main thread; elsewhere Python allows no handlers)."""
+    request = StopRequest(resumes, alone=alone)
     with _handled(request):
         yield request
 
 
 @contextmanager
+def asked_to_end() -> Iterator[Asked]:
+    """Keep what asks to end for the body to look at (in the main thread)."""
+    asked = Asked()
+    with _handled(asked):
+        yield asked
+
+
+@contextmanager
 def interruptible(message: str, hint: str) -> Iterator[None]:
-    """End the body with :class:`Interrupted` at SIGTERM and SIGINT (in the main thread)."""
+    """End the body with :class:`Interrupted` when it is asked to end (in the main thread)."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted(message, hint=hint)
@@ -55,10 +130,12 @@ def interruptible(message: str, hint: str) -> Iterator[None]:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _handled(handler: Handler) -> Iterator[None]:
     previous = {}
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ASKING:
+            if number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup
             previous[number] = signal.signal(number, handler)
     except ValueError:
         previous = {}  # not the main thread: whoever owns the process owns its signals

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 IGNORED = -100
@@ -46,7 +45,6 @@ def samples_in(batch: Any) -> int:
     return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0), 0)
 
 
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether a transformers model shifts its labels by one, as the causal language models do."""
-    name = next((c.__name__ for c in type(model).__mro__ if c.__module__.startswith("transformers.models")), "")
-    return name.endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel"))
+def shifted_left(labels: torch.Tensor) -> torch.Tensor:
+    """At each place of (samples, tokens) the label of the next; there is none behind the last."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

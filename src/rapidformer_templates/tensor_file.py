@@ -89,7 +89,7 @@ def copy_whole(
         memory: of an earlier copy; it is used again if it is large enough.
 
     Raises:
-        OSError, RuntimeError: there is not enough memory.
+        OSError, MemoryError: there is not enough memory.
         ValueError: the format has no name for a type.
     """
     header, ordered, size = _lay_out(tensors, metadata)
@@ -170,7 +170,10 @@ def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
     """Memory that begins with a page, as writing past the page cache asks for."""
     size = max(-(-size // PAGE), 1) * PAGE
     if pinned:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # CUDA's own
+            raise MemoryError(f"({size / 1e6:.0f} MB of page-locked memory: {error})") from error
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
         pages.madvise(mmap.MADV_DONTFORK)  # loader processes would hold on to it, and cost a second copy

@@ -16,17 +16,21 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
-from rapidformer_templates import configure, run
+from rapidformer_templates import configure, program, run
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.loader import to_device
+from rapidformer_templates.data.task_flags import metrics_of
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.base import StepResult
-from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
+from rapidformer_templates.handover import at_the_door, is_asked_for
+from rapidformer_templates.label_use import LabelUse
 from rapidformer_templates.optimizer import OptimizerSpec, Schedule, default_optimizer, schedule, undecayed
 from rapidformer_templates.optimizers.muon import rule_by_shape, tables_of
+from rapidformer_templates.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook
 from rapidformer_templates.plan import Plan
-from rapidformer_templates.targets import count_targets, samples_in, shifts_labels
+from rapidformer_templates.targets import count_targets, samples_in
 
 
 class Trainer:
@@ -37,7 +41,8 @@ class Trainer:
     ``self.data``, and after ``build_model`` ``self.model``, as the engine left it.
 
     Args:
-        argv: the command line without the program's name; by default this process's.
+        argv: the command line without the program's name. Without it and without flags it is that of the
+            script that runs; in a notebook, at a prompt or with flags, none is read.
         flags: values that this script prefers, by field name (``train_iters=100``). YAML and the
             command line win over them.
 
@@ -60,27 +65,33 @@ class Trainer:
 
     def __init__(self, argv: Sequence[str] | None = None, **flags: Any) -> None:
         where = _caller()
+        if argv is None:
+            argv = [] if flags else program.arguments()
         self.config: RunConfig = configure.read_config(
-            type(self), sys.argv[1:] if argv is None else argv, {name: (value, where) for name, value in flags.items()}
+            type(self), argv, {name: (value, where) for name, value in flags.items()}
         )
         self.flags: Any = self.config.user
 
     # The hooks of the model, the data and the loss.
 
+    @hook(*OF_THE_MODEL, *OF_THE_TOKENIZER, "sentence_pairs")
     def build_model(self) -> nn.Module:
         """The model, plain and on no particular device. Called after ``build_data``."""
         return self.task.build_model()
 
+    @hook(*OF_THE_DATA, *OF_THE_TOKENIZER)
     def build_data(self) -> Data:
         """Data sets and a collate function; the loop makes the loaders."""
         data = self.task.build_data()
         self.uses_task, self.tokenizer = True, self.task.tokenizer
         return data
 
+    @hook()
     def compute_loss(self, model: Any, batch: Batch) -> Any:
         """The mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
         return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
 
+    @hook()
     def count_targets(self, batch: Batch) -> float:
         """Number of targets that the loss of ``batch`` is a mean over.
 
@@ -89,17 +100,20 @@ class Trainer:
         """
         return count_targets(batch, shifted=self._labels_are_shifted)
 
+    @hook("lr", "weight_decay", "optimizer")
     def build_optimizer(self) -> OptimizerSpec:
         """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr`` and ``--weight-decay``."""
         options = rule_by_shape(self._tables) if self.plan.optimizer == "muon" else undecayed
         return default_optimizer(self.plan, self.config.training, options)
 
+    @hook("lr_decay_style", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction")
     def build_scheduler(self, total_steps: int) -> Schedule:
         """A function from the step (from 0) to a share of the peak learning rate."""
-        return schedule(self.config.training, total_steps)
+        return schedule(self.config.training, total_steps, self.plan.schedule)
 
     # The hooks of the evaluation.
 
+    @hook()
     def predict(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]:
         """(predictions, references) of an evaluated batch, one entry a sample, on the host."""
         if not self.uses_task:
@@ -108,27 +122,34 @@ class Trainer:
             outputs = self.task.generate(self.model, to_device(batch, next(self.model.parameters()).device))
         return self.task.predict(outputs, batch)
 
+    @hook()
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
         """Metrics of a whole validation set, from what :meth:`predict` gave for each sample, in its order."""
         return self.task.compute_metrics(list(predictions), list(references)) if self.uses_task else {}
 
     # Callbacks; they do nothing by default and run on every rank.
 
+    @hook()
     def on_train_start(self) -> None:
         """Before the first step of this process."""
 
+    @hook()
     def on_step_end(self, step: int, result: StepResult) -> None:
         """After each optimizer step; ``step`` counts from 1."""
 
+    @hook()
     def on_epoch_end(self, epoch: int) -> None:
         """After the last step of an epoch of an epoch-based run."""
 
+    @hook()
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         """After an evaluation."""
 
+    @hook()
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """After a checkpoint was written."""
 
+    @hook()
     def on_train_end(self, summary: Mapping[str, Any]) -> None:
         """After the last step, evaluation and export."""
 
@@ -162,24 +183,55 @@ class Trainer:
     @property
     def reports_perplexity(self) -> bool:
         """Whether the loss is the log-likelihood of a token, so that its exponential means something."""
-        # With sentence pairs a second loss is added to it.
-        language = self.config.training.task in ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
-        return language and not self.config.data.sentence_pairs
+        return "perplexity" in metrics_of(self.config)
+
+    @property
+    def computes_own_metrics(self) -> bool:
+        """Whether ``compute_metrics`` is the user's own: only a run can show what it gives."""
+        return type(self).compute_metrics is not Trainer.compute_metrics
+
+    def adopt(self, values: Mapping[str, Any]) -> None:
+        """Take flags from the process that started this worker; the library calls it before anything is built."""
+        if values:
+            several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+            self.config = self.config.replace("the process that started the workers", **{**values, **several})
+            self.flags = self.config.user
+            for name in ("plan", "task"):
+                self.__dict__.pop(name, None)
 
     _labels_are_shifted = False
     _tables: frozenset[str] = frozenset()
 
     def model_was_built(self, model: nn.Module) -> None:
-        """Note how the model treats labels, and its tables; the library calls it with what ``build_model`` returned."""
-        self._labels_are_shifted = shifts_labels(model)
+        """Note the model's tables; the library calls it with what ``build_model`` returned."""
         self._tables = tables_of(model)
-        settings: Any = getattr(model, "config", None)
-        if hasattr(settings, "use_cache"):
-            # Keys and values kept for generation are wasted here, and wrong when a block is computed twice.
-            settings.use_cache = False
+        for module in model.modules():  # also one inside of a module of the user's own
+            settings: Any = getattr(module, "config", None)
+            if hasattr(settings, "use_cache"):
+                # Keys and values kept for generation are wasted here, and wrong when a block is computed twice.
+                settings.use_cache = False
+
+    def labels_were_tried(self, use: LabelUse) -> list[str]:
+        """Note how the model takes labels; the library calls it before the first batch is counted.
+
+        Returns:
+            What people should know of it.
+        """
+        self._labels_are_shifted = use.shifts
+        notes = [f"{use.model} could not be tried ({use.untried}): by its name it shifts labels"] if use.untried else []
+        if self.uses_task:
+            shifts = self.task.use_labels(use)
+            if type(self).compute_loss is Trainer.compute_loss:
+                self._labels_are_shifted = shifts
+            elif shifts and not use.shifts:
+                notes.append(f"{use.model} does not shift labels, nor does this task here: your compute_loss must")
+        return notes
 
     def fit(self) -> dict[str, Any]:
         """Train, starting local workers first if ``--nproc-per-node`` asks for them.
+
+        Such a worker runs the script again up to this call and ends after it: what stands before the call
+        happens in each worker, what follows happens once.
 
         Returns:
             What ``summary.json`` holds.
@@ -187,19 +239,24 @@ class Trainer:
         Raises:
             RapidformerError: a mistake that you can mend; nothing was started if it could be seen before.
         """
+        at_the_door(self)
         return run.fit(self)
 
     @classmethod
     def main(cls, **flags: Any) -> None:
-        """Read the command line, train, and end the process: the last line of a white-box script.
+        """Read the script's command line and train: the last line of a white-box script.
 
         Mistakes are shown without a stack trace. The exit status is 0, or that of the error.
         """
         try:
-            template = cls(**flags)
+            template = cls(program.arguments(), **flags)
             template.fit()
         except RapidformerError as error:
-            _fail(error)
+            if is_asked_for():
+                raise  # whoever has asked says it
+            _fail(error.render(), error.exit_status)
+        except KeyboardInterrupt:  # before the run handles it as a request to save and end
+            _fail("interrupted", Interrupted.LOST)
 
 
 def _caller() -> str:
@@ -210,6 +267,6 @@ def _caller() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _fail(error: RapidformerError) -> NoReturn:
-    print(error.render(), file=sys.stderr)
-    raise SystemExit(error.exit_status)
+def _fail(text: str, status: int) -> NoReturn:
+    print(text, file=sys.stderr)
+    raise SystemExit(status)

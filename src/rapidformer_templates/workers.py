@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.plan import Sizes
+from rapidformer_templates.processes import end_with_launcher
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
         torch.cuda.set_device(device)
     # torchrun with one worker also sets RANK; without it there is no meeting point to join.
     in_group = "RANK" in os.environ and not dist.is_initialized()
+    end_with_launcher()
     if in_group:
         _open_group(device)
     try:
@@ -187,20 +188,3 @@ def open_group_alone(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def port_in_use(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False

@@ -34,7 +34,6 @@ FEW = [Facts((10, 4), True), Facts((3,), False), Facts((5, 4), True), Facts((5,)
 """60 elements that decay, 8 that do not."""
 
 has_fairscale = importlib.util.find_spec("fairscale") is not None
-has_deepspeed = importlib.util.find_spec("deepspeed") is not None
 
 
 def test_the_paper_s_model_is_the_published_one() -> None:
@@ -52,9 +51,9 @@ def test_oss_gives_each_parameter_to_whoever_has_fewest() -> None:
 
 
 def test_fsdp_fills_up_what_cannot_be_halved() -> None:
-    # 5 and 2 rows of four, 3 and 3 rows of four, and the two vectors 2 and 3: all as the larger half.
-    count = 20 + 2 + 12 + 3
-    assert cut_in_rows(FEW, 2, 4) == [Held(4 * count, 4 * count, 8 * count + 16)] * 2
+    # Halves of 10 rows of four, 3 numbers, 5 rows of four, 5 numbers: room for the larger, states of what is there.
+    first, second = 20 + 2 + 12 + 3, 20 + 1 + 8 + 2
+    assert cut_in_rows(FEW, 2, 4) == [Held(4 * first, 4 * first, 8 * count + 16) for count in (first, second)]
 
 
 def test_zero_1_and_2_hold_masters_beside_whole_parameters() -> None:
@@ -155,13 +154,3 @@ def test_solutions_and_a_peer_are_measured(tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "× accelerate DDP; goal 1.0 ×" in shown
     assert "17,113" in shown or not has_fairscale
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.deepspeed
-@pytest.mark.skipif(not has_deepspeed, reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
-def test_zero_holds_what_its_formula_says(tmp_path: Path) -> None:
-    row = _result(tmp_path, "--solutions", "zero-3", "--no-peers")["solutions"]["zero-3"]
-    assert row["held"] == row["expected"]
-    assert row["bucket_bytes"] == 80_000_000

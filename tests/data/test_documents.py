@@ -85,8 +85,10 @@ def test_samples_of_other_kinds_are_refused(flags: str) -> None:
 
 def test_weights_are_refused(tmp_path: Path, gpt_folder: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "the cat"}])
-    flags = f"--model-type gpt2 --tokenizer-type HuggingFaceTokenizer --tokenizer-path {gpt_folder} --train-iters 1"
-    template = Pretrainer(f"{flags} --lr 1 --data-iterator dynamic-shape --data-path 1 {corpus} 2 {corpus}".split())
+    flags = f"--model-type gpt2 --tokenizer-type HuggingFaceTokenizer --tokenizer-path {gpt_folder} --no-save"
+    template = Pretrainer(
+        f"{flags} --train-iters 1 --lr 1 --data-iterator dynamic-shape --data-path 1 {corpus} 2 {corpus}".split()
+    )
     with pytest.raises(DataError, match="no weighted blend"):
         template.fit()
 

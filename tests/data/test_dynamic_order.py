@@ -303,7 +303,7 @@ def test_a_run_without_lengths_or_with_a_plain_collate_is_refused(tmp_path: Path
         def build_data(self) -> Data:
             return Data(train=[sample["input_ids"] for sample in _samples()], collate=CausalCollate(0))
 
-    flags = ["--data-iterator", "dynamic-shape", "--lr", "1e-3", "--train-iters", "1"]
+    flags = ["--data-iterator", "dynamic-shape", "--lr", "1e-3", "--train-iters", "1", "--no-save"]
     with pytest.raises(DataError, match="cannot pad a batch to a shape"):
         Plain(flags).fit()
     with pytest.raises(DataError, match="there are no lengths for 41 training samples"):

@@ -98,6 +98,33 @@ def test_a_model_that_knows_the_answers_is_right(make: Make) -> None:
     assert task.compute_metrics(*task.predict(wrong, batch))["exact_match"] < 50
 
 
+def test_short_windows_beside_long_ones(make: Make) -> None:
+    """A window of fewer tokens than candidates are asked for has the same answers as alone, and none in its padding."""
+    task = make([row(0, 4), row(1, 18), row(2, 3)])
+    data = task.build_data()
+    assert data.collate is not None
+    samples = [data.valid[i] for i in range(len(data.valid))]  # type: ignore[index, arg-type]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert min(lengths) < 20 <= max(lengths)
+    batch = data.collate(samples)
+    outputs = perfect(task, batch)
+    outputs.start_logits[batch["attention_mask"] == 0] = 30.0  # what a model says of padding is nothing
+    together, truths = task.predict(outputs, batch)
+    alone = [
+        task.predict(
+            SimpleNamespace(start_logits=start[None, :length], end_logits=end[None, :length]),
+            data.collate([sample]),
+        )[0][0]
+        for start, end, length, sample in zip(outputs.start_logits, outputs.end_logits, lengths, samples, strict=True)
+    ]
+    for one, other, length in zip(together, alone, lengths, strict=True):
+        assert set(one.starts) | set(one.ends) <= set(range(length))
+        assert np.array_equal(one.starts, other.starts)
+        assert np.array_equal(one.end_scores, other.end_scores)
+    assert task.compute_metrics(together, truths) == task.compute_metrics(alone, truths)
+    assert task.compute_metrics(together, truths)["exact_match"] == 100.0
+
+
 def test_the_model_takes_the_batch(make: Make) -> None:
     task = make([row(i) for i in range(4)])
     data = task.build_data()

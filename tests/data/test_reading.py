@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rapidformer_templates.config import RunConfig
+from rapidformer_templates.data.locating import locate
 from rapidformer_templates.data.reading import read_dataset
 from rapidformer_templates.errors import DataError
 from tests.data.conftest import write_jsonl
@@ -57,9 +58,13 @@ def test_parts_are_found_by_their_names(tmp_path: Path, configure: Configure, la
     for part, count in (("train", 8), ("dev", 4), ("test", 2)):
         write(tmp_path, layout.format(part=part), "csv", ROWS[:count])
     name = None if layout == "{part}" else "set"
-    raw = read_dataset(configure(data_dir=str(tmp_path), data_name=name))
-    assert [len(part) for part in raw.parts().values()] == [8, 4, 2]
+    config = configure(data_dir=str(tmp_path), data_name=name)
+    raw = read_dataset(config)
+    assert [len(part) for part in raw.parts().values()] == [8, 4]
     assert not raw.held_out
+    found = locate(config.data)
+    assert not isinstance(found, Path)
+    assert [path.stem for path in found["test"]] == [Path(layout.format(part="test")).name]  # found, and not read
 
 
 def test_shards_and_saved_parts(tmp_path: Path, configure: Configure) -> None:

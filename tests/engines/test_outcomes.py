@@ -101,7 +101,7 @@ def test_unread_steps_are_those_that_are_read(flags: list[str], monkeypatch: pyt
     for is_ahead in (False, True):
         with monkeypatch.context() as patch:
             patch.setattr(SingleEngine, "_runs_ahead", lambda self, is_ahead=is_ahead: is_ahead)
-            job = Line([*FLAGS, *flags, "--train-iters", "10"])
+            job = Line([*FLAGS, *flags, "--train-iters", "10", "--no-save"])
             job.fit()
         runs.append(job)
     for one, other in zip(*(job.results for job in runs), strict=True):
@@ -140,7 +140,7 @@ def test_overflow_in_fp16_skips_its_step_alone(monkeypatch: pytest.MonkeyPatch) 
     from rapidformer_templates.engines.loss_scale import DynamicLossScale
 
     monkeypatch.setattr("rapidformer_templates.engines.local.DynamicLossScale", lambda: DynamicLossScale(2.0**20))
-    job = Line([*FLAGS, "--train-iters", "8", "--mixed-precision", "fp16"])
+    job = Line([*FLAGS, "--train-iters", "8", "--mixed-precision", "fp16", "--no-save"])
     job.fit()
     skipped = [bool(result.skipped) for result in job.results]
     assert skipped[0]
@@ -156,7 +156,7 @@ def test_other_count_is_heard_of_and_has_touched_nothing() -> None:
             losses = (model(batch["x"]) - batch["y"]) ** 2
             return losses.sum(), torch.tensor(4 if len(getattr(self, "results", [])) < 3 else 3)
 
-    job = Miscounted([*FLAGS, "--train-iters", "10"])
+    job = Miscounted([*FLAGS, "--train-iters", "10", "--no-save"])
     with pytest.raises(RapidformerError, match="summed over 3 targets, count_targets counted 4"):
         job.fit()
     assert len(job.weights) == 5  # the fourth was wrong; it was heard of when the sixth began

@@ -66,13 +66,13 @@ def test_a_missing_package_is_told_with_what_to_install() -> None:
 
 
 def test_accumulation_by_epochs() -> None:
-    flags = "--lr 5e-5 --epochs 3 --micro-batch-size 4 --global-batch-size 16"
+    flags = "--lr 5e-5 --epochs 3 --micro-batch-size 4 --global-batch-size 16 --no-save"
     assert refusal(flags, CPU, training=True) == exactly(
         """
         error[RF006]: gradient accumulation (2 micro batches a step) needs --train-iters, not --epochs
           why    an epoch need not hold a whole number of accumulated steps  [R]
           asked  --micro-batch-size 4 (command line), --global-batch-size 16 (command line), --epochs 3 (command line)
-          works  --train-iters 1000     in place of --epochs; choose your own number
+          works  --train-iters N        in place of --epochs; N = 3 × the training samples / 16
             or   --micro-batch-size 8   the same global batch in one forward
             or   --global-batch-size 8  no accumulation
           more   rapidformer explain RF006

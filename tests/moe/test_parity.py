@@ -39,6 +39,7 @@ LAYOUTS = {
     "zero-1": "--micro-batch-size 4 --zero-1-memory-optimization",
     "zero-2": "--micro-batch-size 2 --zero-2-memory-optimization",
     "zero-3": "--micro-batch-size 4 --zero-3-memory-optimization",
+    "distributed-optimizer": "--micro-batch-size 2 --use-distributed-optimizer",
     "experts": "--micro-batch-size 2 --expert-parallel",
     "experts-checkpointed": "--micro-batch-size 4 --expert-parallel --checkpoint-activations",
 }
@@ -68,7 +69,9 @@ class Died(Exception):
 
 def _train(case: str, flags: str, folder: str) -> dict[str, Any]:
     job, mixture = CASES[case]
-    return jobs.train(job, False, f"{STEPS} {mixture} {flags}", folder)
+    run = jobs.train(job, False, f"{STEPS} {mixture} {flags}", folder)
+    lines = [line for line in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in line]
+    return run | {"balance": [(line["balance_loss"], line["z_loss"]) for line in lines]}
 
 
 def _half(flags: str, folder: str) -> None:
@@ -128,6 +131,8 @@ def test_layout_follows_one_process(case: str, layout: str, runs: Any) -> None:
         _assert_close(actual["weights"][name], weight)
     for name in ("expert_load", "dropped_choices"):
         assert actual["summary"]["receipts"][name] == expected["summary"]["receipts"][name]
+    assert len(expected["balance"]) == 4
+    _assert_close(actual["balance"], expected["balance"])
 
 
 def test_the_mixture_acts(runs: Any) -> None:

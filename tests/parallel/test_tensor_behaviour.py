@@ -114,9 +114,25 @@ def _masks(workers: Any, sequence: bool, checkpointed: bool) -> dict[str, Any]:
     return {**masks, "state": torch.get_rng_state()}
 
 
+def _beyond(workers: Any) -> dict[str, str]:
+    """The errors of tokens that the vocabulary does not have, of a divided model; of a whole one, their kind."""
+    found = {}
+    for token in (VOCABULARY, VOCABULARY + 900, -1):
+        for key in ("input_ids", "labels"):
+            for kind, place in (("divided", workers), ("whole", None)):
+                model = build(Case("gpt2", 2) if place else Case("gpt2"), place)
+                batch = {name: tensor.clone() for name, tensor in _batch("gpt2").items()}
+                batch[key][0, 3] = token
+                with pytest.raises(Exception) as caught:  # noqa: PT011 - its kind is what is returned
+                    model(**batch)
+                found[f"{kind} {key} {token}"] = f"{type(caught.value).__name__}: {caught.value}"
+    return found
+
+
 def _behave(workers: Any) -> dict[str, Any]:
     place = divided(workers, 2)
     return {
+        "beyond": _beyond(place),
         "shapes": {
             (model, own): _shapes_in_a_step(Case(model, 2, own_loss=own), place)
             for model in ("llama", "bert", "t5")
@@ -131,6 +147,17 @@ def _behave(workers: Any) -> dict[str, Any]:
             for checkpointed in (False, True)
         },
     }
+
+
+def test_tokens_beyond_the_vocabulary_are_errors(found: Any) -> None:
+    for on_rank in found:
+        assert len(on_rank["beyond"]) == 12
+        for case, error in on_rank["beyond"].items():
+            if "whole" in case:
+                assert error.startswith("IndexError")
+                continue
+            what = "target" if "labels" in case else "token of the input"
+            assert error.startswith(f"DataError: error: a {what} is not one of the 51 tokens of the model"), case
 
 
 @pytest.fixture(scope="module")

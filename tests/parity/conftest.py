@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from tests.warm_workers import WarmWorkers
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -16,3 +20,12 @@ def deepspeed_parts(request: pytest.FixtureRequest) -> None:
         build(["cpu_adam"], "cpu")
     except PartError as error:
         pytest.skip(error.render())
+
+
+@pytest.fixture(scope="session")
+def groups() -> Iterator[dict[int, WarmWorkers]]:
+    """Workers for runs of a second: groups of two and of four, which start when they are first asked."""
+    groups = {count: WarmWorkers(count) for count in (2, 4)}
+    yield groups
+    for group in groups.values():
+        group.end()

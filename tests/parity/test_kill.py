@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 
-from rapidformer_templates.workers import free_port
+from rapidformer_templates.ports import free_port
 from tests.parity.test_resume_matrix import ENGINES, SAVED, STEPS, run
 from tests.worker_group import _worker, run_in_workers
 

@@ -70,7 +70,7 @@ def _build_all(workers: Any) -> dict[str, Any]:
     from rapidformer_templates.engines.deepspeed import _join
     from rapidformer_templates.engines.zero_build import partitioned_construction
 
-    _join(workers)
+    _join(workers, loud=False)
     found: dict[str, Any] = {}
     for kind in KINDS:
         torch.manual_seed(3 + 100 * workers.rank)  # the first worker's numbers are the ones that count

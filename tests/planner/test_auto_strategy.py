@@ -20,7 +20,7 @@ from tests.parity.jobs import CausalJob
 FLAGS = [
     *("--auto-strategy", "--max-global-batch-size", "4", "--task", "pretraining", "--model-type", "gpt2"),
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-    *("--lr", "1e-3", "--train-iters", "2", "--device", "cpu", "--nproc-per-node", "2"),
+    *("--lr", "1e-3", "--train-iters", "2", "--device", "cpu", "--nproc-per-node", "2", "--no-save"),
 ]
 
 

@@ -13,7 +13,7 @@ from rapidformer_templates.cli import main, plan_request
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planner import command
 from rapidformer_templates.planner.hardware import GB, find_hardware
-from rapidformer_templates.planner.layouts import PARTITIONINGS, Layout
+from rapidformer_templates.planner.layouts import SEARCHED, Layout
 from rapidformer_templates.planner.memory import predict
 from rapidformer_templates.planner.search import ALLOWANCE, DOUBT, Search
 from rapidformer_templates.planner.subject import Subject
@@ -52,9 +52,7 @@ def all_layouts(world: int, batch: int) -> list[Layout]:
     sizes = [(t, p, world // (t * p)) for t in range(1, world + 1) for p in range(1, world + 1) if world % (t * p) == 0]
     return [
         Layout(t, p, d, micro, batch // (micro * d), partitioning, recompute, sequence_parallel=t > 1)
-        for (t, p, d), micro, partitioning, recompute in itertools.product(
-            sizes, (1, 2, 4), PARTITIONINGS, (False, True)
-        )
+        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), SEARCHED, (False, True))
         if batch % (micro * d) == 0 and (d > 1 or partitioning == "none")
     ]
 
@@ -172,3 +170,45 @@ def test_a_memory_that_is_no_number_is_refused(
     monkeypatch.setenv("DEVICE_MEMORY_GB", "much")
     assert main(["plan", "--auto-strategy", *TINY.split()]) == 2
     assert "DEVICE_MEMORY_GB must be a positive number, not 'much'" in capsys.readouterr().err
+
+
+def told_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
+    common = f"{TINY} --auto-strategy --local-world-size 1 --micro-batch-size 1 --json"
+    assert main(["plan", *common.split(), *flags.split()]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def memory(flags: str) -> dict[str, float]:
+        best: dict[str, float] = told_of(flags, monkeypatch, capsys)["layouts"][0]["memory_gb"]
+        return best
+
+    plain = memory("--device cpu")
+    assert memory("--device cpu --optimizer adafactor")["optimizer"] < 0.1 * plain["optimizer"]
+    assert memory("--device cpu --optimizer adamw_anyprecision")["optimizer"] == pytest.approx(
+        plain["optimizer"] / 2, rel=0.01
+    )
+    assert memory("--device cpu --num-experts 4")["parameters"] > 1.05 * plain["parameters"]
+    assert memory("--device cpu --fused-linear-cross-entropy")["activations"] < plain["activations"]
+    on_gpu = memory("--device cuda --cpu-offload")
+    assert (on_gpu["optimizer"], on_gpu["host"]) == pytest.approx((0, 2 * plain["optimizer"]), rel=0.01)
+    halves = told_of("--device cpu --world-size 2 --oss-memory-optimization", monkeypatch, capsys)["layouts"]
+    assert {layout["partitioning"] for layout in halves} == {"oss"}
+    assert halves[0]["memory_gb"]["optimizer"] == pytest.approx(8 * 50304 * 32 / 1e9, rel=0.001)  # the table whole
+
+
+def test_what_is_not_predicted_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told_of("--device cpu", monkeypatch, capsys)["not_predicted"] == []
+    told = told_of("--device cpu --torch-compile", monkeypatch, capsys)["not_predicted"]
+    assert [(entry["switch"], entry["kinds"]) for entry in told] == [
+        ("torch-compile", ["activations"]),
+        ("torch-compile", ["time"]),
+    ]
+    flags = f"{TINY} --auto-strategy --device cpu --torch-compile"
+    assert main(["plan", *flags.split()]) == 0
+    assert "not predicted: torch-compile: activations: the compiler fuses" in capsys.readouterr().out
+    config, place, _ = plan_request(flags.split())
+    command.best_layout(config, place)
+    assert "not predicted: torch-compile" in capsys.readouterr().err

@@ -9,10 +9,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from rapidformer_templates.config import RunConfig
+from rapidformer_templates.engines.building import Building
 from rapidformer_templates.engines.transforms import Checkpointed
+from rapidformer_templates.environment import Environment
 from rapidformer_templates.layout import find_layout
+from rapidformer_templates.planner.divided import no_loss
 from rapidformer_templates.planner.live import LiveStorages
-from rapidformer_templates.planner.model_shapes import Variant
+from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
+from rapidformer_templates.planner.subject import with_switches
+from rapidformer_templates.run import load_object
+from rapidformer_templates.switches import REGISTRY, resolve
+from rapidformer_templates.workers import Workers
 from tests.planner.shapes import MODELS, batch, shapes
 
 
@@ -108,3 +116,25 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> 
     model = shapes("llama")
     plain = model.trace(Variant(4, tensor=2))
     assert model.trace(Variant(4, tensor=2, sequence_parallel=True)).kept < 0.9 * plain.kept
+
+
+SWITCHED = [("gpt2", {"num_experts": 4}), ("llama", {"fused_linear_cross_entropy": True})]
+
+
+@pytest.mark.parametrize(("name", "values"), SWITCHED, ids=["experts", "fused loss"])
+def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict[str, Any]) -> None:
+    config = REGISTRY.complete(RunConfig()).replace("test", **values)
+    plan = resolve(config, Environment(template="Trainer"))
+    plain = shapes(name)
+    model = ModelShapes(lambda blocks: with_switches(plain.build(blocks), config, plan), batch)
+    real = real_model(name, 5, Variant(4))
+    for switch in (REGISTRY[switch] for switch in plan.switches if REGISTRY[switch].transform):
+        alone = Workers(0, 0, 1, torch.device("cpu"))
+        real = load_object(switch.transform)(
+            real, Building(find_layout(real), config.switches[switch.name], plan, alone, no_loss)
+        )
+    with LiveStorages([*real.parameters(), *real.buffers()]) as live:
+        real_step(real, Variant(4))
+    predicted = model.trace(Variant(4))
+    assert predicted.peak == pytest.approx(live.peak, rel=0.002)
+    assert predicted.peak != pytest.approx(plain.trace(Variant(4)).peak, rel=0.01)

@@ -119,6 +119,11 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF073", "--num-experts 4 --moe-capacity-factor -1", CPU),
     ("RF074", "--num-experts 4 --expert-parallel --zero-1-memory-optimization", CPU),
     ("RF074", "--num-experts 4 --expert-parallel --cpu-offload", CPU),
+    ("RF099", "--lr 1e-4 --lr-decay-style constant --min-lr 1e-5", CPU),
+    ("RF099", "--lr-decay-style constant --lr-decay-iters 5", CPU),
+    ("RF099", "--train-iters 10 --lr-warmup-iters 11", CPU),
+    ("RF099", "--lr-decay-iters 10 --lr-warmup-iters 11 --train-iters 20", CPU),
+    ("RF098", "--metric-for-best wer --no-keep-best", CPU),
 ]
 
 ACCEPTED = [  # the nearest requests on the other side of each rule
@@ -169,6 +174,10 @@ ACCEPTED = [  # the nearest requests on the other side of each rule
     ("--fused-linear-cross-entropy --task masked_lm --zero-3-memory-optimization", GPUS),
     ("--optimizer adafactor --oss-memory-optimization", GPUS),
     ("--optimizer lamb", CPU),
+    ("--lr 1e-4 --min-lr 1e-4 --lr-decay-iters 10 --lr-warmup-iters 10 --train-iters 20", CPU),
+    ("--lr-decay-style constant --lr-decay-iters 5 --lr-warmup-fraction 0.1", CPU),
+    ("--metric-for-best wer", CPU),
+    ("--metric-for-best utility --metric-for-best-mode min", CPU),
     ("--seq-length 512 --max-position-embeddings 512", CPU),
     ("", CPU),
 ]
@@ -187,9 +196,10 @@ def test_accepted(flags: str, place: object) -> None:
 
 def test_training_asks_for_what_a_plan_may_leave_open() -> None:
     assert codes("", CPU, training=False) == []
-    assert codes("", CPU, training=True) == ["RF015", "RF031"]
-    assert codes("--device cuda", on(GPUS, compute_capability=None), training=True) == ["RF015", "RF024", "RF031"]
-    assert codes("--lr 1e-4 --train-iters 3", CPU, training=True) == []
+    assert codes("", CPU, training=True) == ["RF015", "RF031", "RF100"]
+    place = on(GPUS, compute_capability=None)
+    assert codes("--device cuda", place, training=True) == ["RF015", "RF024", "RF031", "RF100"]
+    assert codes("--lr 1e-4 --train-iters 3 --save run", CPU, training=True) == []
 
 
 def test_flash_attention_notes_padding() -> None:

@@ -7,10 +7,17 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
 from torch.autograd.profiler import profile
 
 KERNEL = re.compile(r"_scaled_dot_product_\w+|_?flash_attn\w*_(forward|backward)|_flash_attention_(forward|backward)")
 """Names of the operators that compute attention, of torch and of the package ``flash_attn``."""
+
+
+def attention_functions(model: nn.Module) -> list[str]:
+    """What the parts of a model call for their attention, by the names of transformers' registry."""
+    configs = (getattr(part, "config", None) for part in model.modules())
+    return sorted({name for config in configs if (name := getattr(config, "_attn_implementation", None))})
 
 
 @contextmanager

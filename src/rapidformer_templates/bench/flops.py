@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.mask_checks import answered
+from rapidformer_templates.engines.mask_checks import answered, watch_positions
 
 SIZES = {"cpu": 2048, "cuda": 8192}
 """Rows and columns of the matrices: large enough that more is not faster."""
@@ -40,8 +40,10 @@ def training_flops(build: Callable[[], nn.Module], example: Mapping[str, torch.T
     settings: Any = getattr(model, "config", None)
     if settings is not None:
         settings.use_cache = False
+    watch_positions(model)
+    packed = MicroBatch(batch, [], looked={"position_ids": False})
     counter = FlopCounterMode(display=False)
-    with counter, answered(MicroBatch(batch, [])):
+    with counter, answered(packed, batch):
         model(**batch).loss.backward()
     return int(counter.get_total_flops())
 

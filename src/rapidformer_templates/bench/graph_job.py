@@ -77,7 +77,7 @@ def train(flags: str, scale: Scale, total: int, device: str, pipe: Connection) -
     Raises:
         RapidformerError: the flags are refused, or cannot be followed.
     """
-    sizes = f"--micro-batch-size {scale.batch} --train-iters {total} --device {device}"
+    sizes = f"--micro-batch-size {scale.batch} --train-iters {total} --device {device} --no-save"
     job = Job(f"{sizes} --lr 1e-5 --log-interval {total} --seed {SEED} {flags}".split())
     job.scale, job.pipe, job.total = scale, pipe, total
     summary = job.fit()

@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from rapidformer_templates import launch
+from rapidformer_templates import launch, program
 from rapidformer_templates.bench.job_peers import PEERS
 from rapidformer_templates.bench.tables import RUN, TABLES
 from rapidformer_templates.bench.worker import (
@@ -64,7 +64,7 @@ def flags_of(job: Job) -> list[str]:
         *("--device", job.device, "--micro-batch-size", job.sizes.micro_batch),
         *("--global-batch-size", job.global_batch, "--train-iters", job.total_steps, "--log-interval", job.total_steps),
         *("--lr", LR, "--lr-decay-style", "constant", "--weight-decay", WEIGHT_DECAY),
-        *("--clip-grad", CLIP, "--optimizer", "adamw_torch_fused", "--seed", SEED, *own),
+        *("--clip-grad", CLIP, "--optimizer", "adamw_torch_fused", "--seed", SEED, "--no-save", *own),
     ]
     return [str(flag) for flag in flags]
 
@@ -102,7 +102,7 @@ def as_asked(job: Job, line: Line) -> None:
             self.loss = result.loss
             line.step_ends()
 
-    own = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-export-model"]
+    own = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-save"]
     template = Measured([*job.words, *own])
     summary = template.fit()
     sizes = template.plan.sizes
@@ -132,7 +132,7 @@ def main() -> int:
         launch.report_errors(lambda: work(job))
         return 0
     try:
-        launch.run_workers(launch.this_command(), job.workers)
+        launch.run_workers(program.command(), job.workers)
     except RapidformerError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_status

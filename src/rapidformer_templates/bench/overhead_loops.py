@@ -134,7 +134,7 @@ class Ours(Contender):
                 step_done()
 
         flags = f"--micro-batch-size {BATCH} --train-iters {self.steps} --lr {LR} --weight-decay {WEIGHT_DECAY}"
-        job = Job([*flags.split(), "--clip-grad", f"{CLIP}", "--seed", f"{SEED}", "--device", "cpu"])
+        job = Job([*flags.split(), "--clip-grad", f"{CLIP}", "--seed", f"{SEED}", "--device", "cpu", "--no-save"])
         with contextlib.redirect_stderr(io.StringIO()):  # the plan
             job.fit()
 

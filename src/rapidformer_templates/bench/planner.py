@@ -28,6 +28,7 @@ from rapidformer_templates.bench.planner_models import MODELS
 from rapidformer_templates.planner.layouts import Layout
 from rapidformer_templates.planner.memory import Memory, held_by_worker, predict
 from rapidformer_templates.planner.search import ALLOWANCE
+from rapidformer_templates.planner.setting import Setting
 from rapidformer_templates.planner.states import Held
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
@@ -188,8 +189,8 @@ def _result(row: Row, told: list[dict[str, Any]]) -> Result:
     recorded = [statistics.median(rank["allocator_peaks"]) for rank in told if rank["allocator_peaks"]]
     return Result(
         row,
-        predict(shapes, row.layout, row.precision),
-        list(zip(held_by_worker(shapes, row.layout, row.precision), measured, strict=True)),
+        predict(shapes, row.layout, Setting(row.precision)),
+        list(zip(held_by_worker(shapes, row.layout, Setting(row.precision)), measured, strict=True)),
         measured=int(max(statistics.median(rank["peaks"]) for rank in told)),
         highest=max(max(rank["peaks"]) for rank in told),
         allocator=int(max(recorded)) if recorded else None,

@@ -10,6 +10,7 @@ from rapidformer_templates.bench.tables import PARALLEL
 from rapidformer_templates.cli import plan_request
 from rapidformer_templates.planner.layouts import Layout
 from rapidformer_templates.planner.memory import predict
+from rapidformer_templates.planner.setting import Setting
 
 MODEL = (
     "--model-type gpt2 --num-layers 24 --hidden-size 2048 --num-attention-heads 32 --seq-length 1024 "
@@ -28,7 +29,7 @@ def rows() -> list[dict[str, Any]]:
         sizes = plan_request([*MODEL.split(), *solution.flags])[0]
         tensor, pipeline = sizes.get("tensor_model_parallel_size"), sizes.get("pipeline_model_parallel_size")
         data = 4 // solution.divides
-        memory = predict(subject.shapes, Layout(tensor, pipeline, data, 1, 4 // data), "fp16")
+        memory = predict(subject.shapes, Layout(tensor, pipeline, data, 1, 4 // data), Setting("fp16"))
         states = memory.parameters + memory.gradients + memory.optimizer
         found.append(
             {

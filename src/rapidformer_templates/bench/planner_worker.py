@@ -93,7 +93,7 @@ def measure(case: Case) -> Measured:
             if step == STEPS:
                 self.watching.close()
 
-    own = ["--device", "cpu", "--train-iters", str(STEPS), "--lr", "1e-4", "--template", "Trainer"]
+    own = ["--device", "cpu", "--train-iters", str(STEPS), "--lr", "1e-4", "--template", "Trainer", "--no-save"]
     job = Job([*own, *case.flags])
     summary = job.fit()
     recorded = peaks_of(job.record.profiler.kineto_results.events()) if case.workers == 1 else []

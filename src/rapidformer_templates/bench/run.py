@@ -39,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
             where="bench run",
             hint="see --turns and --steps-a-turn",
         )
-    template = template_of(words)([*words, "--train-iters", "1"])
+    template = template_of(words)([*words, "--train-iters", "1", "--no-save"])
     plan = template.plan  # refused here, before anything starts
     machines = plan.sizes.world if plan.device == "cuda" else 1
     product = MatrixProduct(plan.device, plan.precision)

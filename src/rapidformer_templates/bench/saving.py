@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from transformers import BertConfig, BertModel
 
-from rapidformer_templates import checkpoint
+from rapidformer_templates import checkpoint, checkpoint_check
 from rapidformer_templates.async_save import AsyncSaver
 from rapidformer_templates.bench.output import Advance, progress, put_out, spread
 from rapidformer_templates.engines.base import Piece
@@ -176,7 +176,7 @@ def _timed(path: Path, way: Callable[[Path], None], state: State) -> float:
     sync(path)
     seconds = time.perf_counter() - began
     for whole in checkpoint.candidates(path):
-        problem = checkpoint.problem_of(whole)
+        problem = checkpoint_check.problem_of(whole)
         if problem:
             raise RapidformerError(f"{path.name} wrote a checkpoint that is not whole: {problem}")
     written = sum(file.stat().st_size for file in path.rglob("*"))

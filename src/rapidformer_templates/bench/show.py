@@ -125,10 +125,9 @@ def _shares(held: Held, count: int) -> str:
 
 def deviation(held: list[Held], expected: list[Held]) -> float:
     """The greatest difference of any worker and kind from what it should be, as a share."""
+    kinds = ("parameters", "gradients", "optimizer")
     pairs = [
-        (a, b)
-        for one, other in zip(held, expected, strict=True)
-        for a, b in zip(vars(one).values(), vars(other).values(), strict=True)
+        (getattr(one, kind), getattr(other, kind)) for one, other in zip(held, expected, strict=True) for kind in kinds
     ]
     return max(abs(a - b) / max(b, 1) for a, b in pairs)
 

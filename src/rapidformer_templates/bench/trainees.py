@@ -10,7 +10,6 @@ import argparse
 import inspect
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +27,7 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.trainer_utils import get_last_checkpoint
 
-from rapidformer_templates import checkpoint
+from rapidformer_templates import checkpoint, checkpoint_check
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.run_folder import RunFolder, read_metrics
 from rapidformer_templates.trainer import Trainer
@@ -113,7 +112,7 @@ class Ours:
 
     def live(self, folder: Path, place: SharedPlace) -> None:
         checkpoint.save = _marking(checkpoint.save, lambda: _marked(place, Place.SAVE))
-        checkpoint.delete_older = _marking(checkpoint.delete_older, lambda: _marked(place, Place.SAVE))
+        checkpoint_check.delete_older = _marking(checkpoint_check.delete_older, lambda: _marked(place, Place.SAVE))
 
         class Job(Trainer):
             def build_data(self) -> Data:
@@ -134,8 +133,7 @@ class Ours:
             f"--train-iters {STEPS} --micro-batch-size {BATCH} --lr {LR} --log-interval 1"
             f" --save-interval {SAVE_EVERY} --eval-interval {EVALUATE_EVERY} --device cpu --resume --save"
         )
-        sys.argv = ["trainee", *flags.split(), str(folder)]
-        Job.main()
+        Job([*flags.split(), str(folder)]).fit()
 
     def outcome(self, folder: Path) -> Outcome:
         root = RunFolder(folder)

@@ -1,7 +1,8 @@
 """Chat and instruction data: which columns hold them, and what a row must be.
 
-A row is a list of messages (``messages``, or the older ``conversations``), or a prompt with its
-completion: both texts, which are put together as they are, or both lists of messages.
+A row is a list of messages (``messages``, or the older ``conversations``), a prompt with its
+completion (both texts, which are put together as they are, or both lists of messages), or an
+instruction with its input and its answer, which are rendered as a conversation.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ Message = dict[str, Any]
 """``role`` and ``content``, and what else the chat template may use."""
 
 CHAT_COLUMNS = ("messages", "conversations")
+PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
+"""Columns of what is asked, with the usual ones of what is answered."""
+
+BESIDE_INSTRUCTIONS = (("input", "context"), ("system",))
+"""Columns that belong to an instruction: what it is about, and a system prompt."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OLDER_ROLES = {"human": "user", "gpt": "assistant"}
 """Roles under the key ``from`` of the older form, whose text stands under ``value``; others are called as today."""
@@ -32,12 +39,14 @@ class Columns:
     """What the data set holds, and where.
 
     Attributes:
-        kind: plain text, conversations, or prompts with their completions.
-        names: the column, or those of the prompt and the completion.
+        kind: plain text, conversations, prompts with their completions, or instructions with their answers.
+        names: the column, or those of what is asked and what is answered.
+        beside: those of an instruction's input and system prompt; None where there is none.
     """
 
-    kind: Literal["text", "chat", "prompt"]
+    kind: Literal["text", "chat", "prompt", "instruction"]
     names: tuple[str, ...]
+    beside: tuple[str | None, ...] = ()
 
     def of(self, part: Part) -> Columns:
         """The same columns, once it was seen that another part has them.
@@ -53,20 +62,34 @@ class Columns:
 def find_columns(part: Part, flags: DataFlags) -> Columns:
     """The columns that ``--text-column`` and ``--label-column`` name, else those with a usual name.
 
-    Of several usual ones conversations win over prompts, and both over plain text.
+    Of several usual ones conversations win over prompts and instructions, and these over plain text. A column of
+    prompts or instructions brings that of its answers along: alone it would be learned as plain text.
 
     Raises:
         DataError: there is none.
     """
     there = set(part.table.column_names)
-    usual = flags.text_column is None and not there.intersection(CHAT_COLUMNS)
-    if flags.label_column or (usual and there.issuperset(("prompt", "completion"))):
-        prompt = part.column("text_column", flags.text_column, ("prompt",))
-        return Columns("prompt", (prompt, part.column("label_column", flags.label_column, ("completion",))))
+    for asked, usual in PROMPTS.items():
+        named = flags.text_column == asked
+        found = flags.text_column is None and asked in there and (flags.label_column or not there & set(CHAT_COLUMNS))
+        if (named or found) and (flags.label_column or there.intersection(usual)):
+            return asked_and_answered(part, asked, part.column("label_column", flags.label_column, usual))
+    if flags.label_column:
+        asked = part.column("text_column", flags.text_column, tuple(PROMPTS))
+        return asked_and_answered(part, asked, part.column("label_column", flags.label_column, ()))
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *TEXT_COLUMNS))
     kind = part.table.data.schema.field(name).type
     is_chat = name in CHAT_COLUMNS or pa.types.is_list(kind) or pa.types.is_large_list(kind)
     return Columns("chat" if is_chat else "text", (name,))
+
+
+def asked_and_answered(part: Part, asked: str, answer: str) -> Columns:
+    """Prompts with completions, or instructions with what belongs to them."""
+    if asked != "instruction":
+        return Columns("prompt", (asked, answer))
+    there = [name for name in part.table.column_names if name != answer]
+    beside = tuple(next((name for name in usual if name in there), None) for usual in BESIDE_INSTRUCTIONS)
+    return Columns("instruction", (asked, answer), beside)
 
 
 @dataclass(frozen=True)
@@ -92,23 +115,60 @@ def rows_of(part: Part, columns: Columns) -> Iterator[tuple[Any, ...]]:
     """For each row what stands in ``columns``, as :func:`read_example` takes it.
 
     Raises:
-        DataError: a row describes tools.
+        DataError: a row describes tools or earlier turns.
     """
-    if "tools" in part.table.column_names:
-        row = next((row for row, tools in enumerate(part.table["tools"][:]) if tools), None)
+    _refuse(part, "tools", "tools are not in this version", "if the conversations use none")
+    if columns.kind == "instruction":
+        hint = "if they are not to be learned from; conversations stand in messages"
+        _refuse(part, "history", "earlier turns in 'history' are not in this version", hint)
+    there = part.table.column_names
+    names = [name if name in there else None for name in (*columns.names, *columns.beside)]
+    yield from zip(*(part.table[name][:] if name else [None] * len(part) for name in names), strict=True)
+
+
+def _refuse(part: Part, column: str, message: str, unless: str) -> None:
+    if column in part.table.column_names:
+        row = next((row for row, value in enumerate(part.table[column][:]) if value), None)
         if row is not None:
-            hint = "take the column 'tools' out, if the conversations use none"
-            raise DataError("tools are not in this version", where=part.where(row), hint=hint)
-    yield from zip(*(part.table[name][:] for name in columns.names), strict=True)
+            raise DataError(message, where=part.where(row), hint=f"take the column '{column}' out, {unless}")
 
 
 def read_example(fields: tuple[Any, ...]) -> Example:
-    """The conversation (one field), or the prompt and its completion (two), of a row.
+    """The conversation (one field), prompt and completion (two), or instruction (four) of a row.
 
     Raises:
         DataError: it cannot be used; where it stands is left for the caller to say.
     """
-    return _completion(*fields) if len(fields) == 2 else Conversation(_messages(fields[0], "conversation"))
+    if len(fields) == 1:
+        return Conversation(_messages(fields[0], "conversation"))
+    return _completion(*fields) if len(fields) == 2 else _instruction(*fields)
+
+
+def _instruction(instruction: Any, answer: Any, given: Any, system: Any) -> Conversation:
+    user = {"role": "user", "content": instruction_text(instruction, given)}
+    if not _text(answer, "answer"):
+        raise DataError("the answer is empty")
+    before = [{"role": "system", "content": system}] if _text(system or "", "system prompt") else []
+    return Conversation([*before, user, {"role": "assistant", "content": answer}], given=len(before) + 1)
+
+
+def instruction_text(instruction: Any, given: Any) -> str:
+    """An instruction, and after a blank line the input that it is about, if there is one.
+
+    Raises:
+        DataError: the instruction is empty, or one of them is no text.
+    """
+    if not _text(instruction, "instruction"):
+        raise DataError("the instruction is empty")
+    text: str = instruction
+    return f"{text}\n\n{given}" if _text(given or "", "input") else text
+
+
+def _text(value: Any, what: str) -> bool:
+    """Whether a text holds anything."""
+    if not isinstance(value, str):
+        raise DataError(f"the {what} is {_what(value)}")
+    return bool(value.strip())
 
 
 def _completion(prompt: Any, completion: Any) -> Example:

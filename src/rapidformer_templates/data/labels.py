@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from transformers import PreTrainedConfig
 from rapidformer_templates.data.files import nearest
 from rapidformer_templates.data.reading import Part
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.targets import IGNORED
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def label_text(value: Any) -> str | None:
@@ -43,16 +47,52 @@ def declared_names(part: Part, column: str) -> list[str] | None:
     return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
 
 
+def stands_for_none(value: Any, declared: Sequence[str] | None) -> bool:
+    """Whether a number stands for no label: -100, which losses leave out; -1, too, where names are declared."""
+    return label_text(value) in ((str(IGNORED),) if declared is None else (str(IGNORED), "-1"))
+
+
+def label_name(value: Any, declared: Sequence[str] | None, column: str, part: Part, row: int) -> str | None:
+    """The name of a label, None if it is empty.
+
+    Raises:
+        DataError: names are declared, and the label is none of theirs.
+    """
+    if declared is None or value is None:
+        return label_text(value)
+    if not 0 <= value < len(declared):
+        message = f"the label in column '{column}' is {value}; {len(declared)} names are declared"
+        raise DataError(message, where=part.where(row), hint="save the data set with the names of all of its labels")
+    return declared[value]
+
+
 def label_names(parts: Sequence[Part], column: str, model_config: PreTrainedConfig) -> list[str]:
     """The labels that the parts hold, in their order.
 
     Raises:
-        DataError: a label is empty.
+        DataError: a label is empty or stands for none, or the labels are measures.
     """
+    found = [_names(part, column) for part in parts]
     declared = declared_names(parts[0], column)
     if declared is not None:
         return declared
-    return sorted_names((name for part in parts for name in _names(part, column)), model_config)
+    for part, names in zip(parts, found, strict=True):
+        _refuse_measures(part, column, names, set().union(*found))
+    return sorted_names((name for names in found for name in names), model_config)
+
+
+def _refuse_measures(part: Part, column: str, names: Sequence[str], of_all: set[str]) -> None:
+    """A column of numbers that are not whole holds measures: each would be a class of its own."""
+    if not all(NUMBER.fullmatch(name) for name in of_all):
+        return
+    row = next((row for row, name in enumerate(names) if not float(name).is_integer()), None)
+    if row is not None:
+        raise DataError(
+            f"the column '{column}' holds measures, such as {names[row]}, not classes",
+            where=part.where(row),
+            hint="regression is not in this version; if these numbers are classes, give them names, "
+            f"such as 'class {names[row]}'",
+        )
 
 
 def encode_labels(part: Part, column: str, names: Sequence[str]) -> list[int]:
@@ -79,7 +119,10 @@ def _names(part: Part, column: str) -> list[str]:
     declared = declared_names(part, column)
     names: list[str] = []
     for row, value in enumerate(part.table[column][:]):
-        name = declared[value] if declared and value is not None and value >= 0 else label_text(value)
+        if stands_for_none(value, declared):
+            message = f"the label in column '{column}' is {value}, which stands for no label"
+            raise DataError(message, where=part.where(row), hint="fill it, or take the row out")
+        name = label_name(value, declared, column, part, row)
         if name is None:
             raise DataError(
                 f"the label in column '{column}' is empty", where=part.where(row), hint="fill it, or take the row out"

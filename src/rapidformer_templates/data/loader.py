@@ -6,7 +6,7 @@ import copy
 import math
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,20 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.hooks import checked_batch, collated
+
+
+def field_of(batch: Batch, name: str) -> torch.Tensor | None:
+    """A tensor of a batch by its name, where it has names."""
+    get: Callable[[str], torch.Tensor | None] | None = getattr(batch, "get", None)
+    return get(name) if get else None
+
+
+QUESTIONS: Mapping[str, Callable[[np.ndarray], bool]] = {
+    "attention_mask": lambda mask: bool(mask.all()),
+    "position_ids": lambda positions: bool((np.diff(positions, axis=-1) == 1).all()),
+}
+"""Fields of a batch that models ask of in each forward, and what."""
 
 
 @dataclass
@@ -31,6 +45,7 @@ class MicroBatch:
         idle: it counts for nothing.
         size: (samples, tokens) in it, where the order or the data set knows them; None where they can be
             read off the batch.
+        looked: see :meth:`look`.
     """
 
     batch: Batch
@@ -38,6 +53,21 @@ class MicroBatch:
     targets: float = 0
     idle: bool = False
     size: tuple[int, int] | None = None
+    looked: dict[str, bool] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Note what models will ask of the batch's masks and positions, while it is on the host.
+
+        ``looked`` then says of ``attention_mask`` whether it masks nothing, and of ``position_ids`` whether
+        each row is one run of numbers: of each that is there, of integers or bools and of shape (samples, tokens).
+        """
+        self.looked = {}
+        for name, question in QUESTIONS.items():
+            tensor = field_of(self.batch, name)
+            if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point():
+                continue
+            if tensor.ndim == 2 and tensor.is_cpu:
+                self.looked[name] = question(tensor.numpy())
 
     @property
     def sample_count(self) -> int:
@@ -49,24 +79,19 @@ class MicroBatch:
         """Tokens that are not padding."""
         if self.size:
             return self.size[1]
-        mask = self.field("attention_mask")
+        mask = field_of(self.batch, "attention_mask")
         return self.padded_tokens if mask is None else int(mask.sum())
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the input tokens; empty where the batch has none."""
-        ids = self.field("input_ids")
+        ids = field_of(self.batch, "input_ids")
         return () if ids is None else tuple(ids.shape)
 
     @property
     def padded_tokens(self) -> int:
         """Tokens with padding."""
         return math.prod(self.shape) if self.shape else 0
-
-    def field(self, name: str) -> torch.Tensor | None:
-        """A tensor of the batch by its name, where it has names."""
-        get: Callable[[str], torch.Tensor | None] | None = getattr(self.batch, "get", None)
-        return get(name) if get else None
 
     def pin_memory(self) -> MicroBatch:
         """This micro batch in page-locked memory; the loader calls it."""
@@ -81,7 +106,7 @@ class _Fetcher(Dataset[MicroBatch]):
         self.samples = samples
         self.size_of: Callable[[list[int]], tuple[int, int]] | None = getattr(samples, "size_of", None)
         self.augment = data.augment
-        self.collate = data.collate or default_collate
+        self.collate = data.collate or self._by_default
 
     def __getitem__(self, request: Request) -> MicroBatch:
         many = getattr(self.samples, "__getitems__", None)
@@ -93,7 +118,11 @@ class _Fetcher(Dataset[MicroBatch]):
             batch = collate_to_shape(self.collate, items, request.shape)
             return MicroBatch(batch, request.samples, idle=request.idle, size=(len(items), request.tokens))
         size = self.size_of(request.samples) if self.size_of else None
-        return MicroBatch(self.collate(items), request.samples, idle=request.idle, size=size)
+        return MicroBatch(checked_batch(self.collate(items)), request.samples, idle=request.idle, size=size)
+
+    @staticmethod
+    def _by_default(items: list[Any]) -> Batch:
+        return collated(default_collate, items, "build_data()")
 
 
 def train_requests(

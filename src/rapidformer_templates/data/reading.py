@@ -1,19 +1,12 @@
 """Reading of a fine-tuning data set from ``--data-dir`` and ``--data-name``.
 
-What is looked for, in this order, with EXT one of csv, tsv, json, jsonl, parquet:
-
-1. ``DIR/NAME/``, or ``DIR`` itself without a name: a folder saved by ``datasets``, else files called
-   ``train.EXT``, ``validation.EXT`` (or valid, val, dev) and ``test.EXT``, also in shards
-   (``train-00000-of-00002.parquet``); else its only file.
-2. ``DIR/NAME`` with its extension, or ``DIR/NAME.EXT``: one file.
-3. ``DIR/NAME-train.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part.
-
-Without a validation part, ``--validation-fraction`` of the training part is held out.
+Where it is looked for stands in :mod:`rapidformer_templates.data.locating`.
+Without a validation part, ``--validation-fraction`` of the training part is held out. A test part is not read:
+no run uses it.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,19 +18,14 @@ import pyarrow as pa
 
 from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.data.files import NUMBERED_BY_LINE, ROW_READERS, BadLines, Row, nearest
+from rapidformer_templates.data.locating import READ, cannot_be_read, held_out_rows, locate, saved_parts
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.flags import DataFlags
-
-PART_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid", "test": "test"}
-STEM = re.compile(r"^(?:(?P<name>.+)[-_.])?(?P<part>train|validation|valid|val|dev|test)(?:-\d+-of-\d+)?$")
-SHARD = re.compile(r"-\d+-of-\d+$")
-SAVED = ("dataset_dict.json", "state.json")
-"""Files by which ``datasets`` marks a folder that it saved."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of the training, validation or test part.
+    """The rows of the training or the validation part.
 
     Attributes:
         table: the rows.
@@ -86,21 +74,19 @@ class Raw:
     """A data set as it was read.
 
     Attributes:
-        train, valid, test: its parts.
+        train, valid: its parts.
         held_out: the validation part was held out of the training part here.
         skipped: ``file:line: reason`` of the lines that were left out.
     """
 
     train: Part
     valid: Part | None = None
-    test: Part | None = None
     held_out: bool = False
     skipped: list[str] = field(default_factory=list)
 
     def parts(self) -> dict[str, Part]:
         """The parts that are there, by name."""
-        named = {"train": self.train, "valid": self.valid, "test": self.test}
-        return {name: part for name, part in named.items() if part is not None}
+        return {"train": self.train} if self.valid is None else {"train": self.train, "valid": self.valid}
 
 
 def read_dataset(config: RunConfig) -> Raw:
@@ -112,11 +98,6 @@ def read_dataset(config: RunConfig) -> Raw:
     flags = config.data
     bad = BadLines(skip=flags.skip_bad_lines)
     parts = _read_parts(flags, bad)
-    if "train" not in parts:
-        there = ", ".join(file for part in parts.values() for file in part.files)
-        raise DataError(
-            "the data set has no training part", where=flags.data_dir, hint=f"name a file train; there is: {there}"
-        )
     for part in parts.values():
         if not len(part):
             raise DataError("the data set is empty", where=part.files[0], hint="it needs at least one row")
@@ -127,7 +108,6 @@ def read_dataset(config: RunConfig) -> Raw:
     return Raw(
         train=_first(train, flags.max_train_samples),
         valid=valid and _first(valid, flags.max_eval_samples),
-        test=parts.get("test") and _first(parts["test"], flags.max_eval_samples),
         held_out=held_out,
         skipped=bad.skipped,
     )
@@ -142,7 +122,7 @@ def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
     if fraction >= 1 or len(part) < 2:
         message = f"nothing is left to train on when {fraction:g} of {len(part)} rows is held out"
         raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
-    count = min(max(1, round(len(part) * fraction)), len(part) - 1)
+    count = held_out_rows(len(part), fraction)
     held = np.zeros(len(part), dtype=bool)
     held[np.random.default_rng(seed).permutation(len(part))[:count]] = True
     return part.select(np.flatnonzero(~held)), part.select(np.flatnonzero(held))
@@ -150,72 +130,26 @@ def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
 
 def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
     found = locate(flags)
-    if isinstance(found, Path):
-        return _read_saved(found)
-    return {part: _read_files(files, bad) for part, files in found.items()}
-
-
-def locate(flags: DataFlags) -> Path | dict[str, list[Path]]:
-    """Where the data set is: a folder that ``datasets`` saved, or the files of each part.
-
-    Raises:
-        DataError: nothing is there, or more than one thing fits.
-    """
-    if flags.data_dir is None:
-        raise DataError("no data is named", where="--data-dir", hint="give --data-dir DIR and --data-name NAME")
-    folder = Path(flags.data_dir)
-    if not folder.is_dir():
-        siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        hint = nearest(str(folder), siblings) + "give the folder that holds the files"
-        raise DataError(f"the folder {folder} does not exist", where="--data-dir", hint=hint)
-    name = flags.data_name
-    if name is not None and (folder / name).is_dir():
-        folder, name = folder / name, None
-    if name is None and any((folder / mark).is_file() for mark in SAVED):
-        return folder
-    return _locate(folder, name)
-
-
-def _locate(folder: Path, name: str | None) -> dict[str, list[Path]]:
-    """The files of each part, by the rules at the head of this module."""
-    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in ROW_READERS)
-    parts: dict[str, list[Path]] = {}
-    for path in files:
-        match = STEM.match(path.stem)
-        if match and match["name"] == name:
-            parts.setdefault(PART_NAMES[match["part"]], []).append(path)
-    if "train" not in parts:
-        whole = [p for p in files if name in (p.name, p.stem)] if name else ([] if parts else files)
-        if whole:
-            parts["train"] = whole
-    for fitting in parts.values():
-        if len(fitting) > 1 and not all(SHARD.search(path.stem) for path in fitting):
-            hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in fitting)
-            raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
-    if not parts:
-        there = sorted(p.name for p in folder.iterdir())
-        what = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
-        listed = ", ".join(there[:20]) or "nothing"
-        hint = f"{nearest(name or '', there)}the folder holds: {listed}; files can be {', '.join(ROW_READERS)}"
-        raise DataError(what, where="--data-name" if name else "--data-dir", hint=hint)
-    return parts
-
-
-def _read_saved(folder: Path) -> dict[str, Part]:
-    try:
-        saved = datasets.load_from_disk(str(folder))
-    except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
+    files = saved_parts(found) if isinstance(found, Path) else found
+    if "train" not in files:
+        there = ", ".join(str(path) for paths in files.values() for path in paths)
         raise DataError(
-            f"the saved data set cannot be read: {error}", where=str(folder), hint="save it anew"
-        ) from error
-    tables = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-    parts: dict[str, Part] = {}
-    for name, table in tables.items():
-        part = PART_NAMES.get(str(name))
-        if part is not None:
-            origins = np.stack([np.zeros(len(table), int), np.arange(1, len(table) + 1)], axis=1)
-            parts[part] = Part(table.with_format(None), origins, (str(folder / str(name)),))
-    return parts
+            "the data set has no training part", where=flags.data_dir, hint=f"name a file train; there is: {there}"
+        )
+    read = {name: paths for name, paths in files.items() if name in READ}
+    if isinstance(found, Path):
+        return {name: _read_saved(folder) for name, (folder,) in read.items()}
+    return {name: _read_files(paths, bad) for name, paths in read.items()}
+
+
+def _read_saved(folder: Path) -> Part:
+    try:
+        table = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
+        raise cannot_be_read(folder, error) from error
+    assert isinstance(table, datasets.Dataset)
+    origins = np.stack([np.zeros(len(table), int), np.arange(1, len(table) + 1)], axis=1)
+    return Part(table.with_format(None), origins, (str(folder),))
 
 
 def _read_files(files: Sequence[Path], bad: BadLines) -> Part:

@@ -48,6 +48,33 @@ READ_BY = {
 """Flags that the ``build_data`` of some tasks reads; a user's own may read any."""
 
 
+METRICS_OF = {
+    "sequence_classification": ("accuracy", "f1", "matthews"),
+    "token_classification": ("precision", "recall", "f1", "accuracy"),
+    "question_answering": ("exact_match", "f1"),
+    "masked_lm": ("token_accuracy",),
+    "causal_lm": ("token_accuracy",),
+    "seq2seq_lm": ("rouge_l", "exact_match"),
+    "pretraining": ("token_accuracy",),
+}
+"""What the ``compute_metrics`` of each task gives."""
+
+_LANGUAGE = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
+
+
+def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
+    """Names of what an evaluation gives without a ``compute_metrics`` of the user's own.
+
+    Args:
+        of_task: whether the task's metrics are computed, as where the data are the task's.
+    """
+    task = config.training.task
+    # The exponential of a loss means something where it is the log-likelihood of a token and nothing is added to it.
+    likelihood = task in _LANGUAGE and not config.data.sentence_pairs
+    own = METRICS_OF.get(task, ()) if task and of_task else ()
+    return ("eval_loss", *(("perplexity",) if likelihood else ()), *own)
+
+
 def check_task_flags(config: RunConfig) -> None:
     """Look at whether the task is there and has a use for each flag that is given for some tasks only.
 

@@ -114,7 +114,7 @@ class Engine(Protocol):
         """(sum of the losses over the targets, what the model put out), with gradients off."""
 
     def measuring(self) -> AbstractContextManager[nn.Module]:
-        """The model for a forward that leaves no trace: no random numbers drawn, no gradients exchanged."""
+        """The model for a forward that leaves no trace: random numbers, buffers and gradients are as before it."""
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """What this rank holds now of ``parameters``, ``gradients``, ``optimizer`` state and ``buckets`` to send."""

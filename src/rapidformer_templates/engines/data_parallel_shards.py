@@ -99,7 +99,7 @@ class DataShards:
         self.sharded = shards is not None and self.replicas > 1
         self.early = self.sharded and shards == "gradients"
         self._windows, self._kind = _windows(trained, self.replicas)
-        self._rank, self._device = workers.data_rank, workers.device
+        self._rank = workers.data_rank
         self._runs: dict[Window, list[tuple[Unit, int]]] = {window: [] for window in self._windows}
         self.units = self._cut() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
         self._sums: dict[Window, torch.Tensor] = {}  # this rank's share of the summed gradients
@@ -224,7 +224,7 @@ class DataShards:
 
     def _reached_anywhere(self) -> list[bool]:
         """For each parameter, whether the loss of any replica or of any stage that has it reached it."""
-        flags = torch.tensor(self._reached, dtype=torch.float32, device=self._device)
+        flags = torch.tensor(self._reached, dtype=torch.float32)  # the hosts know it, and no device is waited for
         if self.replicas > 1:
             dist.all_reduce(flags, group=self.group)
         for stages, group in self.tied.items():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.deepspeed_file import LOUD
 from rapidformer_templates.deepspeed_parts import leave_out_shm_comm, prepare
-from rapidformer_templates.engines import zero_state
-from rapidformer_templates.engines.auxiliary import auxiliary_losses_of
-from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
+from rapidformer_templates.engines import zero_loss_scale, zero_state
+from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.reached import InOrder, come_by_all, reached_parameters
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.layout import canonical_name
 from rapidformer_templates.optimizer import OptimizerSpec
@@ -40,10 +43,9 @@ class DeepSpeedEngine(SingleEngine):
         self.config: dict[str, Any] = dict(plan.engine_options["deepspeed"])
         self.stage = int(self.config["zero_optimization"]["stage"])
         prepare(plan)
-        _join(workers)
+        _join(workers, loud=any(self.config.get(name) for name in LOUD))
         self._deepspeed: Any
         self._state: zero_state.ZeroState
-        self._looked = False
 
     def build_context(self) -> AbstractContextManager[Any]:
         if self.stage < 3 or self.workers.world == 1:
@@ -52,15 +54,11 @@ class DeepSpeedEngine(SingleEngine):
 
         return partitioned_construction(self.config)
 
-    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
+    def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         import deepspeed
 
-        self.compute_loss = compute_loss
-        self._auxiliary = auxiliary_losses_of(model)
         named = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
-        differing = optimizer.differences((name, zero_state.as_built(p)) for name, p in named)
+        differing = recipe.differences((name, zero_state.as_built(p)) for name, p in named)
         self._parameters = [p for _, p in named]
         masters = None
         if self.compute_type is not None:
@@ -70,52 +68,80 @@ class DeepSpeedEngine(SingleEngine):
         for buffer in model.buffers():
             if self.workers.world > 1:
                 dist.broadcast(buffer, src=0)
-        recipe = optimizer.build(named, differing)
         self._deepspeed, _, _, _ = deepspeed.initialize(
-            model=model, optimizer=recipe, config=self.config, dist_init_required=False
+            model=model, optimizer=recipe.build(named, differing), config=self.config, dist_init_required=False
         )
         self.model, self.optimizer = model.train(), self._deepspeed.basic_optimizer
-        self._callable = self._deepspeed
         kind = zero_state.CutParameters if self.stage == 3 else zero_state.FlatGroups
         self._state = kind(self._deepspeed.optimizer, model, self.workers)
+        if self.compute_type == torch.float16:  # at its smallest the scale stays, as everywhere here
+            self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         if masters is not None:
             masters.restore(self._state)
-        self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._route = self._state.route()
+        self._waits_for_gradients = self.stage == 3
+        self._in_order = InOrder(len(self._parameters), self._state.ordered(self._parameters, self._came))
+        self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
 
-    def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
-        if not self._looked:
-            self._refuse_unreached(microbatches[0])
-        loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
+    def _distribute(self) -> nn.Module:
+        wrapped: nn.Module = self._deepspeed
+        return wrapped
+
+    def _runs_ahead(self) -> bool:
+        return False  # DeepSpeed reads the norm
+
+    def _finish_step(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool | torch.Tensor]:
         fp16 = self.compute_type == torch.float16
         if not fp16 and not math.isfinite(float(loss)):
             raise NonFiniteLoss(f"loss {float(loss)}")
-        self._set_lr(lr_factor)
-        if self.before_update:
-            self.before_update()
         self._deepspeed.step()
         norm = torch.as_tensor(self._deepspeed.get_global_grad_norm())
         overflow = bool(self._deepspeed.optimizer.overflow)
         if overflow and not fp16:
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
-        return StepResult(loss, norm, skipped=overflow, measured=self._measured)
+        return norm, overflow
+
+    def _drop_gradients(self) -> None:
+        """DeepSpeed has done so in its step."""
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._deepspeed.set_gradient_accumulation_boundary(last)
-        return contextlib.nullcontext()
+        return self._route.followed() if self._route else contextlib.nullcontext()
+
+    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
+        self._reached: set[int] = set()
+        return super()._schedule(microbatches, weight)
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self._deepspeed.backward(loss, scale_wrt_gas=False)
+        if self._route and not self._route.is_known:
+            reached = set(map(id, reached_parameters(loss)))
+            self._route.forward_done(self._names(p for p in self._parameters if id(p) not in reached))
+        self._in_order.begin()
+        self._deepspeed.backward(come_by_all(loss, (), then=self._in_order.finish), scale_wrt_gas=False)
 
-    def _refuse_unreached(self, microbatch: MicroBatch) -> None:
+    def _came(self, place: int) -> None:
+        if self._parameters[place].grad is not None:
+            self._reached.add(place)
+        self._in_order.take(place)
+
+    def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
+        those = set(map(id, parameters))
+        self._reached |= {place for place, parameter in enumerate(self._parameters) if id(parameter) in those}
+
+    def _missed(self) -> Sequence[int]:
+        return [place for place in range(len(self._parameters)) if place not in self._reached]
+
+    def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
+        return [names[id(parameter)] for parameter in parameters]
+
+    def _missed_everywhere(self, places: Sequence[int]) -> None:
         """ZeRO updates all parameters of a partition; one without a gradient would only decay.
 
         Raises:
-            RapidformerError: the loss does not reach a parameter that is to be trained.
+            RapidformerError: no worker's loss reaches a parameter that is to be trained.
         """
-        self._looked = True
-        missed = self.workers.sum(*self._missed_by_loss(microbatch))
-        names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
-        unreached = [names[id(p)] for p, n in zip(self._parameters, missed, strict=True) if n == self.workers.world]
+        unreached = self._names(self._parameters[place] for place in places)
         if unreached:
             raise RapidformerError(
                 f"the loss does not reach {len(unreached)} parameters: {', '.join(unreached[:6])}",
@@ -132,6 +158,14 @@ class DeepSpeedEngine(SingleEngine):
     def held(self) -> dict[str, list[torch.Tensor]]:
         return self._state.held()
 
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes of optimizer state that this rank has in files."""
+        swapper = getattr(self._deepspeed.optimizer, "optimizer_swapper", None)
+        infos = swapper.swap_params_info.values() if swapper else ()
+        files = [Path(path) for info in infos for path in info.get_swap_paths()]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
     def pieces(self, kind: str) -> Iterator[Piece]:
         return self._state.pieces(kind)
 
@@ -141,23 +175,28 @@ class DeepSpeedEngine(SingleEngine):
     def state(self) -> dict[str, Any]:
         state = super().state()
         if self.compute_type == torch.float16:
-            scaler = self._deepspeed.optimizer.loss_scaler
-            good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
-            state["loss_scale"] = {"scale": float(scaler.cur_scale), "good_steps": good_steps}
+            state["loss_scale"] = zero_loss_scale.state_of(self._deepspeed.optimizer.loss_scaler)
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.compute_type == torch.float16 and "loss_scale" in state:
-            scaler = self._deepspeed.optimizer.loss_scaler
-            scaler.cur_scale = float(state["loss_scale"]["scale"])
-            scaler.last_overflow_iter = scaler.cur_iter - int(state["loss_scale"]["good_steps"]) - 1
+            zero_loss_scale.restore(self._deepspeed.optimizer.loss_scaler, state["loss_scale"])
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
         return self._state.full_weights()
 
 
-def _join(workers: Workers) -> None:
-    """Let DeepSpeed find the process group and the device; a worker alone gets a group of its own."""
+def _numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and switches among settings."""
+    return {name: value for name, value in settings.items() if isinstance(value, (bool, int, float))}
+
+
+def _join(workers: Workers, *, loud: bool) -> None:
+    """Let DeepSpeed find the process group and the device; a worker alone gets a group of its own.
+
+    Args:
+        loud: whether DeepSpeed is to print what its file asks for.
+    """
     os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
     # It calls collectives by the names that torch is about to retire.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
@@ -165,9 +204,12 @@ def _join(workers: Workers) -> None:
     logger.setLevel(logging.ERROR)  # what it says while it is imported is of no use to a run
     import deepspeed
 
-    logger.setLevel(logging.WARNING if workers.is_main else logging.ERROR)
+    level = logging.INFO if loud else logging.WARNING
+    logger.setLevel(level if workers.is_main else logging.ERROR)
     if workers.device.type == "cpu":
         leave_out_shm_comm()
+        # It asks for fast kernels; torch computes in fp16 on any CPU.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     open_group_alone(workers.device)
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed()
@@ -211,6 +253,7 @@ def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """
     forward = model.forward
 
+    @functools.wraps(forward)  # who asks what a model takes sees what it took before
     def in_type(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(next(model.parameters()).device.type, dtype=dtype):
             return forward(*args, **kwargs)

@@ -6,7 +6,7 @@ Each parameter has one owner, who keeps its optimizer state, updates it and send
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,13 +17,12 @@ from fairscale.optim import OSS
 from torch import nn
 from torch.autograd import Variable
 
-from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines import state as engine_state
-from rapidformer_templates.engines.base import ComputeLoss, Piece
+from rapidformer_templates.engines.base import Piece
 from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
+from rapidformer_templates.engines.reached import InOrder
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.optimizer import OptimizerSpec
-from rapidformer_templates.workers import Workers
 
 
 class _ShardedState(SingleEngine):
@@ -72,9 +71,8 @@ class _ShardedState(SingleEngine):
 class OSSEngine(_ShardedState, DDPEngine):
     """DDP with the optimizer state sharded over the workers."""
 
-    def _distribute(self, microbatch: MicroBatch) -> None:
-        if self._shards:
-            super()._distribute(microbatch)
+    def _distribute(self) -> nn.Module:
+        return super()._distribute() if self._shards else self.model
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         return super()._synchronise(last=last) if self._shards else nullcontext()
@@ -85,13 +83,19 @@ class SDPEngine(_ShardedState):
 
     _sdp: OrderedSDP
 
-    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
-        super().setup(model, optimizer, compute_loss)
-        if self._shards:
-            self._callable = self._sdp = OrderedSDP(self.model, self._oss)
+    def _distribute(self) -> nn.Module:
+        if not self._shards:
+            return self.model
+        self._sdp = OrderedSDP(self.model, self._oss)
+        return self._sdp
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or not self._shards else self._sdp.no_sync()
+
+    def _missed(self) -> Sequence[int]:
+        if not self._shards or not self._sdp.unreached:
+            return ()
+        return [place for place, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
 
     def _grad_norm(self) -> torch.Tensor:
         """As the base's; each rank adds the gradients that it owns, the only ones that it still has."""
@@ -99,11 +103,7 @@ class SDPEngine(_ShardedState):
         if not self._shards:
             return owned
         square = owned.to(self.workers.device, torch.float64) ** 2
-        unreached = torch.full_like(square, len(self._sdp.unreached))
-        total, missing = self.workers.sum_tensor(torch.stack([square, unreached])).unbind()
-        if missing > 0:
-            self._sdp.drop_gradients_of_nothing(self.workers)
-        return total.sqrt().to(owned.dtype)
+        return self.workers.sum_tensor(square).sqrt().to(owned.dtype)
 
 
 class OrderedSDP(ShardedDataParallel):
@@ -117,7 +117,7 @@ class OrderedSDP(ShardedDataParallel):
     Small gradients are not gathered in fairscale's buffers, because those stay whole on every worker.
 
     Attributes:
-        unreached: places of the parameters that had no gradient in this step on this worker.
+        unreached: identities of the parameters that had no gradient in this step on this worker.
     """
 
     _bucket_flush_callback_set: bool  # whether the end of this backward is already waited for
@@ -126,20 +126,20 @@ class OrderedSDP(ShardedDataParallel):
         super().__init__(module, optimizer, reduce_buffer_size=0)
         self.unreached: set[int] = set()
         self._reducers: dict[int, Callable[..., None]] = {}
-        self._order: list[int] = []
-        self._ready: set[int] = set()
-        self._done = 0  # how many of the order are on their way
+        self._in_order = InOrder(0, self._reduce)
         self.refresh_trainable()
 
     def _setup_backward_hooks(self) -> None:
-        places = {parameter: place for place, parameter in enumerate(self._trainable_params)}
-        # A backward comes to the parameters in about the reverse of the order in which a model names them.
-        self._order = [places[p] for p in reversed(list(self.module.parameters())) if p in places]
+        indices = {parameter: index for index, parameter in enumerate(self._trainable_params)}
+        self._indices = [indices[p] for p in self.module.parameters() if p in indices]
+        self._places = {index: place for place, index in enumerate(self._indices)}
+        self._in_order = InOrder(len(self._indices), self._reduce)
         super()._setup_backward_hooks()
 
     def _clear_counters(self) -> None:
         super()._clear_counters()
-        self.unreached, self._ready, self._done = set(), set(), 0
+        self.unreached = set()
+        self._in_order.begin()
 
     def _get_reduce_fn(self, index: int, param: torch.Tensor, dst_rank: int) -> Callable[..., None]:
         self._reducers[index] = super()._get_reduce_fn(index, param, dst_rank)
@@ -150,34 +150,18 @@ class OrderedSDP(ShardedDataParallel):
             if not self._bucket_flush_callback_set:
                 self._bucket_flush_callback_set = True
                 Variable._execution_engine.queue_callback(self._flush_reduce_calls)
-            self._ready.add(index)
-            while self._done < len(self._order) and self._order[self._done] in self._ready:
-                self._reduce_next()
+            self._in_order.take(self._places[index])
 
         return ready
 
-    def _reduce_next(self) -> None:
-        index = self._order[self._done]
-        self._done += 1
-        self._reducers[index]()
+    def _reduce(self, place: int) -> None:
+        parameter = self._trainable_params[self._indices[place]]
+        if parameter.grad is None:
+            self.unreached.add(id(parameter))
+            parameter.grad = torch.zeros_like(parameter)
+        self._reducers[self._indices[place]]()
 
     def _flush_reduce_calls(self) -> None:
         """At the end of the backward: nothing more will become ready."""
-        while self._done < len(self._order):
-            index = self._order[self._done]
-            parameter = self._trainable_params[index]
-            if parameter.grad is None:
-                self.unreached.add(index)
-                parameter.grad = torch.zeros_like(parameter)
-            self._reduce_next()
+        self._in_order.finish()
         super()._flush_reduce_calls()
-
-    def drop_gradients_of_nothing(self, workers: Workers) -> None:
-        """Take the zeros from parameters that no worker's loss reached: an optimizer would decay them.
-
-        Every rank must call it.
-        """
-        missing = workers.sum(*(float(index in self.unreached) for index in range(len(self._trainable_params))))
-        for parameter, count in zip(self._trainable_params, missing, strict=True):
-            if count == workers.world:
-                parameter.grad = None

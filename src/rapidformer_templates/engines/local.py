@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -14,14 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.data.types import Batch
+from rapidformer_templates.engines import group_values
 from rapidformer_templates.engines import state as engine_state
 from rapidformer_templates.engines.auxiliary import AuxiliaryLosses, auxiliary_losses_of
 from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
-from rapidformer_templates.engines.loss import Recorder, reached_parameters, weighted_loss
+from rapidformer_templates.engines.loss import Recorder, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
-from rapidformer_templates.engines.mask_checks import answered
+from rapidformer_templates.engines.mask_checks import answered, watch_positions
 from rapidformer_templates.engines.offload import HostOptimizer, lies_in_host_memory
 from rapidformer_templates.engines.outcomes import Outcomes
+from rapidformer_templates.engines.reached import come_by_all, reached_parameters
+from rapidformer_templates.engines.traces import kept_buffers, without_trace
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.layout import canonical_name
 from rapidformer_templates.optimizer import OptimizerSpec, name_of_rule
@@ -35,7 +39,21 @@ COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SingleEngine:
-    """One process on one device; the reference that every other engine must follow."""
+    """One process on one device; the reference that every other engine must follow.
+
+    What is promised of a step (auxiliary losses, the host ahead of the device, targets that are counted later, loss
+    scale, what is measured, what happens to parameters that no loss reaches) is kept here for all engines, in final
+    methods. An engine fills in its extension points:
+
+    - :meth:`build_context`, :meth:`_build`, :meth:`_shard`, :meth:`_build_optimizer`, :meth:`_distribute`: how the
+      model is divided and who optimizes it;
+    - :meth:`_schedule`, :meth:`_synchronise`, :meth:`_backward`: the order of micro batches, when gradients travel;
+    - :attr:`_averages_over`, :meth:`_missed`, :meth:`_missed_everywhere`: what the exchange makes of gradients;
+    - :meth:`_finish_step`, or of it :meth:`_reduce`, :meth:`_grad_norm`, :meth:`_clip`, :meth:`_update`; and
+      :meth:`_drop_gradients`, :meth:`_runs_ahead`.
+    """
+
+    _waits_for_gradients = False  # also of what counts for nothing
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         self.workers = workers
@@ -58,24 +76,37 @@ class SingleEngine:
     def build_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    @final
     def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         self.compute_loss = compute_loss
         self._auxiliary = auxiliary_losses_of(model)
-        self.model = model.to(self.workers.device).train()
-        trainable = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
-        if not trainable:
+        if not any(self.workers.gather(any(p.requires_grad for p in model.parameters()))):
             raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
-        differing = optimizer.differences(trainable)
-        self._callable = self._wrap(self.model)
-        # Sharding replaces the parameters: ask the model again.
-        trainable = [(canonical_name(n), p) for n, p in self.model.named_parameters() if p.requires_grad]
-        self._parameters = [p for _, p in trainable]
-        self.optimizer = self._build_optimizer(optimizer, trainable, differing)
+        self._build(model, optimizer)
+        self._callable = self._distribute()
         self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        group_values.remember(self.optimizer)
         if self._runs_ahead():
             self._outcomes = Outcomes(self.workers.device)
+            watch_positions(self.model)
         if self.loss_scale is not None:
             self.loss_scale.to(self.workers.device)
+
+    def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
+        """Bring the model to the device, in parts or whole, and build the optimizer over what is here of it."""
+        self.model = model.to(self.workers.device).train()
+        differing = recipe.differences(_trained(self.model))
+        self._shard(self.model)
+        trained = _trained(self.model)  # sharding has replaced the parameters
+        self._parameters = [parameter for _, parameter in trained]
+        self.optimizer = self._build_optimizer(recipe, trained, differing)
+
+    def _shard(self, model: nn.Module) -> None:
+        """Divide the parameters over the workers, in place, before there is an optimizer."""
+
+    def _distribute(self) -> nn.Module:
+        """What ``compute_loss`` is given: the model, wrapped by what exchanges its gradients."""
+        return self.model
 
     def _runs_ahead(self) -> bool:
         """Whether the host need not wait for the device: there is one, and the optimizer can leave out an update.
@@ -85,9 +116,6 @@ class SingleEngine:
         """
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         return can_skip and self.workers.device.type != "cpu"
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        return model
 
     def _build_optimizer(
         self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
@@ -110,21 +138,35 @@ class SingleEngine:
             return nullcontext()
         return torch.autocast(self.workers.device.type, dtype=self.compute_type)
 
+    @final
     def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
         if self._outcomes:
             self._outcomes.begin()
         loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
         if self.before_update:
             self.before_update()
-        norm = self._grad_norm()
         self._set_lr(lr_factor)
-        skipped = self._update_unread(loss, norm) if self._outcomes else self._update_if_finite(loss, norm)
+        norm, skipped = self._finish_step(loss)
         self._drop_gradients()
         return StepResult(loss, norm, skipped, self._measured)
 
+    @final
     def settle(self) -> None:
         if self._outcomes:
             self._outcomes.hear()
+
+    def _finish_step(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool | torch.Tensor]:
+        """Update, unless something is not finite: the gradient norm before clipping, whether the update was skipped.
+
+        Raises:
+            NonFiniteLoss: as ``train_batch``.
+        """
+        self._reduce()
+        norm = self._grad_norm()
+        return norm, self._update_unread(loss, norm) if self._outcomes else self._update_if_finite(loss, norm)
+
+    def _reduce(self) -> None:
+        """Leave the gradient as the optimizer is to have it, where the exchange in the backward does not."""
 
     def _update_if_finite(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
         """Read loss and norm, and update if they are finite; whether the update was skipped."""
@@ -164,6 +206,7 @@ class SingleEngine:
         clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
 
     def _update(self) -> None:
+        """Update the parameters, and send them to whoever has copies of them."""
         self.optimizer.step()
 
     def held(self) -> dict[str, list[torch.Tensor]]:
@@ -178,35 +221,94 @@ class SingleEngine:
         for parameter in self._parameters:
             parameter.grad = None
 
+    @final
     def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
-        """Leave the gradient of the global mean (times the loss scale) in ``.grad``; return that mean."""
-        # DDP and FSDP average over the workers, while the mean over targets needs their sum.
-        weight = self.workers.world / targets
-        later = self._outcomes.counted if self._outcomes else None
-        total: torch.Tensor | None = None
+        """Leave the gradient of the global mean (times the loss scale) with the engine; return that mean (fp64)."""
         if self._auxiliary:
             self._auxiliary.begin_step(microbatches, self.workers)
-        for i, microbatch in enumerate(microbatches):
-            batch = to_device(microbatch.batch, self.workers.device)
-            with self._synchronise(last=i == len(microbatches) - 1):
-                with self._precision(), self._ahead_of(microbatch):
-                    part = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later)
-                if self._auxiliary:
-                    self._auxiliary.follow(part, microbatch, self.workers.world)
-                self._backward(part if self.loss_scale is None else part * self.loss_scale.scale)
-            total = part.detach() if total is None else total + part.detach()
-            self.micro_steps += 1
-        assert total is not None
+        total = self._schedule(microbatches, self._averages_over / targets)
         if self._auxiliary:
             self._measured = self._auxiliary.results(self.workers)
-        # One type for all: the zero of an idle worker has another one than the others' losses may have.
-        return self.workers.sum_tensor(total.to(torch.float64)) / self.workers.world
+        if not self.workers.speaks:  # the workers of a replica have one and the same loss
+            total = torch.zeros_like(total)
+        return self._exchange(total) / self._averages_over
 
-    def _ahead_of(self, microbatch: MicroBatch) -> AbstractContextManager[Any]:
+    @final
+    def _exchange(self, total: torch.Tensor) -> torch.Tensor:
+        """The sum of ``total`` over the workers, who hear with it whether somebody has missed a parameter."""
+        missed = self._missed()
+        if self.workers.world == 1 and not missed:
+            return total
+        if self._outcomes:  # the hosts tell each other: none of them waits for its device
+            missing = self.workers.sum(len(missed))[0] > 0
+            total = self.workers.sum_tensor(total)
+        else:
+            both = self.workers.sum_tensor(torch.stack([total, torch.full_like(total, len(missed))]))
+            total, missing = both[0], bool(both[1])
+        if missing:
+            flags = torch.zeros(len(self._parameters))
+            flags[list(missed)] = 1
+            counts = self.workers.sum(*flags.tolist())
+            self._missed_everywhere([place for place, count in enumerate(counts) if count == self.workers.world])
+        return total
+
+    def _missed(self) -> Sequence[int]:
+        """Places of the parameters that no loss of this worker has reached, and that were exchanged as zeros."""
+        return ()
+
+    def _missed_everywhere(self, places: Sequence[int]) -> None:
+        """Leave out parameters that no worker's loss has reached: zeros for a gradient would let them decay."""
+        for place in places:
+            self._parameters[place].grad = None
+
+    @property
+    def _averages_over(self) -> int:
+        """Workers over which the exchange averages gradients; the mean over targets needs their sum."""
+        return self.workers.world
+
+    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
+        """Run forward and backward of this worker's micro batches: the sum of their losses times ``weight`` (fp64)."""
+        total = torch.zeros((), dtype=torch.float64, device=self.workers.device)
+        for i, microbatch in enumerate(microbatches):
+            with self._synchronise(last=i == len(microbatches) - 1):
+                loss = self._loss_of(microbatch, weight)
+                self._begin_backward(loss, microbatch)
+            total += loss.detach()
+            self.micro_steps += 1
+        return total
+
+    @final
+    def _loss_of(self, microbatch: MicroBatch, weight: float) -> torch.Tensor:
+        """The sum of a micro batch's losses times ``weight``, with its graph."""
+        batch, zeros = to_device(microbatch.batch, self.workers.device), self._waits_for_gradients
+        later = self._outcomes.counted if self._outcomes else None
+        # A batch that counts for nothing is no second look at its samples for batch norm.
+        kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
+        with self._precision(), self._ahead_of(microbatch, batch), kept:
+            loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later, zeros=zeros)
+        if microbatch.targets == 0 and not microbatch.idle:
+            self._count_as_reached(reached_parameters(loss))
+        return loss
+
+    def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
+        """As in a micro batch with more samples, with a gradient of zero."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @final
+    def _begin_backward(self, loss: torch.Tensor, microbatch: MicroBatch) -> None:
+        """The backward of a micro batch, from its loss."""
+        if self._auxiliary:
+            self._auxiliary.follow(loss, microbatch, self._averages_over)
+        self._backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
+
+    def _ahead_of(self, microbatch: MicroBatch, batch: Batch) -> AbstractContextManager[Any]:
         """Around a forward: where the host runs ahead, the model must not wait for the device either."""
-        return answered(microbatch) if self._outcomes else nullcontext()
+        return answered(microbatch, batch) if self._outcomes else nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
+        """The backward of one micro batch; ``loss`` has the loss scale in it."""
         loss.backward()
 
     def _grad_norm(self) -> torch.Tensor:
@@ -238,17 +340,9 @@ class SingleEngine:
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
-        """The model for a forward that leaves no trace: no random numbers drawn, no gradients exchanged."""
-        devices = [self.workers.device] if self.workers.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self._precision():
+        """The model for a forward that leaves no trace: random numbers, buffers and gradients are as before it."""
+        with without_trace(self.model), self._precision():
             yield self.model
-
-    def _missed_by_loss(self, microbatch: MicroBatch) -> list[bool]:
-        """For each trained parameter, whether the loss of this batch does not reach it on this rank."""
-        with self.measuring() as model:
-            loss = self.compute_loss(model, to_device(microbatch.batch, self.workers.device))
-        reached = reached_parameters(loss[0] if isinstance(loss, tuple) else loss)
-        return [id(parameter) not in reached for parameter in self._parameters]
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         return engine_state.pieces(self.model, self.optimizer, kind, self.workers)
@@ -271,28 +365,32 @@ class SingleEngine:
 class DDPEngine(SingleEngine):
     """A copy of the model on each worker; gradients are averaged while the backward runs."""
 
-    _ddp: DistributedDataParallel | None = None
+    _missing: Sequence[int] = ()
 
-    def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
-        if self._ddp is None:
-            self._distribute(microbatches[0])
-        return super().train_batch(microbatches, targets, lr_factor)
-
-    def _distribute(self, microbatch: MicroBatch) -> None:
-        """Wrap the model, once a batch has shown whether the loss reaches every parameter.
-
-        DDP waits for the gradient of each parameter unless it searches for unused ones in every
-        step, which costs time and is needed for few models.
-        """
-        (unused,) = self.workers.sum(any(self._missed_by_loss(microbatch)))
+    def _distribute(self) -> nn.Module:
         on_gpu = self.workers.device.type == "cuda"
-        self._callable = self._ddp = DistributedDataParallel(
-            self.model,
-            device_ids=[self.workers.local_rank] if on_gpu else None,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=unused > 0,
+        return DistributedDataParallel(
+            self.model, device_ids=[self.workers.local_rank] if on_gpu else None, gradient_as_bucket_view=True
         )
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
-        assert self._ddp is not None
-        return nullcontext() if last else self._ddp.no_sync()
+        ddp: Any = self._callable
+        return nullcontext() if last else ddp.no_sync()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if getattr(self._callable, "require_backward_grad_sync", False):
+            # DDP waits until the backward has come to each parameter, and cannot know that one is left out. To
+            # search the graph for them in every step would take longer.
+            loss = come_by_all(loss, self._parameters, then=self._look_for_missing)
+        super()._backward(loss)
+
+    def _look_for_missing(self) -> None:
+        """At the end of the backward; after it, DDP puts its zeros where no gradient is."""
+        self._missing = [place for place, p in enumerate(self._parameters) if p.grad is None]
+
+    def _missed(self) -> Sequence[int]:
+        return self._missing
+
+
+def _trained(model: nn.Module) -> Named:
+    return [(canonical_name(name), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -25,38 +25,45 @@ def weighted_loss(
     microbatch: MicroBatch,
     weight: float,
     later: list[Counted] | None = None,
+    *,
+    zeros: bool = False,
 ) -> torch.Tensor:
     """The sum of the losses over the targets of one micro batch times ``weight``, with its graph.
 
     A mean is multiplied by the number of targets that it is a mean over. A micro batch that counts
-    for nothing (no target in it, or no sample left for this rank) gives a zero that still reaches
-    every parameter, because other ranks wait for this one's gradients.
+    for nothing (no target in it, or no sample left for this rank) gives a zero whose backward still comes
+    to every parameter, because other ranks wait for this one's gradients.
 
     Args:
         later: takes the counts that are tensors, for whom it would cost time to read them now.
+        zeros: what counts for nothing sends gradients of zero through the model, for an engine that waits for them;
+            else it sends none, which is exact also where a derivative is infinite.
 
     Raises:
         RapidformerError: the hook returned no scalar, or counted other targets than ``count_targets``.
     """
     if microbatch.idle or microbatch.targets == 0:
-        return _zero_through(compute_loss, model, batch)
+        return _nothing_through(compute_loss, model, batch, zeros)
     result = compute_loss(model, batch)
-    if isinstance(result, tuple):
-        total, counted = result
-        if later is not None and isinstance(counted, torch.Tensor):
-            later.append((counted.detach(), microbatch))
-        elif float(counted) != microbatch.targets:
-            raise miscounted(float(counted), microbatch)
-        return total * weight
-    if not isinstance(result, torch.Tensor) or result.ndim != 0:
-        what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+    counted = None
+    loss = result
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, counted = result
+    if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(result).__name__
         raise RapidformerError(
             f"compute_loss returned {what}",
             where="compute_loss(model, batch)",
             hint="return the mean loss as a scalar tensor, or (sum, number of targets)",
         )
-    weight *= microbatch.targets
-    return result if weight == 1.0 else result * weight
+    if counted is None:
+        weight *= microbatch.targets
+        return loss if weight == 1.0 else loss * weight
+    if later is not None and isinstance(counted, torch.Tensor):
+        later.append((counted.detach(), microbatch))
+    elif float(counted) != microbatch.targets:
+        raise miscounted(float(counted), microbatch)
+    return loss * weight
 
 
 def miscounted(counted: float, microbatch: MicroBatch) -> RapidformerError:
@@ -68,35 +75,39 @@ def miscounted(counted: float, microbatch: MicroBatch) -> RapidformerError:
     )
 
 
-def _zero_through(compute_loss: ComputeLoss, model: Any, batch: Batch) -> torch.Tensor:
-    """Zero times everything that the model put out; the loss itself may be 0/0 here."""
+def _nothing_through(compute_loss: ComputeLoss, model: Any, batch: Batch, zeros: bool) -> torch.Tensor:
+    """A zero whose backward comes by all that the loss would come to, and brings no gradient to any of it.
+
+    Neither the loss (0/0 without a target) nor what the model puts out (it may be infinite) has a part in it.
+    """
     recorder = Recorder(model)
-    compute_loss(recorder, batch)
-    outputs = tree_leaves(recorder.output)
-    leaves = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    # The loss in the output is the very 0/0 that must not be used.
-    terms = [
-        torch.zeros((), device=leaf.device) * leaf.sum() for leaf in leaves if leaf.requires_grad and leaf.ndim > 0
-    ]
-    terms += [leaf.zero() for leaf in outputs if isinstance(leaf, Logits)]
-    return torch.stack([term.float() for term in terms]).sum()
+    result = compute_loss(recorder, batch)
+    loss = result[0] if isinstance(result, tuple) else result
+    has_graph = isinstance(loss, torch.Tensor) and loss.requires_grad  # not where a hook sees that nothing counts
+    sources = [loss] if has_graph and not zeros else _outputs(recorder.output)
+    nothing: torch.Tensor = _Nothing.apply(zeros, *sources) if sources else torch.zeros((), requires_grad=True)
+    return nothing
 
 
-def reached_parameters(loss: torch.Tensor) -> set[int]:
-    """Identities of the parameters that a backward from ``loss`` would reach."""
-    reached: set[int] = set()
-    seen: set[Any] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            reached.add(id(variable))
-        waiting.extend(following for following, _ in node.next_functions)
-    return reached
+def _outputs(output: Any) -> list[torch.Tensor]:
+    """What a model puts out, without a loss among it (the 0/0), unless that is all that there is."""
+    leaves = tree_leaves(output)
+    fused = [leaf.zero() for leaf in leaves if isinstance(leaf, Logits)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [*fused, *(tensor for tensor in tensors if tensor.ndim > 0)] or tensors
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, zeros: bool, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.zeros, ctx.like = zeros, [(source.shape, source.dtype, source.device) for source in sources]
+        return torch.zeros((), device=sources[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.zeros:
+            return (None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
+        return (None,) * (1 + len(ctx.like))  # autograd goes on with "no gradient": nothing can turn it into a NaN
 
 
 class Recorder:

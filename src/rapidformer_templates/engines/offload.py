@@ -59,6 +59,8 @@ class HostOptimizer(Optimizer):
         for own, group in zip(self.inner.param_groups, self.param_groups, strict=True):
             own.update(_options(group))
         self.inner.step()
+        for own, group in zip(self.inner.param_groups, self.param_groups, strict=True):
+            group.update(_options(own))  # some keep a count or an estimate there
         self._show_state()
         for parameter in moving:
             if parameter.grad is not None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.engines import parallel_state
-from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader
+from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.engines.data_parallel_shards import DataShards, Trained
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.loss import weighted_loss
 from rapidformer_templates.engines.state import local_part
-from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.layout import canonical_name
 from rapidformer_templates.optimizer import OptimizerSpec
 from rapidformer_templates.parallel.placement import placement_of
@@ -36,25 +33,19 @@ class ParallelEngine(SingleEngine):
         self._sharding: str | None = plan.engine_options.get("shard_over_data")
         self._shards: DataShards
 
-    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
-        self.compute_loss = compute_loss
-        self.model = self._callable = model.to(self.workers.device).train()
+    def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
+        self.model = model.to(self.workers.device).train()
         tied = self._open_groups_of_copies()
         self._agree_on_weights(tied)
         trained = self._trained()
-        if not any(self.workers.gather(bool(trained))):
-            raise RapidformerError("the model has no parameter that requires a gradient", where="build_model()")
         self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied)
         named = [(unit.of.name, unit.values) for unit in self._shards.units]
-        differing = optimizer.differences([(entry.name, entry.parameter) for entry in trained])
+        differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
         if not named:  # a stage of frozen blocks, or fewer elements than replicas: optimizers refuse an empty list
             named, differing = [("", nn.Parameter(torch.empty(0, device=self.workers.device)))], {"": {}}
         self._parameters = [values for _, values in named]
         self._counted = self._counted_once()
-        self.optimizer = self._build_optimizer(optimizer, named, differing)
-        self._peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        if self.loss_scale is not None:
-            self.loss_scale.to(self.workers.device)
+        self.optimizer = self._build_optimizer(recipe, named, differing)
 
     def _counted_once(self) -> list[nn.Parameter]:
         """The units that this worker adds to the global norm, so that over all workers each value is added once."""
@@ -98,34 +89,20 @@ class ParallelEngine(SingleEngine):
             for tensor in tensors.values():
                 dist.broadcast(tensor, group=mesh.get_group("data") if mesh else None, group_src=0)
 
-    def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
-        """Leave the gradient of this worker's samples (times the loss scale) in the model; return the global mean."""
-        total = self._forward_backward(microbatches, 1.0 / targets)
-        if not self.workers.speaks:  # the workers of a replica have one and the same loss
-            total = torch.zeros_like(total)
-        return self.workers.sum_tensor(total)
+    @property
+    def _averages_over(self) -> int:
+        return 1  # the shards are sums
 
-    def _forward_backward(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
-        """The sum of the weighted losses of this worker's micro batches (fp64), after their backward passes."""
-        total = torch.zeros((), dtype=torch.float64, device=self.workers.device)
-        for microbatch in microbatches:
-            batch = to_device(microbatch.batch, self.workers.device)
-            with self._precision():
-                loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight)
-            self._shards.begin_backward()
-            self._scaled(loss).backward()
-            self._shards.end_backward()
-            total += loss.detach()
-            self.micro_steps += 1
-        return total
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._shards.begin_backward()
+        super()._backward(loss)
+        self._shards.end_backward()
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that a backward begins with."""
-        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+    def _reduce(self) -> None:
+        self._shards.reduce()
 
     def _grad_norm(self) -> torch.Tensor:
-        """Global norm of the gradient of the loss, before its loss scale; leaves the summed gradient in the units."""
-        self._shards.reduce()
+        """Global norm of the gradient of the loss, before its loss scale; of the summed gradient in the units."""
         counted = [values.grad for values in self._counted if values.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
         if counted:

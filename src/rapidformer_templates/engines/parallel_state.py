@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from rapidformer_templates.engines import flat
+from rapidformer_templates.engines import flat, group_values
 from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.engines.data_parallel_shards import Unit
 from rapidformer_templates.engines.state import check_optimizer, check_weights, local_part, named_tensors
@@ -84,10 +84,11 @@ def pieces(
             yield from _run_pieces(name, entry, 0, entry.local.reshape(-1))
     if kind == "weights":
         return
+    kept = group_values.of_parameters(optimizer)
     for unit in units:
         entry, is_run = held[unit.of.name], unit.is_run
         if entry.counts and (is_run or owners[unit.of.name] == workers.data_rank):
-            yield from _state_pieces(entry, unit, optimizer.state.get(unit.values, {}))
+            yield from _state_pieces(entry, unit, kept.get(id(unit.values), {}))
 
 
 def _state_pieces(entry: Held, unit: Unit, state: Mapping[str, Any]) -> Iterator[Piece]:
@@ -177,11 +178,16 @@ def _load_optimizer(
         unit = by_values.get(id(values))
         if unit is None or unit.of.name not in saved:
             continue
+        shapes = saved[unit.of.name]
+        keys, _ = group_values.split(optimizer, list(shapes))
+        group_values.check_count(optimizer, unit.of.name, list(shapes))
         state[index] = {
-            key: _read_state(reader, f"{unit.of.name}/{key}", shape, held[unit.of.name], unit)
-            for key, shape in saved[unit.of.name].items()
+            key: _read_state(reader, f"{unit.of.name}/{key}", shapes[key], held[unit.of.name], unit) for key in keys
         }
     groups = optimizer.state_dict()["param_groups"]
+    for place, group in enumerate(optimizer.param_groups):
+        here = [by_values[id(values)].of.name for values in group["params"] if id(values) in by_values]
+        groups[place] |= group_values.read(optimizer, place, list(dict.fromkeys(here)), reader)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

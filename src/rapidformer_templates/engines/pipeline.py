@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
-from rapidformer_templates.engines.base import ComputeLoss
-from rapidformer_templates.engines.loss import weighted_loss
 from rapidformer_templates.engines.parallel import ParallelEngine
+from rapidformer_templates.engines.traces import kept_buffers
 from rapidformer_templates.optimizer import OptimizerSpec
 from rapidformer_templates.parallel.links import Links, Parcel
 from rapidformer_templates.parallel.passage import Passage
@@ -30,21 +29,38 @@ class PipelineEngine(ParallelEngine):
     the last it ends with the stage's last block. So only hidden states and their gradients travel.
     """
 
-    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
+    def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         gc.collect()  # what was cut off stands in cycles with its hooks
-        super().setup(model, optimizer, compute_loss)
+        super()._build(model, recipe)
         parts = placement_of(model).parts
         assert parts is not None, "the pipeline switch cuts the model"
         self._parts = len(parts)
         self._passage = Passage(model, ends=self.workers.ends_pipeline)
         self._links = Links(self.workers)
 
-    def _forward_backward(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
+    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
         step = _Step(self, microbatches, weight)
         for action in _actions(self.workers.pipeline, self._parts, len(microbatches), self.workers.pipeline_rank):
             step.do(action)
         self._links.settle()
         return step.total
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.backward_of_part(self._parts - 1, loss)
+
+    def backward_of_part(self, part: int, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """The backward of a local part, from the loss or from the gradient that came from the stage behind it."""
+        self._shards.begin_backward(part)
+        if output.requires_grad:  # not where all that came before is frozen
+            output.backward(gradient)
+        self._shards.end_backward()
+
+    def forward_of_part(self, microbatch: MicroBatch) -> Any:
+        """The user's hook, in a part that does not end with the loss."""
+        batch = to_device(microbatch.batch, self.workers.device)
+        kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
+        with self._precision(), self._ahead_of(microbatch, batch), kept:
+            return self.compute_loss(self.model, batch)
 
     def stage_of(self, part: int) -> int:
         """The stage of the whole model that a local part is."""
@@ -116,30 +132,26 @@ class _Step:
         if stage:
             hidden = self._coming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
             self._inputs[stage, number] = hidden
-        batch = to_device(microbatch.batch, engine.workers.device)
 
-        def loss() -> Any:
+        def body() -> Any:
             if stage == engine.last_stage:
-                return weighted_loss(engine.compute_loss, engine.model, batch, microbatch, self.weight)
-            return engine.compute_loss(engine.model, batch)
+                return engine._loss_of(microbatch, self.weight)
+            return engine.forward_of_part(microbatch)
 
-        with engine._precision():
-            output = engine._passage.run(stage // engine.workers.pipeline, hidden, loss)
+        output = engine._passage.run(stage // engine.workers.pipeline, hidden, body)
         if stage == engine.last_stage:
             self.total += output.detach()
         self._outputs[stage, number] = output
 
     def _backward(self, stage: int, number: int) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
-        output, gradient = self._outputs.pop((stage, number)), None
-        if stage != engine.last_stage:
-            gradient = self._coming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
-        engine._shards.begin_backward(part)
+        output = self._outputs.pop((stage, number))
         if stage == engine.last_stage:
-            engine._scaled(output).backward()
-        elif output.requires_grad:  # not where all that came before is frozen
-            output.backward(gradient)
-        engine._shards.end_backward()
+            engine._begin_backward(output, self.microbatches[number])
+        else:
+            engine.backward_of_part(
+                part, output, self._coming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
+            )
         if stage:
             hidden = self._inputs.pop((stage, number))
             self._gradients[stage, number] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad

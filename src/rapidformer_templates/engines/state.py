@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rapidformer_templates.engines import group_values
 from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.layout import canonical_name
@@ -47,13 +48,14 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
     """(name, tensor, the rank that writes it if it is whole everywhere)."""
     loads = [0] * world
+    kept = group_values.of_parameters(optimizer) if kind == "optimizer" else {}
     for name, parameter in named_tensors(model).items():
         owner = loads.index(min(loads))
         loads[owner] += parameter.numel()
         if kind == "weights":
             yield name, parameter.detach(), owner
             continue
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+        for key, value in sorted(kept.get(id(parameter), {}).items()):
             if value is not None:
                 for part, tensor in plain_tensors(torch.as_tensor(value)):
                     yield f"{name}/{key}{part}", tensor, owner
@@ -146,10 +148,15 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
     state: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(order):
         name = names[id(parameter)]
-        keys = saved.get(name, {})
+        shapes = saved.get(name, {})
+        keys, _ = group_values.split(optimizer, list(shapes))
+        group_values.check_count(optimizer, name, list(shapes))
         if keys:
-            state[index] = {key: _read_like(parameter, reader, f"{name}/{key}", shape) for key, shape in keys.items()}
+            state[index] = {key: _read_like(parameter, reader, f"{name}/{key}", shapes[key]) for key in keys}
     groups = optimizer.state_dict()["param_groups"]
+    for place, group in enumerate(optimizer.param_groups):
+        here = [names[id(parameter)] for parameter in group["params"]]
+        groups[place] |= group_values.read(optimizer, place, here, reader)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -181,6 +188,12 @@ def full_weights(model: nn.Module, workers: Workers) -> dict[str, torch.Tensor] 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def elements_held(tensors: Sequence[torch.Tensor]) -> int:
+    """Elements of the storages of these tensors on this rank; a storage counts once."""
+    storages = {part.untyped_storage().data_ptr(): part for part in map(local_part, tensors)}
+    return sum(part.untyped_storage().nbytes() // part.element_size() for part in storages.values())
 
 
 def bytes_held(held: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:

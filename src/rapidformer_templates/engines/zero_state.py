@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines import group_values
 from rapidformer_templates.engines import state as engine_state
 from rapidformer_templates.engines.base import Piece, StateReader
 from rapidformer_templates.engines.flat import pieces_of, read_into
+from rapidformer_templates.engines.reached import Route
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.layout import canonical_name, shape_of
 from rapidformer_templates.workers import Workers
@@ -69,6 +71,10 @@ class ZeroState(ABC):
         """A flat partition of masters, with its optimizer state, in memory; ``write`` keeps what is done to it."""
 
     @abstractmethod
+    def _group(self, index: int) -> int:
+        """The optimizer's group that a partition belongs to."""
+
+    @abstractmethod
     def _publish(self) -> None:
         """Give the model the values of the masters."""
 
@@ -80,6 +86,18 @@ class ZeroState(ABC):
     def _gathered(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
         """What is in no partition, whole: a frozen parameter or a buffer."""
         yield tensor
+
+    @abstractmethod
+    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+        """Have DeepSpeed's hooks tell ``came`` that a parameter's gradient is there, by its place in ``parameters``.
+
+        Returns:
+            What DeepSpeed would have done then, for a place; with zeros, if no gradient came.
+        """
+
+    def route(self) -> Route | None:
+        """What every micro batch must come by, if parameters are gathered on the way."""
+        return None
 
     def forget_forward(self) -> None:  # noqa: B027 - only stage 3 remembers
         """Undo what DeepSpeed has learned from a forward that no backward follows."""
@@ -109,6 +127,7 @@ class ZeroState(ABC):
         for index, fragments in enumerate(self.fragments):
             with self.partition(index, write=False) as flat:
                 state = self._optimizer_state(flat)
+                state |= group_values.entries(self.optimizer.optimizer, self._group(index), state)
                 for fragment in fragments:
                     if kind == "weights":
                         yield from pieces_of(fragment.name, fragment.shape, fragment.start, fragment.of(flat))
@@ -127,7 +146,8 @@ class ZeroState(ABC):
                 yield from pieces_of(entry, fragment.shape, fragment.start, fragment.of(value))
             elif fragment.start == 0 and value is not None:  # a count of steps; whoever has the beginning writes it
                 # As torch's optimizers count; DeepSpeed's count in plain integers.
-                yield Piece(entry, torch.as_tensor(value).to(torch.float32, copy=True), (), ())
+                exact = key.startswith(group_values.PREFIX)
+                yield Piece(entry, torch.as_tensor(value).to(None if exact else torch.float32, copy=True), (), ())
 
     def _optimizer_state(self, flat: torch.Tensor) -> dict[str, Any]:
         return dict(self.optimizer.optimizer.state.get(flat, {}))
@@ -153,6 +173,7 @@ class ZeroState(ABC):
             with self.partition(index, write=True) as flat:
                 if optimizer_state:
                     self.optimizer.optimizer.state[flat] = self._read_state(flat, fragments, reader)
+                    self._read_group(self._group(index), [f.name for f in fragments], reader)
                 for fragment in fragments:
                     read_into(fragment.of(flat), reader, "weights", fragment.name, fragment.shape, fragment.start)
         for name, tensor in self._rest():
@@ -160,12 +181,18 @@ class ZeroState(ABC):
                 whole.detach().copy_(reader.read("weights", name, (0,) * whole.ndim, tuple(whole.shape)))
         self._publish()
 
+    def _read_group(self, index: int, names: list[str], reader: StateReader) -> None:
+        optimizer = self.optimizer.optimizer
+        optimizer.param_groups[index].update(group_values.read(optimizer, index, names, reader))
+
     def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
         """The optimizer state of a flat partition; what is there is filled in its place."""
         saved, state = reader.names("optimizer"), self._optimizer_state(flat)
         here = {f.name for f in fragments}
         keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in here}
-        for key in sorted(keys):
+        own, _ = group_values.split(self.optimizer.optimizer, sorted(keys))
+        group_values.check_count(self.optimizer.optimizer, ", ".join(sorted(here)[:2]), sorted(keys))
+        for key in own:
             held = [f for f in fragments if f"{f.name}/{key}" in saved]
             if saved[f"{held[0].name}/{key}"] == ():
                 state[key] = self._read_count(reader, held, key)
@@ -222,8 +249,25 @@ class FlatGroups(ZeroState):
     def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
         yield self.optimizer.single_partition_of_fp32_groups[index]
 
+    def _group(self, index: int) -> int:
+        return index
+
     def _publish(self) -> None:
         self.optimizer.update_lp_params()
+
+    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+        process = self.optimizer.process_gradients
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
+        self.optimizer.process_gradients = lambda parameter, group: came(places[id(parameter)])
+
+        def send(place: int) -> None:
+            parameter = parameters[place]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            process(parameter, groups[id(parameter)])
+
+        return send
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         masters = self.optimizer.single_partition_of_fp32_groups
@@ -244,6 +288,7 @@ class CutParameters(ZeroState):
 
     def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
         super().__init__(optimizer, model, workers)
+        group_values.step_once(optimizer)
         for group in optimizer.fp16_groups:
             fragments, offset = [], 0
             for parameter in group:
@@ -271,6 +316,9 @@ class CutParameters(ZeroState):
                 optimizer._optimizer_states_and_gradient_swap_out(index)
             elif on_disk:
                 optimizer._release_swap_buffers(index)
+
+    def _group(self, index: int) -> int:
+        return int(self.optimizer.sub_group_to_group_id[index])
 
     def forget_forward(self) -> None:
         # It records in which order a step uses parameters, and from the record when each can be let go. Of a
@@ -303,6 +351,34 @@ class CutParameters(ZeroState):
         if kept_whole:
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
+
+    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+        process = self.optimizer.reduce_ready_partitions_and_remove_grads
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(places[id(parameter)])
+
+        def send(place: int) -> None:
+            parameter = parameters[place]
+            if parameter.grad is not None:
+                process(parameter)
+                return
+            share = parameter.data
+            parameter.data = share.new_zeros(parameter.ds_shape)  # a gradient must be as large as its parameter
+            parameter.grad = parameter.data.clone()
+            process(parameter)
+            parameter.data = share
+
+        return send
+
+    def route(self) -> Route | None:
+        if self.workers.world == 1:
+            return None
+        modules = {n: m for n, m in self.model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+        trained = {
+            name: [canonical_name(f"{name}.{n}") for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+            for name, module in modules.items()
+        }
+        return Route(modules, trained, self.workers, "ZeRO-3")
 
     def _whole(self, parameter: Any) -> torch.Tensor:
         whole: torch.Tensor = self.optimizer.get_full_hp_param(parameter)

@@ -193,7 +193,8 @@ def _sparse(found: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, plac
         for name, layer in dense.items():
             layer.initialise(getattr(experts, name), getattr(experts, f"{name}_bias"))
         gate.weight.normal_(std=GATE_DEVIATION)
-    return SparseFeedForward(gate, experts, losses, place, _dropout(module, shape)).to(dtype=up.dtype)
+    sparse = SparseFeedForward(gate, experts, losses, place, _dropout(module, shape))
+    return sparse if gate.weight.dtype == up.dtype else sparse.to(dtype=up.dtype)
 
 
 class _Dense:

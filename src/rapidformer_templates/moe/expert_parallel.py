@@ -6,7 +6,6 @@ so its gradient is complete where it is, and its optimizer state exists once. (L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.base import ComputeLoss
 from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.engines.state import local_part
 from rapidformer_templates.moe.convert import sparse_layers
 from rapidformer_templates.moe.experts import Experts
 from rapidformer_templates.moe.layer import group_by_expert, ungroup
-from rapidformer_templates.optimizer import OptimizerSpec
 from rapidformer_templates.workers import Workers
 
 
@@ -97,20 +93,18 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: d
 class ExpertParallelEngine(DDPEngine):
     """DDP for all but the experts, of which each worker has its own."""
 
-    def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
-        super().setup(model, optimizer, compute_loss)
+    def _distribute(self) -> nn.Module:
         self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
         self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
         names = [name for name, parameter in self.model.named_parameters() if isinstance(parameter, DTensor)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, names)
+        return super()._distribute()
 
-    def _accumulate_gradients(self, microbatches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
-        loss = super()._accumulate_gradients(microbatches, targets)
+    def _reduce(self) -> None:
         for parameter in self._divided:
             if parameter.grad is not None:
                 # The losses are weighted for an average over the workers; these gradients are sums.
                 local_part(parameter.grad).div_(self.workers.world)
-        return loss
 
     def _grad_norm(self) -> torch.Tensor:
         divided = [local_part(p.grad) for p in self._divided if p.grad is not None]

@@ -14,6 +14,7 @@ from torch import nn
 from rapidformer_templates.engines.building import Building
 from rapidformer_templates.engines.transforms import Checkpointed
 from rapidformer_templates.errors import ModelError, RapidformerError
+from rapidformer_templates.fused_loss.logits import FusedHead
 
 if TYPE_CHECKING:
     from rapidformer_templates.onnx_graphs.backend import OnnxBackend
@@ -82,10 +83,13 @@ def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
 
 
 def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """The blocks, and the largest modules outside of them that multiply matrices and look nothing up."""
+    """The blocks, and the largest modules outside of them that multiply matrices.
+
+    A module that looks something up, or that takes the loss in place of its product, is none of a graph's operators.
+    """
     if module in blocks:
         yield module
-    elif blocks.isdisjoint(module.modules()) and not _looks_up(module):
+    elif blocks.isdisjoint(module.modules()) and not _stays(module):
         if any(parameter.ndim > 1 for parameter in module.parameters()):
             yield module
     else:
@@ -93,8 +97,8 @@ def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
             yield from _parts(child, blocks)
 
 
-def _looks_up(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Embedding) for part in module.modules())
+def _stays(module: nn.Module) -> bool:
+    return any(isinstance(part, (nn.Embedding, FusedHead)) for part in module.modules())
 
 
 def captured(module: nn.Module) -> Captured | None:

@@ -26,7 +26,7 @@ from rapidformer_templates.parallel.tensor_collectives import (
     sum_partial,
     sum_share,
 )
-from rapidformer_templates.parallel.vocabulary import DividedLogits
+from rapidformer_templates.parallel.vocabulary import DividedLogits, check_inside
 
 Forward = Callable[..., Any]
 
@@ -209,12 +209,14 @@ class VocabularyEmbedding:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.peers = regions.peers
-        self.begin, self.end = self.peers.share(module.num_embeddings)
+        self.vocabulary = module.num_embeddings
+        self.begin, self.end = self.peers.share(self.vocabulary)
         padding = module.padding_idx
         held = padding is not None and self.begin <= padding < self.end
         module.padding_idx = padding - self.begin if padding is not None and held else None
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        check_inside((tokens >= 0) & (tokens < self.vocabulary), self.vocabulary, "token of the input")
         elsewhere = (tokens < self.begin) | (tokens >= self.end)
         rows = self.forward((tokens - self.begin).masked_fill(elsewhere, 0))
         return sum_partial(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines.loss import reached_parameters
+from rapidformer_templates.engines.reached import reached_parameters
 from rapidformer_templates.errors import ModelError, RapidformerError
 from rapidformer_templates.parallel.elsewhere import Absent, facts_of, replaced
 
@@ -75,7 +75,7 @@ def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Calla
         stack.enter_context(_trained(frozen))
         loss = compute_loss(model)
     watch.check_complete()
-    reached = reached_parameters(loss[0] if isinstance(loss, tuple) else loss)
+    reached = set(map(id, reached_parameters(loss[0] if isinstance(loss, tuple) else loss)))
     own = {id(p) for p in first.parameters()}
     if reached & own:
         raise ModelError(
@@ -201,7 +201,7 @@ class _Watch:
                     hint="a pipeline sends one tensor from block to block: leave --pipeline-model-parallel-size out",
                 )
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                self.flow.beside |= reached_parameters(leaf)
+                self.flow.beside |= set(map(id, reached_parameters(leaf)))
 
     def check_complete(self) -> None:
         if self.done == 0:

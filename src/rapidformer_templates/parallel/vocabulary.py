@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from rapidformer_templates.errors import DataError
 from rapidformer_templates.parallel.tensor_collectives import Peers, gather, sum_partial
 
 Handler = Callable[..., Any]
@@ -197,6 +198,31 @@ def _cross_entropy(
     return (total / (target != ignore_index).sum() if reduction == "mean" else total).to(kind)
 
 
+def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
+    """Refuse tokens beyond the vocabulary, which no worker has; the host does not wait for a GPU's answer.
+
+    A GPU asserts it by itself, as for an index that torch looks up whole, and ends the process.
+
+    Args:
+        inside: which are of the vocabulary.
+        what: they are.
+
+    Raises:
+        DataError: on a CPU.
+    """
+    message = f"a {what} is not one of the {vocabulary} tokens of the model"
+    try:
+        torch._assert_async(inside.all(), message)
+    except RuntimeError as error:
+        if message not in str(error):
+            raise
+        raise DataError(
+            message,
+            where="the divided vocabulary (--tensor-model-parallel-size)",
+            hint="use the model's own tokenizer; its ids go from 0 to the vocabulary size, without it",
+        ) from None
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Cross-entropy of each row, as in Shoeybi et al., 2019: the workers exchange three numbers a row."""
 
@@ -213,7 +239,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         counts = target != ignored
         valid = (target >= 0) & (target < vocabulary)
-        torch._assert_async((valid | ~counts).all(), f"a target is not one of {vocabulary} tokens")
+        check_inside(valid | ~counts, vocabulary, "target")
         here = (target >= begin) & (target < begin + logits.shape[-1]) & counts
         column = (target - begin).masked_fill(~here, 0).unsqueeze(-1)
         shifted = logits - peers.max(logits.amax(dim=-1)).unsqueeze(-1)

@@ -9,9 +9,10 @@ from typing import Any
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.plan import Plan
 from rapidformer_templates.planner.hardware import Hardware, find_hardware
 from rapidformer_templates.planner.search import Found, Search
-from rapidformer_templates.planner.show import print_json, reasons, show
+from rapidformer_templates.planner.show import not_predicted, print_json, reasons, show
 from rapidformer_templates.planner.subject import Subject
 from rapidformer_templates.switches import REGISTRY, Registry, resolve
 from rapidformer_templates.switches.mixed_precision import precision
@@ -29,16 +30,16 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
         ModelError: the model cannot be built.
         ConfigError: the memory of the devices is not known.
     """
-    _check_what_layouts_do_not_change(config, environment, registry)
+    plan = _without_a_layout(config, environment, registry)
     hardware = find_hardware(environment, precision(registry.complete(config), environment))
-    subject = Subject(config, gpu=environment.device == "cuda")
+    subject = Subject(config, plan, gpu=environment.device == "cuda")
     return Search(config, environment, subject, hardware, registry).run(), hardware
 
 
-def _check_what_layouts_do_not_change(config: RunConfig, environment: Environment, registry: Registry) -> None:
-    """Refuse what is wrong with the rest of the flags, with the usual message."""
+def _without_a_layout(config: RunConfig, environment: Environment, registry: Registry) -> Plan:
+    """The plan of the flags as they stand: what is wrong with them is refused, with the usual message."""
     open_sizes = {"micro_batch_size": 1, "global_batch_size": None}
-    resolve(registry.complete(config).replace("default", **open_sizes), environment, registry)
+    return resolve(registry.complete(config).replace("default", **open_sizes), environment, registry)
 
 
 def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
             hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
         )
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(reasons(found, hardware)), file=sys.stderr, flush=True)
+        print("\n".join([*reasons(found, hardware), *not_predicted(found)]), file=sys.stderr, flush=True)
     return found.layouts[0].layout.values_that_act(config.origins)
 
 

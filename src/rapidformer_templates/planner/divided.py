@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from rapidformer_templates.parallel import tensor_parallel
 from rapidformer_templates.parallel.cutting import _Cut
 from rapidformer_templates.parallel.tensor_plan import check_sizes, plan_of
 from rapidformer_templates.plan import Plan, Sizes
-from rapidformer_templates.planner.states import Facts
+from rapidformer_templates.planner.optimizer_states import Facts, part_of
 from rapidformer_templates.workers import Workers
 
 
@@ -51,15 +51,16 @@ def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn
         return model
     switches = ("tensor-parallel", "sequence-parallel") if sequence_parallel else ("tensor-parallel",)
     plan = Plan("Trainer", switches=switches, sizes=Sizes(world=workers.world, tensor=workers.tensor))
-    return tensor_parallel.apply(model, Building(find_layout(model), None, plan, workers, _no_loss))
+    return tensor_parallel.apply(model, Building(find_layout(model), None, plan, workers, no_loss))
 
 
-def _no_loss(model: nn.Module) -> Any:
-    raise AssertionError("tensor parallelism asks for no loss")
+def no_loss(model: nn.Module) -> Any:
+    """For transforms that do not try the user's loss."""
+    raise AssertionError("this transform asks for no loss")
 
 
-def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: int) -> dict[str, Facts]:
-    """The shares of the first worker, who has the largest.
+def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: int, rank: int) -> dict[str, Facts]:
+    """The shares of one of ``tensor`` workers; the first has the largest.
 
     Raises:
         ModelError: see :func:`divide`.
@@ -73,8 +74,8 @@ def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: 
     for name, facts in parameters.items():
         shape = list(facts.shape)
         if name in cuts:
-            shape[cuts[name].dim] = math.ceil(shape[cuts[name].dim] / tensor)
-        local[name] = Facts(tuple(shape), facts.decays)
+            shape[cuts[name].dim] = part_of(shape[cuts[name].dim], rank, tensor)
+        local[name] = replace(facts, shape=tuple(shape))
     return local
 
 

@@ -10,12 +10,18 @@ from rapidformer_templates.config import spelling
 
 PARTITIONINGS: Mapping[str, str | None] = {
     "none": None,
+    "distributed-optimizer": "use_distributed_optimizer",
     "zero-1": "zero_1_memory_optimization",
     "zero-2": "zero_2_memory_optimization",
+    "oss": "oss_memory_optimization",
+    "oss-sdp": "oss_sdp_memory_optimization",
     "fsdp": "fsdp_memory_optimization",
     "zero-3": "zero_3_memory_optimization",
 }
 """Ways to divide the model's states over the replicas, each with its flag; the fastest first [D]."""
+
+SEARCHED = ("none", "zero-1", "zero-2", "fsdp", "zero-3")
+"""Those that the search tries where none is asked for: the others divide the same states in other ways."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ class Layout:
     @property
     def world(self) -> int:
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def by_parallel_engine(self) -> bool:
+        """Whether the engine of 3D layouts trains it, which exchanges gradients in windows."""
+        return self.tensor * self.pipeline > 1 or self.partitioning == "distributed-optimizer"
 
     @property
     def global_batch(self) -> int:

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from rapidformer_templates.engines.windows import Window, windows
 from rapidformer_templates.layout import canonical_name
+from rapidformer_templates.moe.experts import Experts
+from rapidformer_templates.optimizers.muon import tables_of
 from rapidformer_templates.parallel.stages import cut
+from rapidformer_templates.planner.answers import AnswersAboutData
 from rapidformer_templates.planner.divided import divide, ends_of, local_parameters, silent_group
+from rapidformer_templates.planner.fake import fake_tensors
 from rapidformer_templates.planner.forks import in_forks
-from rapidformer_templates.planner.states import Facts
+from rapidformer_templates.planner.optimizer_states import Facts
 from rapidformer_templates.planner.trace import (
     TRACED_BLOCKS,
-    AnswersAboutData,
     Batch,
     Trace,
-    fake_tensors,
     gradient_bytes,
     stacks_of,
     trace,
@@ -54,6 +57,15 @@ class Variant:
     sequence_parallel: bool = False
 
 
+class Place(NamedTuple):
+    """A worker's part of a replica: its stage, and its place among those who share each block's matrices."""
+
+    tensor: int
+    pipeline: int
+    stage: int
+    peer: int = 0
+
+
 @dataclass
 class ModelShapes:
     """What the planner knows of a model.
@@ -62,19 +74,21 @@ class ModelShapes:
         build: the model with so many blocks in each stack; None for all of them.
         batch: a micro batch of so many samples.
         gpu: whether it will run on a GPU.
+        stages: blocks of each pipeline stage, where the user has said so.
     """
 
     build: Callable[[int | None], nn.Module]
     batch: Callable[[int], Batch]
     gpu: bool = False
+    stages: Sequence[int] | None = None
     _traces: dict[Variant, Trace] = field(default_factory=dict)
     _whole_traces: dict[tuple[Variant, int | None, bool], Trace] = field(default_factory=dict)
     _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
-    _local: dict[int, dict[str, Facts]] = field(default_factory=dict)
+    _local: dict[tuple[int, int], dict[str, Facts]] = field(default_factory=dict)
     _sizes: dict[int, list[int]] = field(default_factory=dict)
-    _stages: dict[tuple[int, int, int], dict[str, Facts]] = field(default_factory=dict)
-    _windows: dict[tuple[int, int, int, int], list[Window]] = field(default_factory=dict)
-    _runs: dict[tuple[int, int, int, int, int], tuple[int, int]] = field(default_factory=dict)
+    _stages: dict[Place, dict[str, Facts]] = field(default_factory=dict)
+    _windows: dict[tuple[Place, int], list[Window]] = field(default_factory=dict)
+    _runs: dict[tuple[Place, int, int], list[int]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -85,10 +99,11 @@ class ModelShapes:
     @cached_property
     def parameters(self) -> dict[str, Facts]:
         """The trained parameters by canonical name; tied ones once."""
+        tables, experts = tables_of(self.whole), _expert_parameters(self.whole)
+        trained = {canonical_name(name): p for name, p in self.whole.named_parameters() if p.requires_grad}
         return {
-            canonical_name(name): Facts(tuple(p.shape), decays=p.ndim >= 2)
-            for name, p in self.whole.named_parameters()
-            if p.requires_grad
+            name: Facts(tuple(p.shape), p.ndim >= 2, is_table=name in tables, is_expert=id(p) in experts)
+            for name, p in trained.items()
         }
 
     @cached_property
@@ -230,15 +245,15 @@ class ModelShapes:
                     gpu=self.gpu,
                 )
 
-    def local_parameters(self, tensor: int) -> dict[str, Facts]:
-        """The parameters as ``tensor`` workers share them: those of the worker with the largest shares.
+    def local_parameters(self, tensor: int, peer: int = 0) -> dict[str, Facts]:
+        """The parameters as ``tensor`` workers share them: those of one of the workers; the first has most.
 
         Raises:
             ModelError: the model cannot be divided so.
         """
-        if tensor not in self._local:
-            self._local[tensor] = local_parameters(self.whole, self.parameters, tensor)
-        return self._local[tensor]
+        if (tensor, peer) not in self._local:
+            self._local[tensor, peer] = local_parameters(self.whole, self.parameters, tensor, peer)
+        return self._local[tensor, peer]
 
     def stage_sizes(self, pipeline: int) -> list[int]:
         """Blocks of each stage, as the engine cuts them: by the number of parameters.
@@ -246,6 +261,8 @@ class ModelShapes:
         Raises:
             ModelError: the model cannot be cut into stages.
         """
+        if self.stages is not None and len(self.stages) == pipeline:
+            return list(self.stages)
         if pipeline not in self._sizes:
             outside = [name for name in self.parameters if self.block_of(name) is None]
             front, back = (
@@ -256,24 +273,23 @@ class ModelShapes:
             self._sizes[pipeline] = cut(front, blocks, back, pipeline)
         return self._sizes[pipeline]
 
-    def stage_parameters(self, tensor: int, pipeline: int, rank: int) -> dict[str, Facts]:
+    def stage_parameters(self, place: Place) -> dict[str, Facts]:
         """What a worker of a stage has of the parameters, by name and in the model's order.
 
         Raises:
             ModelError: the model cannot be divided or cut so.
         """
-        key = (tensor, pipeline, rank)
-        if key not in self._stages:
-            self._stages[key] = self._parameters_of_stage(*key)
-        return self._stages[key]
+        if place not in self._stages:
+            self._stages[place] = self._parameters_of_stage(place)
+        return self._stages[place]
 
-    def _parameters_of_stage(self, tensor: int, pipeline: int, rank: int) -> dict[str, Facts]:
-        local = self.local_parameters(tensor)
-        if pipeline == 1:
+    def _parameters_of_stage(self, place: Place) -> dict[str, Facts]:
+        local = self.local_parameters(place.tensor, place.peer)
+        if place.pipeline == 1:
             return local
-        sizes = self.stage_sizes(pipeline)
+        sizes, rank = self.stage_sizes(place.pipeline), place.stage
         begin = sum(sizes[:rank])
-        end = "first" if rank == 0 else "last" if rank == pipeline - 1 else "middle"
+        end = "first" if rank == 0 else "last" if rank == place.pipeline - 1 else "middle"
 
         def is_here(name: str) -> bool:
             block = self.block_of(name)
@@ -283,26 +299,24 @@ class ModelShapes:
 
         return {name: facts for name, facts in local.items() if is_here(name)}
 
-    def windows(self, tensor: int, pipeline: int, rank: int, data: int) -> list[Window]:
+    def windows(self, place: Place, data: int) -> list[Window]:
         """What a worker of a stage exchanges at a time with the other replicas.
 
         Parameters that several stages have lie in windows of their own.
         """
-        key = (tensor, pipeline, rank, data)
-        if key not in self._windows:
-            own = self.stage_parameters(tensor, pipeline, rank)
-            shared = {name for name in own if pipeline > 1 and len(self.ends_of(name)) > 1}
+        if (place, data) not in self._windows:
+            own = self.stage_parameters(place)
+            shared = {name for name in own if place.pipeline > 1 and len(self.ends_of(name)) > 1}
             alone = [facts.count for name, facts in reversed(own.items()) if name not in shared]
             tied = [own[name].count for name in sorted(shared)]
-            self._windows[key] = [w for counts in (alone, tied) for w in windows(list(enumerate(counts)), data)]
-        return self._windows[key]
+            self._windows[place, data] = [w for counts in (alone, tied) for w in windows(list(enumerate(counts)), data)]
+        return self._windows[place, data]
 
-    def runs(self, tensor: int, pipeline: int, rank: int, data: int, replica: int) -> tuple[int, int]:
-        """(tensors, elements) that the optimizer of a replica updates, if its state is shared out."""
-        key = (tensor, pipeline, rank, data, replica)
+    def runs(self, place: Place, data: int, replica: int) -> list[int]:
+        """Elements of each run that the optimizer of a replica updates, if its state is shared out."""
+        key = (place, data, replica)
         if key not in self._runs:
-            lengths = [run.length for window in self.windows(*key[:4]) for run, _ in window.owned(replica)]
-            self._runs[key] = len(lengths), sum(lengths)
+            self._runs[key] = [run.length for window in self.windows(place, data) for run, _ in window.owned(replica)]
         return self._runs[key]
 
     def ends_of(self, name: str) -> frozenset[str]:
@@ -319,3 +333,9 @@ class ModelShapes:
         with fake_tensors(), AnswersAboutData(dense=True), without_warnings():
             model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
             return ends_of(model, lambda model: model(**self.batch(1)).loss)
+
+
+def _expert_parameters(model: nn.Module) -> frozenset[int]:
+    """Identities of what expert parallelism divides."""
+    mixtures = (module for module in model.modules() if isinstance(module, Experts))
+    return frozenset(id(parameter) for mixture in mixtures for parameter in mixture.parameters())

@@ -8,7 +8,7 @@ decides between layouts whose predicted speeds differ by less than the predictio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -17,13 +17,15 @@ from rapidformer_templates.config import RunConfig
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planner.hardware import GB, Hardware
-from rapidformer_templates.planner.layouts import PARTITIONINGS, Layout
+from rapidformer_templates.planner.layouts import PARTITIONINGS, SEARCHED, Layout
 from rapidformer_templates.planner.memory import Memory, predict, states_alone, variant_of
+from rapidformer_templates.planner.setting import Setting, setting_of
 from rapidformer_templates.planner.subject import Subject
 from rapidformer_templates.planner.timing import Timing, predict_seconds
 from rapidformer_templates.switches import REGISTRY, Registry
 from rapidformer_templates.switches._request import build_request, model_facts
-from rapidformer_templates.switches._switch import ModelFacts
+from rapidformer_templates.switches._resolve import plan_of
+from rapidformer_templates.switches._switch import FORECAST, ModelFacts, Request
 
 T = TypeVar("T", int, bool)
 
@@ -49,6 +51,7 @@ class Candidate:
     """
 
     layout: Layout
+    setting: Setting
     memory: Memory
     timing: Timing
     needed_gb: float
@@ -67,11 +70,27 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class Unknown:
+    """What is predicted as if a switch were off.
+
+    Attributes:
+        switch: its name.
+        kinds: of ``FORECAST``.
+        why: the reason.
+    """
+
+    switch: str
+    kinds: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class Found:
-    """All layouts: those that fit, best first, and the others."""
+    """All layouts: those that fit, best first, and the others; and what of the flags the numbers leave out."""
 
     layouts: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
+    not_predicted: tuple[Unknown, ...] = ()
 
 
 class Search:
@@ -96,11 +115,11 @@ class Search:
         """Try all layouts."""
         fitting: list[Candidate] = []
         rejected: list[Rejected] = []
-        refused = {family: self._refused(family) for family in self._families()}
-        self._prepare([family for family, problem in refused.items() if not problem])
-        for family, problem in refused.items():
-            if problem:
-                rejected.append(Rejected(family, problem))
+        families = {family: self._setting(family) for family in self._families()}
+        self._prepare({family: setting for family, setting in families.items() if isinstance(setting, Setting)})
+        for family, setting in families.items():
+            if isinstance(setting, str):
+                rejected.append(Rejected(family, setting))
                 continue
             too_large: str | None = None
             for layout in self._batches(family):
@@ -109,7 +128,7 @@ class Search:
                     rejected.append(Rejected(layout, constraint))
                     continue
                 try:
-                    tried = self._try(layout)
+                    tried = self._try(layout, setting)
                 except ModelError as error:
                     rejected.append(Rejected(layout, error.message))
                     break
@@ -118,16 +137,25 @@ class Search:
                 else:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
-        return Found(tuple(self._verified(fitting, rejected)), tuple(rejected))
+        return Found(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
 
-    def _prepare(self, families: Sequence[Layout]) -> None:
+    def _not_predicted(self) -> tuple[Unknown, ...]:
+        """By switch and reason, of the switches that are on in every layout."""
+        request = self._request(self.config)
+        return tuple(
+            Unknown(name, tuple(kind for kind in FORECAST if reasons.get(kind) == why), why)
+            for name, switch in request.active.items()
+            for reasons in [switch.predicts.unknown(request)]
+            for why in dict.fromkeys(reasons.values())
+        )
+
+    def _prepare(self, families: Mapping[Layout, Setting]) -> None:
         """Have traced what the families need whose states alone do fit."""
-        precision, shapes = self.hardware.precision, self.subject.shapes
-        variants = set()
-        for family in families:
+        shapes, variants = self.subject.shapes, set()
+        for family, setting in families.items():
             with suppress(ModelError):  # it is told when the family is tried
-                if self._needed_gb(states_alone(shapes, family, precision)) <= self.hardware.memory_gb:
-                    variants.add(variant_of(family, precision))
+                if self._needed_gb(states_alone(shapes, family, setting)) <= self.hardware.memory_gb:
+                    variants.add(variant_of(family, setting))
         shapes.prepare(variants)
 
     def _families(self) -> Iterator[Layout]:
@@ -157,14 +185,22 @@ class Search:
         asked = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
         if asked:
             return asked
-        return list(PARTITIONINGS) if data > 1 else ["none"]
+        return list(SEARCHED) if data > 1 else ["none"]
 
-    def _refused(self, layout: Layout) -> str | None:
-        """The first rule that a layout breaks."""
-        config = self.config.replace("auto-strategy", **replace(layout, micro_batch=1, accumulation=1).values())
-        request = build_request(config, self.environment, self.registry.switches, model=self._model)
+    def _setting(self, layout: Layout) -> Setting | str:
+        """What else a layout's memory depends on, or the first rule that the layout breaks."""
+        request = self._request(self._asking_for(layout))
         found = next(iter(self.registry.refusals(request)), None)
-        return f"{found[0].code}: {found[1].message}" if found else None
+        if found:
+            return f"{found[0].code}: {found[1].message}"
+        return setting_of(plan_of(request, self.registry))
+
+    def _asking_for(self, layout: Layout) -> RunConfig:
+        """The configuration with this layout, whatever its batches are."""
+        return self.config.replace("auto-strategy", **replace(layout, micro_batch=1, accumulation=1).values())
+
+    def _request(self, config: RunConfig) -> Request:
+        return build_request(config, self.environment, self.registry.switches, model=self._model)
 
     def _batches(self, family: Layout) -> Iterator[Layout]:
         """A family with all its micro batches, from the smallest; the global batch is the largest allowed."""
@@ -190,24 +226,22 @@ class Search:
             return f"{layout.data} replicas need a global batch of at least {step}, at most {most} is allowed"
         return None
 
-    def _try(self, layout: Layout, *, exact: bool = False) -> Candidate | Rejected:
+    def _try(self, layout: Layout, setting: Setting, *, exact: bool = False) -> Candidate | Rejected:
         """A layout with its prediction, or why it does not fit."""
-        precision, shapes = self.hardware.precision, self.subject.shapes
-        whole = self.hardware.memory_gb
-        states = states_alone(shapes, layout, precision)
+        shapes, whole = self.subject.shapes, self.hardware.memory_gb
+        states = states_alone(shapes, layout, setting)
         if self._needed_gb(states) > whole:
             return Rejected(layout, self._too_large(states))
-        memory = predict(shapes, layout, precision, exact=exact)
+        memory = predict(shapes, layout, setting, exact=exact)
         needed = self._needed_gb(memory)
         if not exact and abs(needed - whole) < DOUBT * whole:
-            return self._try(layout, exact=True)
+            return self._try(layout, setting, exact=True)
         if needed > whole:
             return Rejected(layout, self._too_large(memory))
-        trace = shapes.trace(variant_of(layout, precision), exact=exact)
+        trace = shapes.trace(variant_of(layout, setting), exact=exact)
         local = self.environment.local_world_size
-        return Candidate(
-            layout, memory, predict_seconds(layout, trace, self.subject.facts, self.hardware, local), needed
-        )
+        timing = predict_seconds(layout, trace, self.subject.facts, self.hardware, local)
+        return Candidate(layout, setting, memory, timing, needed)
 
     def _needed_gb(self, memory: Memory) -> float:
         return memory.total * (1 + ALLOWANCE) / GB + self.hardware.context_gb
@@ -220,7 +254,7 @@ class Search:
         """The candidates in their order; the best is traced as it is, until one holds what it promises."""
         ordered = sorted(fitting, key=self._order(fitting))
         while ordered:
-            tried = self._try(ordered[0].layout, exact=True)
+            tried = self._try(ordered[0].layout, ordered[0].setting, exact=True)
             if isinstance(tried, Candidate):
                 return [tried, *ordered[1:]]
             rejected.append(tried)
@@ -250,7 +284,7 @@ class Search:
 
 
 def _largest(memory: Memory) -> str:
-    parts = {name: value for name, value in vars(memory).items() if value}
+    parts = {name: value for name, value in vars(memory).items() if value and name != "host"}
     largest = max(parts, key=lambda name: parts[name])
     return f"{largest} alone {parts[largest] / GB:.1f} GB"
 

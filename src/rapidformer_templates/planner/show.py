@@ -25,6 +25,7 @@ def to_json(found: Found, hardware: Hardware) -> dict[str, Any]:
         "layouts": [_layout_json(candidate) for candidate in found.layouts],
         "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in found.rejected],
         "assumed": hardware.lines(),
+        "not_predicted": [vars(unknown) for unknown in found.not_predicted],
     }
 
 
@@ -70,6 +71,8 @@ def show(found: Found, hardware: Hardware) -> None:
             print(line)
     for line in hardware.lines():
         print(f"assumed: {line}")
+    for line in not_predicted(found):
+        print(line)
     print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free beside it")
     _show_rejected(found, console)
 
@@ -117,7 +120,16 @@ def reasons(found: Found, hardware: Hardware) -> list[str]:
     spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
     lines.append(f"  where the step goes: {spent}")
     lines += [f"  {why}" for why in _comparisons(found)]
+    if best.memory.host:
+        lines.append(f"  host memory: {best.memory.host / GB:.1f} GB a worker beside its device, which nothing checks")
     return lines
+
+
+def not_predicted(found: Found) -> list[str]:
+    """What the numbers leave out, a line for each reason."""
+    return [
+        f"not predicted: {unknown.switch}: {', '.join(unknown.kinds)}: {unknown.why}" for unknown in found.not_predicted
+    ]
 
 
 def _comparisons(found: Found) -> list[str]:

@@ -7,8 +7,10 @@ from functools import cached_property
 
 from rapidformer_templates.engines.windows import WINDOW, Window
 from rapidformer_templates.planner.layouts import Layout
-from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
-from rapidformer_templates.planner.states import COUNTER, FP32, MOMENTS, Facts, Held
+from rapidformer_templates.planner.model_shapes import ModelShapes, Place, Variant
+from rapidformer_templates.planner.optimizer_states import FP32, Facts, runs
+from rapidformer_templates.planner.setting import Setting
+from rapidformer_templates.planner.states import Held
 from rapidformer_templates.planner.trace import Phase
 
 
@@ -25,7 +27,7 @@ class Moment:
         return self.activations + self.gradients + self.buffers
 
 
-def telling_stages(model: ModelShapes, layout: Layout) -> list[Stage]:
+def telling_stages(model: ModelShapes, layout: Layout, setting: Setting) -> list[Stage]:
     """The stages among which the one is that needs most: of equal stages, the first holds most micro batches.
 
     Raises:
@@ -33,7 +35,7 @@ def telling_stages(model: ModelShapes, layout: Layout) -> list[Stage]:
     """
     sizes = [0] if layout.pipeline == 1 else model.stage_sizes(layout.pipeline)
     middle = {sizes[rank]: rank for rank in range(layout.pipeline - 2, 0, -1)}
-    return [Stage(model, layout, rank) for rank in sorted({0, *middle.values(), layout.pipeline - 1})]
+    return [Stage(model, layout, rank, setting) for rank in sorted({0, *middle.values(), layout.pipeline - 1})]
 
 
 class Stage:
@@ -41,10 +43,12 @@ class Stage:
 
     Attributes:
         rank: from 0.
+        place: of the worker; among those who share the blocks' matrices, the first has most.
     """
 
-    def __init__(self, model: ModelShapes, layout: Layout, rank: int) -> None:
-        self.model, self.layout, self.rank = model, layout, rank
+    def __init__(self, model: ModelShapes, layout: Layout, rank: int, setting: Setting, peer: int = 0) -> None:
+        self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
+        self.place = Place(layout.tensor, layout.pipeline, rank, peer)
 
     @property
     def is_first(self) -> bool:
@@ -61,7 +65,7 @@ class Stage:
         Raises:
             ModelError: the model cannot be cut or divided in this way.
         """
-        return self.model.stage_parameters(self.layout.tensor, self.layout.pipeline, self.rank)
+        return self.model.stage_parameters(self.place)
 
     @property
     def blocks(self) -> int:
@@ -77,16 +81,15 @@ class Stage:
 
     def held(self, replica: int = 0) -> Held:
         """The states of a replica's worker; gradients when the last backward has ended."""
-        if self.layout.partitioning == "none" or self.layout.data == 1:
-            tensors, elements = len(self.parameters), self._bytes // FP32
-        else:
-            tensors, elements = self.model.runs(*self._key, replica)
+        mine = list(self.parameters.values())
+        if self.layout.partitioning != "none" and self.layout.data > 1:
+            mine = runs(self.model.runs(self.place, self.layout.data, replica))
         gradients = self._share_bytes if self._sums_early else self._bytes
-        return Held(self._bytes, gradients, MOMENTS * elements + COUNTER * tensors)
-
-    @property
-    def _key(self) -> tuple[int, int, int, int]:
-        return self.layout.tensor, self.layout.pipeline, self.rank, self.layout.data
+        optimizer = self.setting.how.optimizer.bytes_of(mine)
+        if not self.setting.offload:
+            return Held(self._bytes, gradients, optimizer)
+        copies = 2 * FP32 * sum(part.count for part in mine)  # of weights and gradients, for the update on the host
+        return Held(self._bytes, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
 
     @cached_property
     def _bytes(self) -> int:
@@ -104,7 +107,7 @@ class Stage:
 
     @property
     def _windows(self) -> list[Window]:
-        return self.model.windows(*self._key)
+        return self.model.windows(self.place, self.layout.data)
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""

@@ -3,100 +3,161 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-FP32, MOMENTS, COUNTER = 4, 8, 4
-"""Bytes of a number in fp32, of AdamW's two moments of a parameter, and of its count of steps for a tensor."""
+from rapidformer_templates.planner.optimizer_states import ADAMW, FP32, UNCOUNTED_ADAM, Facts, StateRule, part_of, runs
 
-
-@dataclass(frozen=True)
-class Facts:
-    """A parameter of the model: its shape, and whether it decays (those that do not are a group of their own)."""
-
-    shape: tuple[int, ...]
-    decays: bool
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
+__all__ = ["FP32", "Facts", "Held", "How"]
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that a worker holds between two steps; of gradients, when the update begins."""
+    """Bytes that a worker holds between two steps; of gradients, when the update begins.
+
+    Attributes:
+        on_host: of these, those of each kind that lie in host memory also where the worker is a GPU.
+        host_copies: bytes beside them in the host memory of a GPU's worker.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
+    on_host: tuple[int, int, int] = field(default=(0, 0, 0), compare=False, kw_only=True)
+    host_copies: int = field(default=0, compare=False, kw_only=True)
 
     def per_parameter(self, count: int) -> tuple[float, float, float]:
         return self.parameters / count, self.gradients / count, self.optimizer / count
 
+    @property
+    def on_gpu(self) -> Held:
+        """What of it lies in the memory of a GPU."""
+        away = self.on_host
+        return Held(self.parameters - away[0], self.gradients - away[1], self.optimizer - away[2])
 
-Formula = Callable[[Sequence[Facts], int, int], list[Held]]
-"""(parameters, workers, bytes of a number in the type that is computed in) → what each worker should hold."""
+    @property
+    def beside_gpu(self) -> int:
+        """Bytes in the host memory of a GPU's worker."""
+        return sum(self.on_host) + self.host_copies
 
 
-def replicated(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+KEPT_WHOLE = 100_000
+"""ZeRO-3 keeps parameters of fewer elements whole beside their parts (``--zero-3-param-persistence-threshold``)."""
+
+SUB_GROUP, SUB_GROUP_FOR_DISK, LEAST_ON_DISK = 1_000_000_000, 25_000_000, 2**20 // FP32
+"""Elements after which a sub-group of ZeRO-3 ends, the same with NVMe, and below which one stays in memory."""
+
+
+@dataclass(frozen=True)
+class How:
+    """What the bytes of an engine depend on besides the parameters and the workers.
+
+    Attributes:
+        optimizer: how large its state is.
+        kept_whole, sub_group: of ZeRO-3, see ``KEPT_WHOLE`` and ``SUB_GROUP``; None is the product's own.
+    """
+
+    optimizer: StateRule = ADAMW
+    kept_whole: int = KEPT_WHOLE
+    sub_group: int | None = None
+
+
+PLAIN, ON_HOST = How(), How(UNCOUNTED_ADAM)
+"""torch's AdamW, and DeepSpeed's on the host."""
+
+
+class Formula(Protocol):
+    """(parameters, workers, bytes of a number in the type that is computed in) → what each worker should hold."""
+
+    def __call__(self, parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]: ...
+
+
+def replicated(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """DDP: everything everywhere."""
-    count = sum(p.count for p in parameters)
-    return [Held(FP32 * count, FP32 * count, MOMENTS * count + COUNTER * len(parameters))] * workers
+    count = FP32 * sum(p.count for p in parameters)
+    return [Held(count, count, how.optimizer.bytes_of(parameters))] * workers
 
 
-def owned(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+def replicated_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+    """DDP with offload: the optimizer in host memory, with copies of weights and gradients."""
+    (held, *_) = replicated(parameters, 1, width, how)
+    copies = held.parameters + held.gradients
+    return [replace(held, on_host=(0, 0, held.optimizer), host_copies=copies)] * workers
+
+
+def divided_experts(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+    """Expert parallelism: everything everywhere, but of the experts a share."""
+    mine = [replace(p, shape=(p.shape[0] // workers, *p.shape[1:])) if p.is_expert else p for p in parameters]
+    return replicated(mine, workers, width, how)
+
+
+def owned(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """OSS: the state of a parameter lies whole with its owner, so the shares are uneven."""
     count = FP32 * sum(p.count for p in parameters)
-    return [Held(count, count, state) for _, state in _of_owners(parameters, workers)]
+    return [Held(count, count, how.optimizer.bytes_of(own)) for own in _of_owners(parameters, workers, how)]
 
 
-def owned_with_gradients(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+def owned_with_gradients(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """OSS + SDP: so do the gradients."""
     count = FP32 * sum(p.count for p in parameters)
-    return [Held(count, gradients, state) for gradients, state in _of_owners(parameters, workers)]
+    return [
+        Held(count, FP32 * sum(p.count for p in own), how.optimizer.bytes_of(own))
+        for own in _of_owners(parameters, workers, how)
+    ]
 
 
-def _of_owners(parameters: Sequence[Facts], workers: int) -> list[tuple[int, int]]:
-    """Bytes of (gradients, optimizer state) by owner: each parameter goes to whoever has fewest, group by group."""
-    counts, tensors = [0] * workers, [0] * workers
-    for parameter in sorted(parameters, key=lambda p: not p.decays):
+def _of_owners(parameters: Sequence[Facts], workers: int, how: How) -> list[list[Facts]]:
+    """Whose each parameter is: it goes to whoever has fewest elements, group by group."""
+    owners: list[list[Facts]] = [[] for _ in range(workers)]
+    counts = [0] * workers
+    for parameter in (p for group in how.optimizer.groups_of(parameters) for p in group):
         owner = counts.index(min(counts))
         counts[owner] += parameter.count
-        tensors[owner] += 1
-    return [(FP32 * c, MOMENTS * c + COUNTER * t) for c, t in zip(counts, tensors, strict=True)]
+        owners[owner].append(parameter)
+    return owners
 
 
-def cut_in_rows(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
-    """FSDP: each parameter is cut along its first dimension, and filled up to equal parts."""
-    count = sum(math.ceil(p.shape[0] / workers) * math.prod(p.shape[1:]) for p in parameters)
-    return [Held(FP32 * count, FP32 * count, MOMENTS * count + COUNTER * len(parameters))] * workers
+def cut_in_rows(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+    """FSDP: each parameter is cut along its first dimension, and filled up to equal parts; its state is not."""
+    count = FP32 * sum(_rows(p, 0, workers).count for p in parameters)
+    return [
+        Held(count, count, how.optimizer.bytes_of([_rows(p, rank, workers) for p in parameters]))
+        for rank in range(workers)
+    ]
 
 
-def cut_groups(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+def _rows(parameter: Facts, rank: int, workers: int) -> Facts:
+    return replace(parameter, shape=(part_of(parameter.shape[0], rank, workers), *parameter.shape[1:]))
+
+
+def cut_groups(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """ZeRO-1 and -2: whole parameters; gradients, fp32 masters and moments of this worker's part of each group.
 
     DeepSpeed keeps masters also where parameters are fp32 already, and the whole gradient of a parameter
     that two workers share.
     """
     whole = width * sum(p.count for p in parameters)
-    groups, shares = _groups(parameters, workers)
+    groups, shares = _groups(parameters, workers, how)
+    optimizer = FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
     held = []
     for rank in range(workers):
         gradients = sum(_overlapping(group, rank * n, (rank + 1) * n) for group, n in zip(groups, shares, strict=True))
-        held.append(Held(whole, width * gradients, (FP32 + MOMENTS) * sum(shares) + COUNTER * len(groups)))
+        held.append(Held(whole, width * gradients, optimizer))
     return held
 
 
-def cut_groups_on_host(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
-    """ZeRO-2 with offload: gradients go into the masters' own; DeepSpeedCPUAdam counts steps outside of tensors."""
+def cut_groups_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
+    """ZeRO-1 and -2 with offload: gradients go into the masters' own."""
     whole = width * sum(p.count for p in parameters)
-    share = sum(_groups(parameters, workers)[1])
-    return [Held(whole, FP32 * share, (FP32 + MOMENTS) * share)] * workers
+    shares = _groups(parameters, workers, how)[1]
+    gradients, optimizer = FP32 * sum(shares), FP32 * sum(shares) + how.optimizer.bytes_of(runs(shares))
+    return [Held(whole, gradients, optimizer, on_host=(0, gradients, optimizer))] * workers
 
 
-def _groups(parameters: Sequence[Facts], workers: int) -> tuple[list[list[int]], list[int]]:
-    """(sizes of the parameters, elements of a worker's part) of the two groups: the parts are equal and even."""
-    groups = [[p.count for p in parameters if p.decays is decays] for decays in (True, False)]
+def _groups(parameters: Sequence[Facts], workers: int, how: How) -> tuple[list[list[int]], list[int]]:
+    """(sizes of the parameters, elements of a worker's part) of each group: the parts are equal and even."""
+    groups = [[p.count for p in group] for group in how.optimizer.groups_of(parameters)]
     return groups, [2 * math.ceil(sum(group) / (2 * workers)) for group in groups]
 
 
@@ -109,49 +170,51 @@ def _overlapping(sizes: Sequence[int], start: int, end: int) -> int:
     return total
 
 
-KEPT_WHOLE = 100_000
-"""ZeRO-3 keeps parameters of fewer elements whole beside their parts (``--zero-3-param-persistence-threshold``)."""
-
-
-def cut_each(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+def cut_each(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """ZeRO-3: this worker's part of each flattened parameter, of its gradient, its fp32 master and its moments."""
-    share, small = _parts(parameters, workers)
-    return [Held(width * (share + small), width * share, (FP32 + MOMENTS) * share + 2 * COUNTER)] * workers
+    share, small = _parts(parameters, workers, how)
+    optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
+    return [Held(width * (share + small), width * share, optimizer)] * workers
 
 
-def cut_each_on_host(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+def cut_each_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
     """ZeRO-3 with offload: gradients twice, as they are reduced and as the update on the host takes them."""
-    share, small = _parts(parameters, workers)
-    return [Held(width * (share + small), (width + FP32) * share, (FP32 + MOMENTS) * share)] * workers
+    share, small = _parts(parameters, workers, how)
+    gradients = (width + FP32) * share
+    optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
+    away = (width * share, gradients, optimizer)
+    return [Held(width * (share + small), gradients, optimizer, on_host=away)] * workers
 
 
-SUB_GROUP, LEAST_ON_DISK = 25_000_000, 2**20 // FP32
-"""Elements after which a sub-group ends, and below which it stays in memory."""
-
-
-def cut_each_on_disk(parameters: Sequence[Facts], workers: int, width: int) -> list[Held]:
+def cut_each_on_disk(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
     """ZeRO-3 with NVMe: as with offload, but a sub-group's masters, their gradients and moments lie on the disk."""
-    share, small = _parts(parameters, workers)
-    in_memory = sum(size for size in _sub_groups(parameters, workers) if size < LEAST_ON_DISK)
-    gradients = width * share + FP32 * in_memory
-    return [Held(width * (share + small), gradients, (FP32 + MOMENTS) * in_memory)] * workers
+    share, small = _parts(parameters, workers, how)
+    in_memory = [n for n in _sub_groups(parameters, workers, how, SUB_GROUP_FOR_DISK) if n < LEAST_ON_DISK]
+    gradients, optimizer = width * share + FP32 * sum(in_memory), _masters_and_state(in_memory, how)
+    away = (width * share, gradients, optimizer)
+    return [Held(width * (share + small), gradients, optimizer, on_host=away)] * workers
 
 
-def _sub_groups(parameters: Sequence[Facts], workers: int) -> list[int]:
+def _masters_and_state(sub_groups: Sequence[int], how: How) -> int:
+    return FP32 * sum(sub_groups) + how.optimizer.bytes_of(runs(sub_groups))
+
+
+def _sub_groups(parameters: Sequence[Facts], workers: int, how: How, usual: int) -> list[int]:
     """Elements of a worker's part of each sub-group, which is a run of the parameters of a group."""
+    limit = how.sub_group or usual
     sizes = []
-    for decays in (True, False):
+    for group in how.optimizer.groups_of(parameters):
         size = 0
-        for parameter in (p for p in parameters if p.decays is decays):
+        for parameter in group:
             size += math.ceil(parameter.count / workers)
-            if size >= SUB_GROUP:
+            if size >= limit:
                 sizes.append(size)
                 size = 0
         sizes += [size] if size else []
     return sizes
 
 
-def _parts(parameters: Sequence[Facts], workers: int) -> tuple[int, int]:
+def _parts(parameters: Sequence[Facts], workers: int, how: How) -> tuple[int, int]:
     """Elements of (this worker's part of every parameter, small parameters that are kept whole)."""
     share = sum(math.ceil(p.count / workers) for p in parameters)
-    return share, sum(p.count for p in parameters if p.count < KEPT_WHOLE)
+    return share, sum(p.count for p in parameters if p.count < how.kept_whole)

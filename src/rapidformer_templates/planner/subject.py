@@ -18,10 +18,18 @@ from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.spans import span_sizes
 from rapidformer_templates.data.task_flags import TASKS
 from rapidformer_templates.data.tokenizers import load_tokenizer
+from rapidformer_templates.engines.building import Building
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.layout import find_layout
 from rapidformer_templates.models import build_config, model_type_of, seq_length_of
+from rapidformer_templates.plan import Plan
+from rapidformer_templates.planner.answers import AnswersAboutData
+from rapidformer_templates.planner.divided import no_loss
 from rapidformer_templates.planner.model_shapes import ModelShapes
 from rapidformer_templates.planner.timing import Facts
+from rapidformer_templates.run import load_object
+from rapidformer_templates.switches import REGISTRY
+from rapidformer_templates.workers import Workers
 
 HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 """The head that an objective of pretraining needs."""
@@ -35,8 +43,8 @@ class Subject:
         facts: sizes for the time model.
     """
 
-    def __init__(self, config: RunConfig, *, gpu: bool) -> None:
-        """The model of the flags.
+    def __init__(self, config: RunConfig, plan: Plan | None = None, *, gpu: bool) -> None:
+        """The model of the flags, with the switches of the plan that change its structure.
 
         Raises:
             ModelError: no model is named, or it cannot be built in these sizes.
@@ -46,7 +54,10 @@ class Subject:
         self._auto_class = _auto_class(config, self._kind)
         self._model_config = build_config(config, self._auto_class, _tokenizer(config))
         self._tokens = seq_length_of(config, self._model_config)
-        self.shapes = ModelShapes(self._build, self._batch, gpu=gpu)
+        self._plan = plan or Plan("Trainer")
+        asked = config.get("pipeline_stages") if plan else None
+        stages = [int(word) for word in asked.split(",")] if asked else None
+        self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages)
         self.facts = Facts(
             parameters=sum(facts.count for facts in self.shapes.parameters.values()),
             blocks=sum(self.shapes.depths.values()),
@@ -62,8 +73,7 @@ class Subject:
             raise ModelError(f"a {self._kind} of these sizes cannot be built: {error}", where="--model-type") from error
         if getattr(model, "loss_type", "") is None and self._auto_class == HEADS["causal"]:
             model.loss_type = "ForCausalLM"
-        built: nn.Module = model.train()
-        return built
+        return with_switches(model.train(), self._config, self._plan)
 
     def _batch(self, samples: int) -> Mapping[str, torch.Tensor]:
         """A micro batch in the shapes of the task's own collate function."""
@@ -85,6 +95,22 @@ class Subject:
             sizes = span_sizes(self._tokens, data.mask_prob, data.mean_span_length)
             labels = torch.zeros((samples, sizes.labels), dtype=torch.long)
         return {"input_ids": rows, "labels": labels, **padded}
+
+
+def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> nn.Module:
+    """A model without data, after the transforms of those of the plan's switches that are planned by their transforms.
+
+    Raises:
+        ModelError: a switch cannot act on this model.
+    """
+    alone = Workers(0, 0, 1, torch.device("cpu"))
+    for switch in (REGISTRY[name] for name in plan.switches):
+        if switch.predicts.traced and switch.transform:
+            options = config.switches[switch.name]
+            building = Building(find_layout(model), options, plan, alone, no_loss)
+            with AnswersAboutData(dense=True):
+                model = load_object(switch.transform)(model, building)
+    return model
 
 
 def _auto_class(config: RunConfig, model_type: str) -> str:

@@ -111,8 +111,10 @@ def _data_seconds(layout: Layout, facts: Facts, width: int, bandwidth: float) ->
         return 0.0
     ring = (layout.data - 1) / layout.data * facts.parameters / (layout.tensor * layout.pipeline) / bandwidth
     match layout.partitioning:
-        case "none" | "zero-1":
+        case "none" | "zero-1" | "distributed-optimizer" | "oss-sdp":
             return 2 * ring * 4  # a sum of fp32 gradients; or its two halves: shares of gradients, then of weights
+        case "oss":
+            return 3 * ring * 4  # a sum of gradients, and the weights from their owners
         case "zero-2":
             # In each micro batch the gradients go to their owner, and once the weights come back.
             return (layout.accumulation + 1) * ring * (width if layout.tensor * layout.pipeline == 1 else 4)
@@ -124,8 +126,8 @@ def _data_seconds(layout: Layout, facts: Facts, width: int, bandwidth: float) ->
 
 def _hides(layout: Layout) -> float:
     """Micro batches behind whose computation the exchange hides."""
-    if layout.tensor * layout.pipeline > 1 or layout.partitioning in ("zero-1",):
+    if layout.by_parallel_engine or layout.partitioning == "zero-1":
         return 0.0  # their exchange begins when the last backward has ended
-    if layout.partitioning == "none":
+    if layout.partitioning in ("none", "oss", "oss-sdp"):
         return BACKWARD_SHARE  # of the last one
     return layout.accumulation * (1.0 if layout.partitioning in ("fsdp", "zero-3") else BACKWARD_SHARE)

@@ -19,15 +19,16 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from rapidformer_templates.engines.state import local_part
 from rapidformer_templates.engines.transforms import Checkpointed
+from rapidformer_templates.fused_loss.memory import CHUNK_BYTES
 from rapidformer_templates.layout import find_layout
+from rapidformer_templates.planner.answers import ASKS, answer
 from rapidformer_templates.planner.live import LiveStorages
 
 TRACED_BLOCKS = 3
@@ -161,24 +162,6 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
     return tuple(deeper)
 
 
-class AnswersAboutData(TorchDispatchMode):
-    """Answers what a model asks of data that is not there: whether a mask hides nothing, documents are not packed."""
-
-    def __init__(self, *, dense: bool) -> None:
-        super().__init__()
-        self._dense = dense
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _answer(args[0], dense=self._dense) if func is _ASKS else func(*args, **(kwargs or {}))
-
-
-_ASKS = torch.ops.aten._local_scalar_dense.default
-
-
-def _answer(question: torch.Tensor, *, dense: bool) -> Any:
-    return dense if question.dtype == torch.bool else 1
-
-
 def _bytes_of(values: Any) -> int:
     """Bytes of a tensor, or of those in a tuple or list."""
     if isinstance(values, torch.Tensor):
@@ -202,9 +185,12 @@ class _Watch(LiveStorages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _ASKS:
-            return _answer(args[0], dense=self._dense)
-        result = func(*args, **kwargs)
+        if func in ASKS:
+            result = answer(func, args, dense=self._dense)
+            if not isinstance(result, torch.Tensor):
+                return result
+        else:
+            result = func(*args, **kwargs)
         if type(result) is FakeTensor:
             self.see(result)
         else:
@@ -275,13 +261,6 @@ def _to_fp32(value: Any) -> Any:
     return value.float() if narrow else value
 
 
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Tensors without data; transformers takes the same path through a model as with data."""
-    with FakeTensorMode() as mode, patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False):
-        yield mode
-
-
 def trace(
     model: nn.Module,
     batch: Batch,
@@ -294,7 +273,7 @@ def trace(
     """Follow one micro batch through a model of fake tensors, from its inputs to its gradients.
 
     Args:
-        model: on fake tensors, as :func:`fake_tensors` makes them.
+        model: on fake tensors, as :func:`fake.fake_tensors` makes them.
         batch: fake tensors, shapes as in training.
         compute_type: of autocast; None computes in the type of the parameters.
         recompute: activation checkpointing, a block at a time.
@@ -311,6 +290,7 @@ def trace(
         stack.enter_context(without_warnings())
         if gpu:
             stack.enter_context(OnGpu())
+            stack.enter_context(patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES["cuda"]))
         stack.enter_context(watch)
         with torch.autocast("cpu", dtype=compute_type or torch.bfloat16, enabled=compute_type is not None):
             loss = compute_loss(model, batch) if compute_loss else model(**batch).loss

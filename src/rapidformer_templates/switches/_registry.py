@@ -13,6 +13,7 @@ from pathlib import Path
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.switches._rules import RULES
 from rapidformer_templates.switches._switch import Finding, Request, Rule, Switch
+from rapidformer_templates.switches._training_rules import TRAINING_RULES
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _discover() -> tuple[Switch, ...]:
     return tuple(sorted(found, key=lambda switch: (switch.stage, switch.name)))
 
 
-REGISTRY = Registry(_discover(), RULES)
+REGISTRY = Registry(_discover(), (*RULES, *TRAINING_RULES))
 
 
 def switch_options() -> dict[str, type]:

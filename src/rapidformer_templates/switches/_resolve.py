@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rapidformer_templates.config import RunConfig, spelling
+from rapidformer_templates.deepspeed_recipe import schedule
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import Diagnostic, Refused
 from rapidformer_templates.plan import Plan
@@ -14,7 +15,7 @@ from rapidformer_templates.switches._request import build_request
 from rapidformer_templates.switches._suggest import nearest, to_suggestion
 from rapidformer_templates.switches._switch import Request
 from rapidformer_templates.switches.mixed_precision import precision
-from rapidformer_templates.switches.optimizers import implementation
+from rapidformer_templates.switches.optimizers import implementation, optimizer_options
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"
@@ -48,10 +49,11 @@ def resolve(
                 for rule, found in refusals
             ]
         )
-    return _plan(request, registry)
+    return plan_of(request, registry)
 
 
-def _plan(request: Request, registry: Registry) -> Plan:
+def plan_of(request: Request, registry: Registry) -> Plan:
+    """The plan of a request that breaks no rule."""
     options = [switch.engine_options(request) for switch in request.active.values()]
     return Plan(
         template=request.environment.template or "none",
@@ -63,6 +65,8 @@ def _plan(request: Request, registry: Registry) -> Plan:
         precision=precision(request.config, request.environment),
         optimizer=request.config.get("optimizer"),
         optimizer_implementation=implementation(request),
+        optimizer_options=optimizer_options(request),
+        schedule=schedule(request),
         notes=_notes(request, registry),
         values=_values(request),
         rules=tuple(rule.code for rule in registry.consulted(request)),
@@ -81,7 +85,8 @@ def _engine(request: Request) -> str:
 
 
 def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
-    notes = [note for switch in request.active.values() for note in switch.notes(request)]
+    notes = list(request.config.replaced)
+    notes += [note for switch in request.active.values() for note in switch.notes(request)]
     notes += [finding.message for _, finding in registry.broken(request)]  # an accepted request breaks only notes
     micro = request.sizes.micro_batch
     if micro > 8 and micro % 8:

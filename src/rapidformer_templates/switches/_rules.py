@@ -18,6 +18,7 @@ ONLY_WITH = (
     ("expert_parallel", False, "num_experts", 8),
     ("weights_only", False, "load", "DIR"),
     ("resume", False, "save", "DIR"),
+    ("metric_for_best_mode", None, "metric_for_best", "NAME"),
     ("tokens_per_batch", None, "data_iterator", "dynamic-shape"),
     ("max_shapes", None, "data_iterator", "dynamic-shape"),
     ("shape_multiple", None, "data_iterator", "dynamic-shape"),
@@ -183,7 +184,7 @@ RULES = (
         "nothing falls back to a CPU in silence",
         "[torch]",
         _gpu_present,
-        Example("--device cuda --lr 5e-5 --epochs 3", machine={"device": "cuda"}, training=True),
+        Example("--device cuda --lr 5e-5 --epochs 3 --save run", machine={"device": "cuda"}, training=True),
     ),
     Rule(
         "RF026",
@@ -207,7 +208,7 @@ RULES = (
         "no rate suits every model, so there is no default",
         "[R]",
         _learning_rate,
-        Example("--epochs 3", training=True),
+        Example("--epochs 3 --save run", training=True),
     ),
     Rule(
         "RF032",

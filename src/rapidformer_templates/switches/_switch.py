@@ -10,7 +10,7 @@ from typing import Any
 
 from rapidformer_templates.config import RunConfig, spelling
 from rapidformer_templates.environment import Environment
-from rapidformer_templates.plan import Sizes
+from rapidformer_templates.plan import Plan, Sizes
 
 TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
 
@@ -81,8 +81,9 @@ class Request:
         words = []
         for name in names:
             value = self.config.get(name)
-            shown = "" if value is True else " none" if value is None else f" {value}"
-            words.append(f"{spelling(name)}{shown} ({self.config.origin(name)})")
+            shown = "" if isinstance(value, bool) else " none" if value is None else f" {value}"
+            word = spelling(name).replace("--", "--no-", 1) if value is False else spelling(name)
+            words.append(f"{word}{shown} ({self.config.origin(name)})")
         return tuple(words)
 
     def asked_for(self, *switches: str) -> tuple[str, ...]:
@@ -171,6 +172,62 @@ class Rule:
     refuses: bool = True
 
 
+FORECAST = ("parameters", "gradients", "optimizer", "activations", "time")
+"""What the planner predicts of a run: bytes of a worker by kind, and the seconds of a step."""
+
+Reasons = Mapping[str, str]
+"""Kinds of ``FORECAST``, each with a few words."""
+
+
+def nothing(request: Request) -> Reasons:
+    return {}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner makes of a switch. A kind that stands in neither part is the same with it as without it.
+
+    Attributes:
+        predicted: kinds that the switch changes and that are predicted with it, each with what becomes of it.
+        unknown: kinds that are predicted as if the switch were off, each with why: the planner says so by name.
+        traced: whether its transform is applied to the model whose shapes are planned.
+    """
+
+    predicted: Reasons = field(default_factory=dict)
+    unknown: Callable[[Request], Reasons] = nothing
+    traced: bool = False
+
+
+def always(**reasons: str) -> Callable[[Request], Reasons]:
+    """Of a prediction: what is unknown whatever else is asked for."""
+    return lambda request: reasons
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the first step of a run has shown: what a switch's ``acted`` looks at.
+
+    Attributes:
+        plan: what the run was to do.
+        config: the flags.
+        ranks: the measurements of each worker by name; one that a worker does not have is missing or None.
+        own_hooks: names of the hooks that are the user's own.
+    """
+
+    plan: Plan
+    config: RunConfig
+    ranks: Sequence[Mapping[str, Any]]
+    own_hooks: frozenset[str] = frozenset()
+
+    def __getitem__(self, name: str) -> Any:
+        """The measurement of the first worker that has it; None if nobody has."""
+        return next(iter(self.all(name)), None)
+
+    def all(self, name: str) -> list[Any]:
+        """The measurement of every worker that has it, by rank."""
+        return [values[name] for values in self.ranks if values.get(name) is not None]
+
+
 def _never(model: ModelFacts) -> bool:
     return False
 
@@ -196,6 +253,7 @@ class Switch:
         active: whether the options (or, for gradient accumulation, the sizes) turn it on.
         off: field values that turn it off, for suggestions.
         on: field values that turn it on, for suggestions, tests and docs.
+        predicts: what the planner makes of it.
         family: switches that can stand for one another, such as ``partitioning``.
         claims: resources that it takes for itself.
         templates: the templates that it works in.
@@ -208,6 +266,10 @@ class Switch:
         engine_options: what the engine must know of it: plain values, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
+        acted: looks at the measurements of the first step: None, or, of a switch that did nothing, what should have
+            been seen and was not. The run ends there.
+        changes_result: whether it computes something else, and not only at another cost: a one-process run that is
+            compared with has it, too.
         under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
         implied: whether a model is such that the switch is on without any flag.
     """
@@ -220,6 +282,8 @@ class Switch:
     active: Callable[[Any, Sizes], bool]
     on: Mapping[str, Any]
     off: Mapping[str, Any]
+    predicts: Prediction
+    acted: Callable[[Measured], str | None]
     family: str | None = None
     claims: frozenset[Resource] = frozenset()
     templates: tuple[str, ...] = TEMPLATES
@@ -232,6 +296,7 @@ class Switch:
     engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
     transform: str | None = None
     receipt: tuple[str, ...] = ()
+    changes_result: bool = False
     under_3d: Mapping[str, Any] = field(default_factory=dict)
     implied: Callable[[ModelFacts], bool] = _never
 

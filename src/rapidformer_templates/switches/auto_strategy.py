@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._changes import add
 from rapidformer_templates.switches._checks import needs_template
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,14 @@ def _bounds_the_search(request: Request) -> list[Finding]:
     return []
 
 
+def _acted(measured: Measured) -> str | None:
+    sizes, origins = measured.plan.sizes, [value["origin"] for value in measured.plan.values.values()]
+    wanted, found = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
+    if "auto-strategy" in origins and found == wanted:
+        return None
+    return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {found}"
+
+
 SWITCH = Switch(
     name="auto-strategy",
     summary="Search for the best feasible layout of workers and batch.",
@@ -44,7 +52,10 @@ SWITCH = Switch(
     active=lambda options, sizes: options.auto_strategy or options.max_global_batch_size is not None,
     on={"auto_strategy": True},
     off={"auto_strategy": False, "max_global_batch_size": None},
+    predicts=Prediction(),
     templates=("Trainer",),
+    receipt=("layout",),
+    acted=_acted,
     rules=(
         Rule(
             "RF060",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._switch import Stage, Switch
+from rapidformer_templates.switches._switch import Measured, Prediction, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,13 @@ class CheckpointActivationsFlags:
     )
 
 
+def _acted(measured: Measured) -> str | None:
+    kept, without = sum(measured.all("saved_tensor_bytes")), sum(measured.all("saved_tensor_bytes_without"))
+    if kept < without:
+        return None
+    return f"fewer bytes kept for the backward than the {without:,} without it were expected; there are {kept:,}"
+
+
 SWITCH = Switch(
     name="checkpoint-activations",
     summary="Keep each block's input only and recompute the rest in the backward pass.",
@@ -26,6 +33,10 @@ SWITCH = Switch(
     active=lambda options, sizes: options.checkpoint_activations,
     on={"checkpoint_activations": True},
     off={"checkpoint_activations": False},
+    predicts=Prediction(
+        {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"}
+    ),
     transform="rapidformer_templates.engines.transforms:checkpoint_activations",
     receipt=("saved_tensor_bytes", "saved_tensor_bytes_without"),
+    acted=_acted,
 )

@@ -6,17 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import shown
 from rapidformer_templates.switches._changes import replace
 from rapidformer_templates.switches._checks import PARTITIONING
-from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
-from rapidformer_templates.switches.optimizers import OPTIMIZERS
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
+from rapidformer_templates.switches.optimizers import CPU_ADAM, OPTIMIZERS
 
 
 @dataclass(frozen=True)
 class CpuOffloadFlags:
     """Acceleration"""
 
-    cpu_offload: bool = flag(False, "optimizer state (with ZeRO-3 also parameters) in host memory")
+    cpu_offload: bool = flag(False, "optimizer state (with ZeRO-3 also parameters) in host memory", choice="offload")
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -24,6 +36,16 @@ def _notes(request: Request) -> Sequence[str]:
     if request.environment.device != "cpu" or by_deepspeed:
         return ()
     return ("cpu-offload: this run is on a CPU, so the optimizer state is in host memory already: nothing to move",)
+
+
+def _acted(measured: Measured) -> str | None:
+    """On a CPU only DeepSpeed has something to do: its own class makes the updates of an offloaded Adam."""
+    places, rule = {place for places in measured.all("optimizer_state_device") for place in places}, "optimizer_class"
+    if places - {"cpu"}:
+        return f"optimizer state in host memory was expected; it is on {shown(sorted(places))}"
+    if measured.plan.optimizer_implementation == CPU_ADAM and CPU_ADAM.rpartition(".")[2] not in str(measured[rule]):
+        return f"updates by {CPU_ADAM} were expected; {measured[rule]} makes them"
+    return None
 
 
 def _only_with_zero(request: Request) -> list[Finding]:
@@ -71,11 +93,20 @@ SWITCH = Switch(
     active=lambda options, sizes: options.cpu_offload,
     on={"cpu_offload": True},
     off={"cpu_offload": False},
+    predicts=Prediction(
+        {
+            "parameters": "of ZeRO-3 in host memory",
+            "gradients": "of ZeRO in host memory, in fp32 as the update takes them",
+            "optimizer": "in host memory",
+        },
+        always(time="the update on the host, and the way there and back, are not in the seconds"),
+    ),
     family="offload",
     claims=frozenset({Resource.OFFLOAD}),
     notes=_notes,
     engine_options=lambda request: {"offload": "cpu"},
     receipt=("optimizer_state_bytes", "optimizer_state_device", "optimizer_class"),
+    acted=_acted,
     rules=(
         Rule(
             "RF005",

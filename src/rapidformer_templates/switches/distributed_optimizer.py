@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import shared_out
 from rapidformer_templates.switches._checks import PARTITIONING, needs_template
-from rapidformer_templates.switches._switch import Example, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Prediction, Request, Resource, Rule, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class DistributedOptimizerFlags:
     """Acceleration"""
 
     use_distributed_optimizer: bool = flag(
-        False, "shard the optimizer state over the data-parallel workers, also under 3D"
+        False, "shard the optimizer state over the data-parallel workers, also under 3D", choice=PARTITIONING
     )
 
 
@@ -33,6 +34,13 @@ SWITCH = Switch(
     active=lambda options, sizes: options.use_distributed_optimizer,
     on={"use_distributed_optimizer": True},
     off={"use_distributed_optimizer": False},
+    predicts=Prediction(
+        {
+            "optimizer": "a share on each replica",
+            "activations": "windows of the exchange",
+            "time": "two halves of a sum",
+        }
+    ),
     family=PARTITIONING,
     claims=frozenset({Resource.OPTIMIZER_STATE}),
     templates=("Trainer",),
@@ -40,6 +48,7 @@ SWITCH = Switch(
     engine="rapidformer_templates.engines.parallel:ParallelEngine",
     engine_options=lambda request: {"shard_over_data": "optimizer"},
     receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
+    acted=shared_out(updated_elements="optimizer state"),
     rules=(
         Rule(
             "RF029",

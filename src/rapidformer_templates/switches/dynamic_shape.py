@@ -7,9 +7,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import shown
 from rapidformer_templates.switches._changes import drop, replace
 from rapidformer_templates.switches._checks import needs_template
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
 
 # A compiler keeps one graph a shape; torch.compile gives up on a function after eight of them.
 MAX_SHAPES = 8
@@ -78,6 +89,13 @@ def _one_length(request: Request) -> list[Finding]:
     return findings
 
 
+def _acted(measured: Measured) -> str | None:
+    chosen, seen = measured["chosen_shapes"], measured["batch_shapes"] or []
+    if chosen and seen and all(shape in chosen for shape in seen):
+        return None
+    return f"batches of the shapes {shown(chosen)} were expected; there were {shown(seen)}"
+
+
 SWITCH = Switch(
     name="dynamic-shape",
     summary="Batches of a few shapes with a constant number of tokens, chosen for the least padding.",
@@ -87,9 +105,17 @@ SWITCH = Switch(
     active=lambda options, sizes: options.data_iterator == "dynamic-shape",
     on={"data_iterator": "dynamic-shape"},
     off={"data_iterator": "static"},
+    predicts=Prediction(
+        unknown=always(
+            activations="the shapes of the batches follow from the data; --seq-length is taken for all",
+            time="the shapes of the batches follow from the data; --seq-length is taken for all",
+        )
+    ),
     templates=("Pretrainer",),
     notes=_notes,
     receipt=("batch_shapes", "fill", "useful_tokens", "padded_tokens"),
+    acted=_acted,
+    changes_result=True,
     rules=(
         Rule(
             "RF007",

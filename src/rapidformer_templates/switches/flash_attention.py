@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import shown
 from rapidformer_templates.switches._changes import REPLACE
-from rapidformer_templates.switches._switch import Change, Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Change,
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+)
 from rapidformer_templates.switches.mixed_precision import AMPERE, precision
+
+FUSED = re.compile("flash|efficient|cudnn")
+"""In the names of the operators that compute attention without a matrix of scores."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,16 @@ def _engine_options(request: Request) -> Mapping[str, Any]:
     return {"attention_kernel": kernel(request)}
 
 
+def _acted(measured: Measured) -> str | None:
+    """The model calls our functions, and they a kernel without the matrix of scores."""
+    called = sorted({name for names in measured.all("attention_functions") for name in names})
+    kernels = sorted({name for counts in measured.all("attention_kernels") for name in counts})
+    if any(name.startswith("rapidformer_") for name in called) and any(FUSED.search(name) for name in kernels):
+        return None
+    chosen = measured.plan.engine_options.get("attention_kernel")
+    return f"the kernel {chosen} was expected; the attention {shown(called)} called {shown(kernels)}"
+
+
 SWITCH = Switch(
     name="flash-attention",
     summary="Attention without the matrix of scores (flash kernel).",
@@ -81,10 +106,12 @@ SWITCH = Switch(
     active=lambda options, sizes: options.use_flash_attn,
     on={"use_flash_attn": True},
     off={"use_flash_attn": False},
+    predicts=Prediction({"activations": "no scores of attention are kept; on a GPU that is taken for granted"}),
     notes=_notes,
     engine_options=_engine_options,
     transform="rapidformer_templates.attention.kernels:use_flash_attention",
-    receipt=("attention_kernels",),
+    receipt=("attention_kernels", "attention_functions"),
+    acted=_acted,
     rules=(
         Rule(
             "RF013",

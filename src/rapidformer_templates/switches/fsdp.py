@@ -8,9 +8,21 @@ from typing import Any, Literal
 
 from rapidformer_templates.config import spelling
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import all_of, divides_parameters, shared_out, shown
 from rapidformer_templates.switches._changes import add, drop, replace
 from rapidformer_templates.switches._checks import PARTITIONING
-from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
 from rapidformer_templates.switches.mixed_precision import precision
 
 
@@ -19,7 +31,7 @@ class FsdpFlags:
     """Acceleration"""
 
     fsdp_memory_optimization: bool = flag(
-        False, "FSDP: shard optimizer state, gradients and parameters (torch fully_shard)"
+        False, "FSDP: shard optimizer state, gradients and parameters (torch fully_shard)", choice=PARTITIONING
     )
 
 
@@ -81,6 +93,19 @@ def _options(request: Request) -> Mapping[str, Any]:
     return {name: request.config.get(name) for name in _given(request)}
 
 
+_SHARES = all_of(shared_out(updated_elements="optimizer state", gradient_elements="gradients"), divides_parameters)
+
+
+def _options_acted(measured: Measured) -> str | None:
+    asked, summed = measured.config.get("fsdp_reduce_dtype"), measured["gradients_summed_in"]
+    if asked is not None and summed != [asked]:
+        return f"gradients summed in {asked} were expected; they are summed in {shown(summed)}"
+    whole = measured["whole_in_backward"]
+    if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.data == 1 or whole == 1:
+        return None
+    return f"whole parameters at the beginning of the backward were expected; {whole or 0:.0%} of them are whole"
+
+
 SWITCHES = (
     Switch(
         name="fsdp",
@@ -91,11 +116,19 @@ SWITCHES = (
         active=lambda options, sizes: options.fsdp_memory_optimization,
         on={"fsdp_memory_optimization": True},
         off={"fsdp_memory_optimization": False},
+        predicts=Prediction(
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each parameter")
+            | {
+                "activations": "whole parameters of the blocks at work beside them",
+                "time": "what is gathered and summed",
+            }
+        ),
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS}),
         notes=_notes,
         engine="rapidformer_templates.engines.fsdp:FSDPEngine",
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
+        acted=_SHARES,
     ),
     Switch(
         name="fsdp-options",
@@ -106,8 +139,13 @@ SWITCHES = (
         active=lambda options, sizes: any(getattr(options, name) != off for name, off in OFF.items()),
         on={"fsdp_reshard_after_forward": False},
         off=OFF,
+        predicts=Prediction(
+            {"activations": "without resharding all parameters whole beside them"},
+            always(time="what is gathered once or twice, and in which type it is summed, makes no difference"),
+        ),
         engine_options=_options,
-        receipt=("parameter_bytes_in_backward",),
+        receipt=("parameter_bytes_in_backward", "whole_in_backward", "gradients_summed_in"),
+        acted=_options_acted,
         rules=(
             Rule(
                 "RF035",

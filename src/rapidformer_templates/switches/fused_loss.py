@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
 TASKS = ("causal_lm", "masked_lm", "seq2seq_lm", "pretraining")
 CUTS_THE_HEAD = ("tensor-parallel", "pipeline-parallel")
@@ -48,6 +48,12 @@ def _whole_head(request: Request) -> list[Finding]:
     ]
 
 
+def _acted(measured: Measured) -> str | None:
+    if any(measured.all("fused_loss_kernel")):
+        return None
+    return "a loss over the vocabulary from the fused kernel was expected; the last layer put out logits"
+
+
 SWITCH = Switch(
     name="fused-linear-cross-entropy",
     summary="Loss over the vocabulary without the logits of all tokens.",
@@ -57,9 +63,11 @@ SWITCH = Switch(
     active=lambda options, sizes: options.fused_linear_cross_entropy,
     on={"fused_linear_cross_entropy": True},
     off={"fused_linear_cross_entropy": False},
+    predicts=Prediction({"activations": "logits of a chunk of tokens at a time"}, traced=True),
     notes=_notes,
     transform="rapidformer_templates.fused_loss.transform:fuse_loss",
     receipt=("logits_rows", "logits_rows_without", "fused_loss_kernel"),
+    acted=_acted,
     rules=(
         Rule(
             "RF062",

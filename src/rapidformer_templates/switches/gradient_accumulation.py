@@ -4,13 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.switches._changes import add, replace
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.config import RunConfig
+from rapidformer_templates.data.locating import training_samples
+from rapidformer_templates.switches._acted import shown
+from rapidformer_templates.switches._changes import ADD, add, replace
+from rapidformer_templates.switches._switch import (
+    Change,
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
 class GradientAccumulationFlags:
     """Acceleration"""  # it has no flag of its own
+
+
+ANY_NUMBER = 10**9
+"""Stands for a number of steps that is not known here."""
+
+
+def _same_length(config: RunConfig, batch: int) -> Change:
+    """As many iterations as the asked epochs are; where only the data tell, how to compute them."""
+    epochs, samples = config.training.epochs or 1, training_samples(config)
+    if samples is None:
+        note = f"in place of --epochs; N = {epochs} × the training samples / {batch}"
+        return Change("--train-iters N", ADD, {"train_iters": ANY_NUMBER, "epochs": None}, note=note)
+    note = f"in place of --epochs: {epochs} × {samples:,} training samples / {batch}"
+    return add({"train_iters": -(-epochs * samples // batch), "epochs": None}, note)
 
 
 def _only_by_iterations(request: Request) -> list[Finding]:
@@ -24,12 +51,19 @@ def _only_by_iterations(request: Request) -> list[Finding]:
             f"gradient accumulation ({sizes.accumulation} micro batches a step) needs --train-iters, not --epochs",
             request.asked("micro_batch_size", "global_batch_size", "epochs"),
             changes=(
-                add({"train_iters": 1000, "epochs": None}, "in place of --epochs; choose your own number"),
+                _same_length(request.config, sizes.global_batch),
                 *same_batch,
                 replace({"global_batch_size": sizes.micro_batch * sizes.data}, "no accumulation"),
             ),
         )
     ]
+
+
+def _acted(measured: Measured) -> str | None:
+    wanted, seen = measured.plan.sizes.accumulation, measured.all("micro_steps")
+    if seen and set(seen) == {wanted}:
+        return None
+    return f"{wanted} micro batches in a step were expected; the workers had {shown(seen)}"
 
 
 SWITCH = Switch(
@@ -41,7 +75,11 @@ SWITCH = Switch(
     active=lambda options, sizes: sizes.accumulation > 1,
     on={"global_batch_size": 16},
     off={"global_batch_size": None},
+    predicts=Prediction(
+        {"gradients": "kept from the first micro batch to the last", "time": "more micro batches a step"}
+    ),
     receipt=("micro_steps",),
+    acted=_acted,
     rules=(
         Rule(
             "RF006",

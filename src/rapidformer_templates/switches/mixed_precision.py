@@ -9,9 +9,10 @@ from typing import Literal
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.environment import Environment
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import shown
 from rapidformer_templates.switches._changes import replace
 from rapidformer_templates.switches._checks import needs_template
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
 AMPERE = (8, 0)  # the first compute capability with bf16 and tf32 units
 
@@ -56,6 +57,12 @@ def _bf16_before_ampere(request: Request) -> list[Finding]:
     ]
 
 
+def _acted(measured: Measured) -> str | None:
+    wanted = {"bf16": "bfloat16", "fp16": "float16"}[measured.plan.precision]
+    seen = sorted({kind for kinds in measured.all("activation_dtypes") for kind in kinds})
+    return None if wanted in seen else f"activations in {wanted} were expected; modules put out {shown(seen)}"
+
+
 SWITCH = Switch(
     name="mixed-precision",
     summary="Matrix products in fp16 (with loss scaling) or bf16; weights and optimizer state stay fp32.",
@@ -65,8 +72,18 @@ SWITCH = Switch(
     active=lambda options, sizes: options.mixed_precision is not None,
     on={"mixed_precision": "bf16"},
     off={"mixed_precision": None},
+    predicts=Prediction(
+        {
+            "parameters": "of ZeRO in 16 bits",
+            "gradients": "of ZeRO in 16 bits",
+            "activations": "products in 16 bits, with what autocast copies",
+            "time": "products at the rate of that precision",
+        }
+    ),
     notes=_notes,
     receipt=("parameter_dtypes", "activation_dtypes"),
+    acted=_acted,
+    changes_result=True,
     rules=(
         Rule(
             "RF001",

@@ -8,9 +8,21 @@ from typing import Any
 
 from rapidformer_templates.config import spelling
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import divides_parameters
 from rapidformer_templates.switches._changes import add, drop, replace
 from rapidformer_templates.switches._checks import PARTITIONING
-from rapidformer_templates.switches._switch import Example, Finding, ModelFacts, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    ModelFacts,
+    Prediction,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
 
 OWN_EXPERTS = frozenset(
     {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "flex_olmo"}
@@ -194,6 +206,13 @@ def _parallel_notes(request: Request) -> Sequence[str]:
     return ("expert-parallel: one worker, so there is nothing to divide",) if request.sizes.data == 1 else ()
 
 
+def _mixture_acted(measured: Measured) -> str | None:
+    layers = measured["expert_load_by_layer"]
+    if layers and all(any(layer) for layer in layers):
+        return None
+    return "tokens that visit the experts of each layer, and their balance loss, were expected; there are none"
+
+
 SWITCHES = (
     Switch(
         name="mixture-of-experts",
@@ -205,9 +224,16 @@ SWITCHES = (
         implied=_has_experts,
         on={"num_experts": 8},
         off=OFF,
+        predicts=Prediction(
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "with those of gates and all experts")
+            | {"activations": "each token as often as it visits experts", "time": "products of the experts visited"},
+            traced=True,
+        ),
         notes=_mixture_notes,
         transform="rapidformer_templates.moe.build:mixture_of_experts",
         receipt=("expert_load", "expert_load_by_layer", "dropped_choices"),
+        acted=_mixture_acted,
+        changes_result=True,
         rules=(
             Rule(
                 "RF027",
@@ -261,9 +287,17 @@ SWITCHES = (
         active=lambda options, sizes: options.expert_parallel,
         on={"expert_parallel": True, "num_experts": 8},
         off={"expert_parallel": False},
+        predicts=Prediction(
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "of the experts a share"),
+            always(
+                activations="as if as many tokens came as went: how many do is the gate's choice",
+                time="the way of the tokens to the experts and back is not in the seconds",
+            ),
+        ),
         notes=_parallel_notes,
         engine="rapidformer_templates.moe.expert_parallel:ExpertParallelEngine",
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
+        acted=divides_parameters,
         rules=(
             Rule(
                 "RF020",

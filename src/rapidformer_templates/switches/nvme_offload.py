@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._changes import add
-from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
 from rapidformer_templates.switches.cpu_offload import OPTIMIZER_HAS_CPU_FORM
 
 
@@ -14,7 +25,9 @@ from rapidformer_templates.switches.cpu_offload import OPTIMIZER_HAS_CPU_FORM
 class NvmeOffloadFlags:
     """Acceleration"""
 
-    nvme_path: str | None = flag(None, "ZeRO-Infinity: optimizer state and parameters on this disk", metavar="DIR")
+    nvme_path: str | None = flag(
+        None, "ZeRO-Infinity: optimizer state and parameters on this disk", metavar="DIR", choice="offload"
+    )
 
 
 def _needs_zero_3(request: Request) -> list[Finding]:
@@ -30,6 +43,19 @@ def _needs_zero_3(request: Request) -> list[Finding]:
     ]
 
 
+SWAPPED = 2**20
+"""Bytes of a share of a group of parameters that DeepSpeed swaps; smaller ones stay in memory."""
+
+
+def _acted(measured: Measured) -> str | None:
+    share = 4 * (measured["trained_elements"] or 0) / measured.plan.sizes.data
+    if share < 2 * SWAPPED:  # of two groups, one of which has nearly everything
+        return None
+    if any(measured.all("swapped_bytes")):
+        return None
+    return f"optimizer state in files below {measured.config.get('nvme_path')} was expected; there is none"
+
+
 SWITCH = Switch(
     name="nvme-offload",
     summary="Optimizer state and parameters on a local disk (ZeRO-Infinity).",
@@ -39,10 +65,19 @@ SWITCH = Switch(
     active=lambda options, sizes: options.nvme_path is not None,
     on={"nvme_path": "/local_nvme"},
     off={"nvme_path": None},
+    predicts=Prediction(
+        {
+            "parameters": "in host memory on their way to the disk",
+            "gradients": "those of small sub-groups, the rest on the disk",
+            "optimizer": "that of small sub-groups, the rest on the disk",
+        },
+        always(time="the way to the disk and back is not in the seconds"),
+    ),
     family="offload",
     claims=frozenset({Resource.OFFLOAD}),
     engine_options=lambda request: {"offload": f"nvme:{request.config.get('nvme_path')}"},
-    receipt=("optimizer_state_bytes", "optimizer_class"),
+    receipt=("optimizer_state_bytes", "optimizer_class", "swapped_bytes"),
+    acted=_acted,
     rules=(
         Rule(
             "RF011",

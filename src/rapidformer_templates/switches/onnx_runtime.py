@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
 from rapidformer_templates.switches.mixed_precision import precision
 
 INSTALL = "pip install 'rapidformer_templates[onnx]'"
@@ -26,7 +37,7 @@ OTHERS_BLOCKS = {
 class OnnxRuntimeFlags:
     """Acceleration"""
 
-    onnx_runtime_training: bool = flag(False, "run forward and backward graphs in ONNX Runtime")
+    onnx_runtime_training: bool = flag(False, "run forward and backward graphs in ONNX Runtime", choice="graph")
 
 
 def _needs_whole_parameters(request: Request) -> list[Finding]:
@@ -98,6 +109,12 @@ def _notes(request: Request) -> Sequence[str]:
     )
 
 
+def _acted(measured: Measured) -> str | None:
+    if any(found["graphs"] for found in measured.all("onnx_runtime")):
+        return None
+    return "graphs that ran in ONNX Runtime were expected; there is none"
+
+
 SWITCH = Switch(
     name="onnx-runtime",
     summary="Forward and backward graphs in ONNX Runtime.",
@@ -107,12 +124,19 @@ SWITCH = Switch(
     active=lambda options, sizes: options.onnx_runtime_training,
     on={"onnx_runtime_training": True},
     off={"onnx_runtime_training": False},
+    predicts=Prediction(
+        unknown=always(
+            activations="what ONNX Runtime keeps and frees is its own; those of torch are predicted",
+            time="ONNX Runtime's kernels are its own; those of torch are predicted",
+        )
+    ),
     family="graph",
     claims=frozenset({Resource.GRAPH}),
     needs_package="onnxruntime",
     install=INSTALL,
     transform="rapidformer_templates.onnx_graphs.capture:run_in_onnx_runtime",
     receipt=("onnx_runtime",),
+    acted=_acted,
     notes=_notes,
     rules=(
         Rule(

@@ -5,11 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from rapidformer_templates.deepspeed_recipe import decays_in_the_gradient, file_options
 from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._changes import replace
-from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,11 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     "muon": OptimizerFacts("rapidformer_templates.optimizers.muon.Muon", 4, not_under=CUTS_PARAMETERS),
 }
 
+TORCH_ADAM = {FUSED_ADAMW: "torch.optim.Adam (fused)", "torch.optim.AdamW": "torch.optim.Adam"}
+"""Adam with the weight decay in the gradient, for those whose class is AdamW."""
+ADAM_W_MODE = {CPU_ADAM: "adamw_mode", "apex.optimizers.FusedAdam": "adam_w_mode"}
+"""The option by which the others choose."""
+
 ADAMS = tuple(OPTIMIZERS[name] for name in ("apex_adam", "adamw_torch", "adamw_torch_fused"))
 """Those whose update is AdamW's on any device."""
 
@@ -115,7 +131,15 @@ def implementation(request: Request) -> str:
     facts = OPTIMIZERS[request.config.get("optimizer")]
     if _on_host_by_deepspeed(request):
         return CPU_ADAM
-    return facts.stand_in if facts.stand_in and _why_stand_in(request) else facts.implementation
+    chosen = facts.stand_in if facts.stand_in and _why_stand_in(request) else facts.implementation
+    return TORCH_ADAM.get(chosen, chosen) if decays_in_the_gradient(request) else chosen
+
+
+def optimizer_options(request: Request) -> dict[str, Any]:
+    """The options of that class beside the learning rate and the weight decay: those of a DeepSpeed file."""
+    options = file_options(request)
+    switch = ADAM_W_MODE.get(implementation(request))
+    return options | {switch: False} if switch and decays_in_the_gradient(request) else options
 
 
 def _on_host_by_deepspeed(request: Request) -> bool:
@@ -185,6 +209,16 @@ def missing_package(request: Request) -> list[Finding]:
     return [_refusal(request, f"{name} needs {facts.package}, which is not installed: {facts.install}")]
 
 
+def _acted(measured: Measured) -> str | None:
+    """The class that the plan names makes the updates, unless the user's own recipe names another."""
+    words, used = measured.plan.optimizer_implementation.split(), str(measured["optimizer_class"])
+    same = used.rpartition(".")[2] == words[0].rpartition(".")[2]
+    fused = "(fused)" not in words or any(measured.all("optimizer_is_fused"))
+    if "build_optimizer" in measured.own_hooks or (same and fused):
+        return None
+    return f"updates by {' '.join(words)} were expected; {used}{'' if fused else ', not fused,'} makes them"
+
+
 SWITCH = Switch(
     name="optimizer",
     summary="Update rule and its implementation; fused where there is a fused one.",
@@ -194,8 +228,11 @@ SWITCH = Switch(
     active=lambda options, sizes: True,  # every run has one, and the plan shows which class it is
     on={"optimizer": "lamb"},
     off={"optimizer": "apex_adam"},
+    predicts=Prediction({"optimizer": "by the shapes of the parameters, as each optimizer keeps its state"}),
     notes=_notes,
-    receipt=("optimizer_class", "optimizer_state_bytes"),
+    receipt=("optimizer_class", "optimizer_is_fused", "optimizer_state_bytes"),
+    acted=_acted,
+    changes_result=True,
     rules=(
         Rule(
             "RF022",

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import shared_out
 from rapidformer_templates.switches._checks import PARTITIONING
-from rapidformer_templates.switches._switch import Request, Resource, Stage, Switch
+from rapidformer_templates.switches._switch import Prediction, Request, Resource, Stage, Switch
 
 INSTALL = "pip install 'rapidformer_templates[fairscale]'"
 
@@ -16,14 +17,16 @@ INSTALL = "pip install 'rapidformer_templates[fairscale]'"
 class OssFlags:
     """Acceleration"""
 
-    oss_memory_optimization: bool = flag(False, "OSS: shard the optimizer state (fairscale)")
+    oss_memory_optimization: bool = flag(False, "OSS: shard the optimizer state (fairscale)", choice=PARTITIONING)
 
 
 @dataclass(frozen=True)
 class OssSdpFlags:
     """Acceleration"""
 
-    oss_sdp_memory_optimization: bool = flag(False, "OSS + SDP: shard optimizer state and gradients (fairscale)")
+    oss_sdp_memory_optimization: bool = flag(
+        False, "OSS + SDP: shard optimizer state and gradients (fairscale)", choice=PARTITIONING
+    )
 
 
 def _notes(name: str) -> Callable[[Request], Sequence[str]]:
@@ -40,6 +43,7 @@ SWITCHES = (
         active=lambda options, sizes: options.oss_memory_optimization,
         on={"oss_memory_optimization": True},
         off={"oss_memory_optimization": False},
+        predicts=Prediction({"optimizer": "that of the parameters that a worker owns", "time": "sums, and weights"}),
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE}),
         needs_package="fairscale",
@@ -47,6 +51,7 @@ SWITCHES = (
         notes=_notes("oss"),
         engine="rapidformer_templates.engines.fairscale:OSSEngine",
         receipt=("optimizer_state_bytes",),
+        acted=shared_out(updated_elements="optimizer state"),
     ),
     Switch(
         name="oss-sdp",
@@ -57,6 +62,14 @@ SWITCHES = (
         active=lambda options, sizes: options.oss_sdp_memory_optimization,
         on={"oss_sdp_memory_optimization": True},
         off={"oss_sdp_memory_optimization": False},
+        predicts=Prediction(
+            {
+                "gradients": "those of the parameters that a worker owns",
+                "optimizer": "that of the parameters that a worker owns",
+                "activations": "no buckets beside them",
+                "time": "a sum at the owner, and weights from there",
+            }
+        ),
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS}),
         needs_package="fairscale",
@@ -64,5 +77,6 @@ SWITCHES = (
         notes=_notes("oss-sdp"),
         engine="rapidformer_templates.engines.fairscale:SDPEngine",
         receipt=("optimizer_state_bytes", "gradient_bytes"),
+        acted=shared_out(updated_elements="optimizer state", gradient_elements="gradients"),
     ),
 )

@@ -6,9 +6,22 @@ from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
 from rapidformer_templates.parallel.stages import cut
+from rapidformer_templates.switches._acted import shown
 from rapidformer_templates.switches._changes import drop, replace
 from rapidformer_templates.switches._layout_rules import LAYOUT_RULES
-from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    FORECAST,
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Reasons,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,13 @@ def _enough_blocks(request: Request) -> list[Finding]:
     ]
 
 
+def _interleaved(request: Request) -> Reasons:
+    if request.config.get("virtual_pipeline_size") == 1:
+        return {}
+    why = "each worker is taken to have one stage, and --virtual-pipeline-size gives it several"
+    return dict.fromkeys(FORECAST, why)
+
+
 def _one_run_of_blocks(request: Request) -> list[Finding]:
     if request.config.training.task != "seq2seq_lm":
         return []
@@ -84,6 +104,16 @@ def _graph_is_whole(request: Request) -> list[Finding]:
     ]
 
 
+def _acted(measured: Measured) -> str | None:
+    """Workers of one stage have the same blocks, and no block is on two stages."""
+    stages = {tuple(blocks) for blocks in measured.all("blocks")}
+    names = [name for stage in stages for name in stage]
+    if len(stages) == measured.plan.sizes.pipeline and len(set(names)) == len(names):
+        return None
+    found = " and ".join(sorted(shown(stage) for stage in stages))
+    return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {found or 'none'}"
+
+
 SWITCH = Switch(
     name="pipeline-parallel",
     summary="Cut the blocks into N consecutive stages, one a worker.",
@@ -93,10 +123,19 @@ SWITCH = Switch(
     active=lambda options, sizes: options.pipeline_model_parallel_size > 1,
     on={"pipeline_model_parallel_size": 2},
     off={"pipeline_model_parallel_size": 1},
+    predicts=Prediction(
+        dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
+        | {
+            "activations": "of as many micro batches as are on their way",
+            "time": "the bubble, and what stages send",
+        },
+        _interleaved,
+    ),
     templates=("Trainer",),
     engine="rapidformer_templates.engines.pipeline:PipelineEngine",
     transform="rapidformer_templates.parallel.cutting:cut_into_stages",
-    receipt=("parameter_bytes",),
+    receipt=("parameter_bytes", "blocks"),
+    acted=_acted,
     rules=(
         *LAYOUT_RULES,
         Rule(

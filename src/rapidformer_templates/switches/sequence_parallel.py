@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
+from rapidformer_templates.switches._acted import shown
 from rapidformer_templates.switches._changes import add
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,13 @@ def _needs_tensor_parallel(request: Request) -> list[Finding]:
     ]
 
 
+def _acted(measured: Measured) -> str | None:
+    found = measured.all("sequence_tokens")
+    if any(held < whole or whole == 1 for held, whole in found):
+        return None
+    return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(found)}"
+
+
 SWITCH = Switch(
     name="sequence-parallel",
     summary="Shard norms and dropout along the sequence, over the tensor-parallel workers.",
@@ -40,7 +48,9 @@ SWITCH = Switch(
     active=lambda options, sizes: options.sequence_parallel,
     on={"sequence_parallel": True},
     off={"sequence_parallel": False},
+    predicts=Prediction({"activations": "norms and dropout cut along the sequence"}),
     receipt=("sequence_tokens",),
+    acted=_acted,
     rules=(
         Rule(
             "RF014",

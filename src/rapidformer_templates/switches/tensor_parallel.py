@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rapidformer_templates.flags import flag
 from rapidformer_templates.parallel.tensor_styles import KNOWN, PLANS, styles_in_transformers
 from rapidformer_templates.switches._layout_rules import LAYOUT_RULES
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ def _notes(request: Request) -> Sequence[str]:
     )
 
 
+def _acted(measured: Measured) -> str | None:
+    size, found = measured.plan.sizes.tensor, measured["tensor_parallel_size"]
+    if found == size and any(measured.all("divided_elements")):
+        return None
+    return f"matrices divided over {size} workers were expected; they are divided over {found or 1}"
+
+
 SWITCH = Switch(
     name="tensor-parallel",
     summary="Shard the matrices of each block over N workers.",
@@ -68,10 +75,18 @@ SWITCH = Switch(
     active=lambda options, sizes: options.tensor_model_parallel_size > 1,
     on={"tensor_model_parallel_size": 2},
     off={"tensor_model_parallel_size": 1},
+    predicts=Prediction(
+        dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each matrix")
+        | {
+            "activations": "a share of each block's and of the logits",
+            "time": "sums over the group",
+        }
+    ),
     templates=("Trainer",),
     notes=_notes,
     transform="rapidformer_templates.parallel.tensor_parallel:apply",
     receipt=("parameter_bytes", "parameter_bytes_whole", "tensor_parallel_size", "logits_columns"),
+    acted=_acted,
     rules=(
         *LAYOUT_RULES,
         Rule(

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._switch import Example, Finding, Request, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
 from rapidformer_templates.switches.mixed_precision import AMPERE
 
 
@@ -25,6 +35,11 @@ def _needs_ampere(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for("tf32"), switches=("tf32",))]
 
 
+def _acted(measured: Measured) -> str | None:
+    found = measured["matmul_precision"]
+    return None if found == "high" else f"fp32 matrix products of precision high were expected; it is {found}"
+
+
 SWITCH = Switch(
     name="tf32",
     summary="fp32 matrix products through the tensor cores' tf32.",
@@ -34,8 +49,13 @@ SWITCH = Switch(
     active=lambda options, sizes: options.tf32,
     on={"tf32": True},
     off={"tf32": False},
+    predicts=Prediction(
+        unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")
+    ),
     transform="rapidformer_templates.engines.transforms:allow_tf32",
     receipt=("matmul_precision",),
+    acted=_acted,
+    changes_result=True,
     rules=(
         Rule(
             "RF018",

@@ -10,7 +10,18 @@ from typing import Any
 from rapidformer_templates.environment import compile_backends
 from rapidformer_templates.flags import flag
 from rapidformer_templates.switches._changes import replace
-from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
 from rapidformer_templates.switches.dynamic_shape import max_shapes
 
 DEFAULT = "inductor"
@@ -27,7 +38,7 @@ class TorchCompileFlags:
     """Acceleration"""
 
     torch_compile: str | None = flag(
-        None, "compile the blocks with this backend; alone: inductor", bare=DEFAULT, metavar="BACKEND"
+        None, "compile the blocks with this backend; alone: inductor", bare=DEFAULT, metavar="BACKEND", choice="graph"
     )
 
 
@@ -88,6 +99,14 @@ def _cut_parameters(request: Request) -> list[Finding]:
     return [Finding(message, asked, switches=("torch-compile", "zero-3"))]
 
 
+def _acted(measured: Measured) -> str | None:
+    found = measured.all("compile")
+    if any(report["graphs"] for report in found):
+        return None
+    reasons = [reason for report in found for reason in report["not_compiled"]]
+    return f"compiled graphs were expected; there is none{': ' if reasons else ''}{'; '.join(reasons[:1])}"
+
+
 SWITCH = Switch(
     name="torch-compile",
     summary="Compile the model's blocks (torch.compile).",
@@ -97,12 +116,19 @@ SWITCH = Switch(
     active=lambda options, sizes: options.torch_compile is not None,
     on={"torch_compile": DEFAULT},
     off={"torch_compile": None},
+    predicts=Prediction(
+        unknown=always(
+            activations="the compiler fuses operations and computes some again; the eager model is predicted",
+            time="the compiler fuses operations; the eager model is predicted",
+        )
+    ),
     family="graph",
     claims=frozenset({Resource.GRAPH}),
     notes=_notes,
     engine_options=_engine_options,
     transform="rapidformer_templates.compiling.blocks:compile_blocks",
     receipt=("compile",),
+    acted=_acted,
     rules=(
         Rule(
             "RF082",

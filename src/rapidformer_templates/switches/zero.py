@@ -8,9 +8,9 @@ from typing import Any
 
 from rapidformer_templates import deepspeed_file
 from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._changes import replace
+from rapidformer_templates.switches._acted import all_of, divides_parameters, shared_out
 from rapidformer_templates.switches._checks import PARTITIONING, needs_template
-from rapidformer_templates.switches._switch import Example, Finding, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches._switch import Example, Measured, Prediction, Request, Resource, Rule, Stage, Switch
 from rapidformer_templates.switches.mixed_precision import precision
 
 DEEPSPEED = {"needs_package": "deepspeed", "install": "pip install 'rapidformer_templates[deepspeed]'"}
@@ -20,14 +20,16 @@ DEEPSPEED = {"needs_package": "deepspeed", "install": "pip install 'rapidformer_
 class Zero1Flags:
     """Acceleration"""
 
-    zero_1_memory_optimization: bool = flag(False, "ZeRO-1: shard the optimizer state (DeepSpeed)")
+    zero_1_memory_optimization: bool = flag(False, "ZeRO-1: shard the optimizer state (DeepSpeed)", choice=PARTITIONING)
 
 
 @dataclass(frozen=True)
 class Zero2Flags:
     """Acceleration"""
 
-    zero_2_memory_optimization: bool = flag(False, "ZeRO-2: shard optimizer state and gradients (DeepSpeed)")
+    zero_2_memory_optimization: bool = flag(
+        False, "ZeRO-2: shard optimizer state and gradients (DeepSpeed)", choice=PARTITIONING
+    )
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Zero3Flags:
     """Acceleration"""
 
     zero_3_memory_optimization: bool = flag(
-        False, "ZeRO-3: shard optimizer state, gradients and parameters (DeepSpeed)"
+        False, "ZeRO-3: shard optimizer state, gradients and parameters (DeepSpeed)", choice=PARTITIONING
     )
     zero_3_param_persistence_threshold: int = flag(
         100_000, "ZeRO-3 keeps parameters of fewer elements whole: more memory, less to gather", minimum=0
@@ -55,30 +57,6 @@ ONLY_IN_TRAINER = Rule(
     "[R]",
     needs_template("zero-1", "zero-2", "zero-3"),
     Example("--template Finetuner --zero-3-memory-optimization --world-size 2"),
-)
-
-
-def _fp16_on_cpu(request: Request) -> list[Finding]:
-    if request.environment.device == "cuda" or precision(request.config, request.environment) != "fp16":
-        return []
-    zero = next(name for name in request.active if name.startswith("zero-"))
-    return [
-        Finding(
-            f"{zero} in fp16 needs a GPU",
-            request.asked_for(zero, "mixed-precision"),
-            switches=(zero, "mixed-precision"),
-            changes=(replace({"mixed_precision": "bf16"}, "needs no loss scale"),),
-        )
-    ]
-
-
-NO_FP16_ON_CPU = Rule(
-    "RF038",
-    "ZeRO computes in fp16 on a GPU only.",
-    "DeepSpeed takes fp16 for unsupported on a CPU; bf16 it supports there",
-    "[deepspeed]",
-    _fp16_on_cpu,
-    Example("--zero-2-memory-optimization --mixed-precision fp16 --world-size 2"),
 )
 
 
@@ -106,6 +84,39 @@ def _under_3d(shards: str) -> Mapping[str, Any]:
     }
 
 
+PREDICTION = Prediction(
+    {
+        "parameters": "in the type that is computed in; of ZeRO-3 a share, and small ones whole",
+        "gradients": "a share, and those of parameters that two workers share whole",
+        "optimizer": "a share, with fp32 masters",
+        "activations": "DeepSpeed's bucket and what it gathers beside them",
+        "time": "what the replicas exchange",
+    }
+)
+
+
+def _cut(measured: Measured) -> str | None:
+    """ZeRO-3 cuts what is above its threshold; a model may have nothing so large."""
+    settings = measured["zero_optimization"] or {}
+    threshold = settings.get("param_persistence_threshold", 0)
+    return divides_parameters(measured) if (measured["largest_parameter"] or 0) > threshold else None
+
+
+_STATES = shared_out(updated_elements="optimizer state")
+
+
+def _gradients(measured: Measured) -> str | None:
+    """An offloaded share of the gradients has a copy in host memory, so that twice a share is no whole."""
+    if {"cpu-offload", "nvme-offload"} & set(measured.plan.switches):
+        return None
+    # ZeRO-3 cuts each parameter; ZeRO-2 cuts all of them in a row.
+    shares = shared_out(whole_at_borders="zero-2" in measured.plan.switches, gradient_elements="gradients")
+    return shares(measured)
+
+
+_ACTED = {1: _STATES, 2: all_of(_STATES, _gradients), 3: all_of(_STATES, _gradients, _cut)}
+
+
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
     name = f"zero_{level}_memory_optimization"
     own = {1: _under_3d("optimizer"), 2: _under_3d("gradients")}  # ZeRO-3 is refused under 3D
@@ -119,14 +130,16 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         active=lambda options, sizes: getattr(options, name),
         on={name: True},
         off={name: False},
+        predicts=PREDICTION,
         family=PARTITIONING,
         claims=claims,
         templates=("Trainer",),
-        rules=(ONLY_IN_TRAINER, NO_FP16_ON_CPU),
+        rules=(ONLY_IN_TRAINER,),
         notes=_notes,
         engine="rapidformer_templates.engines.deepspeed:DeepSpeedEngine",
         engine_options=_engine_options,
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "gradient_bytes"),
+        acted=_ACTED[level],
         under_3d=own.get(level, {}),
         **package,
     )

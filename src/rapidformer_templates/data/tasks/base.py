@@ -14,10 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
-from rapidformer_templates.data.reading import Part, locate
+from rapidformer_templates.data.locating import locate
+from rapidformer_templates.data.reading import Part
 from rapidformer_templates.data.tokenizers import load_tokenizer
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, ModelError
+from rapidformer_templates.label_use import LabelUse
 from rapidformer_templates.models import build_config, build_model, seq_length_of
 
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
@@ -31,7 +33,6 @@ class Task(ABC):
         name: as in ``--task``.
         auto_class: transformers' class of the model.
         best_metric: the metric by which the best checkpoint is kept; ``eval_loss`` is the loop's.
-        greater_is_better: whether more of it is better.
         generates: evaluation needs :meth:`generate`; its texts take the place of ``outputs`` in
             :meth:`predict`.
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
@@ -42,7 +43,6 @@ class Task(ABC):
     name: ClassVar[str]
     auto_class: str
     best_metric: ClassVar[str]
-    greater_is_better: ClassVar[bool]
     generates: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig) -> None:
@@ -82,7 +82,17 @@ class Task(ABC):
         """
 
     def build_model(self) -> PreTrainedModel:
-        """The model with a head for the data; called after :meth:`build_data`, seeded by the caller."""
+        """The model with a head for the data; called after :meth:`build_data`, seeded by the caller.
+
+        Raises:
+            ModelError: the head is one for labels, and the data that name them were not read.
+        """
+        if type(self).config_overrides is not Task.config_overrides and not hasattr(self, "labels"):
+            raise ModelError(
+                f"the model of --task {self.name} has a head for the labels that the task's own data name",
+                where="build_model()",
+                hint="with your own build_data(), override build_model() as well",
+            )
         return build_model(self.config, self.auto_class, self.tokenizer, **self.config_overrides())
 
     def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most tasks suit every model
@@ -91,6 +101,17 @@ class Task(ABC):
         Raises:
             ModelError: it cannot.
         """
+
+    def use_labels(self, use: LabelUse) -> bool:
+        """Hear how the model takes labels, before the first :meth:`compute_loss`.
+
+        Returns:
+            Whether in this task's loss the logits at a token are compared with the next token's label.
+
+        Raises:
+            ModelError: no loss of this task can be made of it.
+        """
+        return use.shifts
 
     def config_overrides(self) -> dict[str, Any]:
         """Attributes of the model's configuration that the data decides, such as ``num_labels``."""
@@ -127,13 +148,18 @@ def label_map(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def texts_of(part: Part, column: str) -> list[str]:
+def texts_of(part: Part, column: str, *, may_be_missing: bool = False) -> list[str]:
     """The texts of a column.
+
+    Args:
+        may_be_missing: a value that is not there is an empty text.
 
     Raises:
         DataError: a value is missing or is no text.
     """
     texts = list(part.table[column][:])
+    if may_be_missing:
+        texts = ["" if text is None else text for text in texts]
     for row, text in enumerate(texts):
         if not isinstance(text, str):
             what = "is empty" if text is None else f"holds {type(text).__name__}, not text"
@@ -177,7 +203,7 @@ def as_data(
     augment: Callable[[Any, np.random.Generator], Any] | None = None,
 ) -> Data:
     """What :meth:`Task.build_data` returns, of the parts that are there."""
-    return Data(sets["train"], sets.get("valid"), sets.get("test"), collate, augment, sets["train"].lengths)
+    return Data(sets["train"], sets.get("valid"), None, collate, augment, sets["train"].lengths)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:

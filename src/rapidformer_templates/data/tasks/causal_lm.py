@@ -17,7 +17,8 @@ from rapidformer_templates.data.reading import Part, read_dataset
 from rapidformer_templates.data.tasks.base import Task, as_data, texts_of, tokenized
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import IGNORED
+from rapidformer_templates.label_use import LabelUse, check_causal
+from rapidformer_templates.targets import IGNORED, shifted_left
 
 
 class CausalLM(Task):
@@ -30,7 +31,7 @@ class CausalLM(Task):
     name = "causal_lm"
     auto_class = "AutoModelForCausalLM"
     best_metric = "eval_loss"
-    greater_is_better = False
+    _model_shifts = True
 
     def check(self) -> None:
         super().check()
@@ -40,6 +41,16 @@ class CausalLM(Task):
     def check_model(self, model: nn.Module) -> None:
         if self.packs:
             check_packable_model(model, "--pack-sequences")
+
+    def use_labels(self, use: LabelUse) -> bool:
+        check_causal(use, "--task causal_lm")
+        self._model_shifts = use.shifts
+        return True
+
+    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        if not self._model_shifts:
+            batch = {**batch, "labels": shifted_left(batch["labels"])}
+        return model(**batch).loss
 
     @property
     def packs(self) -> bool:
@@ -83,7 +94,7 @@ class CausalLM(Task):
         return reader.samples(name, part, columns)
 
     def _packed(self, name: str, samples: TokenizedSamples) -> PackedRows:
-        stream = {"train": 4, "valid": 5, "test": 6}[name]  # 0 to 3 are those of the order and of random changes
+        stream = {"train": 4, "valid": 5}[name]  # 0 to 3 are those of the order and of random changes
         generator = np.random.default_rng((self.config.training.seed, stream))
         packed = PackedRows(samples, self.seq_length, generator)
         self.notes.append(

@@ -22,7 +22,6 @@ class MaskedLM(Task):
     name = "masked_lm"
     auto_class = "AutoModelForMaskedLM"
     best_metric = "eval_loss"
-    greater_is_better = False
 
     def check(self) -> None:
         super().check()

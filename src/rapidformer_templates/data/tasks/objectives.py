@@ -23,9 +23,10 @@ from rapidformer_templates.data.packing import check_packable, check_packable_mo
 from rapidformer_templates.data.pair_loss import pair_loss
 from rapidformer_templates.data.sentence_pairs import SentencePairs
 from rapidformer_templates.data.spans import SpanCorruption, sentinels_of, span_sizes
-from rapidformer_templates.errors import DataError, NoSamples
+from rapidformer_templates.errors import DataError, ModelError, NoSamples
+from rapidformer_templates.label_use import LabelUse, check_causal
 from rapidformer_templates.models import model_type_of
-from rapidformer_templates.targets import IGNORED
+from rapidformer_templates.targets import IGNORED, shifted_left
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.tasks.base import Task
@@ -101,6 +102,10 @@ class Objective(ABC):
         """Tokens of each training sample in a batch; None where all are alike."""
         return None
 
+    def use_labels(self, use: LabelUse) -> bool:
+        """See :meth:`Task.use_labels`."""
+        return use.shifts
+
     def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         """See :meth:`Task.compute_loss`."""
         return model(**batch).loss
@@ -138,6 +143,7 @@ class Causal(Objective):
     auto_class = "AutoModelForCausalLM"
     flags = ("keep_documents_apart",)
     overlap = 1
+    _model_shifts = True
 
     def check(self) -> None:
         super().check()
@@ -147,6 +153,24 @@ class Causal(Objective):
     def check_model(self, model: nn.Module) -> None:
         if self.options.keep_documents_apart:
             check_packable_model(model, "--keep-documents-apart")
+
+    def use_labels(self, use: LabelUse) -> bool:
+        check_causal(use, "--task pretraining")
+        if use.shifts and not use.takes_shifted:
+            raise ModelError(
+                f"{use.model} takes no shift_labels, by which windows of a corpus lose no target",
+                where="--task pretraining",
+                hint="fine-tune it with --task causal_lm, whose labels it shifts itself",
+            )
+        self._model_shifts = use.shifts
+        return True
+
+    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        if not self._model_shifts:
+            batch = dict(batch)
+            labels = batch["labels"]
+            batch["labels"] = batch.pop("shift_labels") if "shift_labels" in batch else shifted_left(labels)
+        return model(**batch).loss
 
     @property
     def end_token(self) -> int:

@@ -24,6 +24,7 @@ from rapidformer_templates.data.tasks.objectives import OBJECTIVES, Objective, P
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.flags import DataFlags
+from rapidformer_templates.label_use import LabelUse
 from rapidformer_templates.models import model_type_of
 
 PARTS = ("training", "validation", "test")
@@ -34,7 +35,6 @@ class Pretraining(Task):
 
     name = "pretraining"
     best_metric = "eval_loss"
-    greater_is_better = False
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -90,6 +90,9 @@ class Pretraining(Task):
                         raise NoSamples(message, where=f"--split {self.config.data.split}", hint=error.hint) from error
             parts.append(_blended(found, repeats=i == 0, cache=cache))
         return parts
+
+    def use_labels(self, use: LabelUse) -> bool:
+        return self.objective.use_labels(use)
 
     def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         return self.objective.compute_loss(model, batch)

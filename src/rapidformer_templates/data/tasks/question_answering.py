@@ -41,7 +41,6 @@ class QuestionAnswering(Task):
     name = "question_answering"
     auto_class = "AutoModelForQuestionAnswering"
     best_metric = "f1"
-    greater_is_better = True
 
     def build_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
@@ -110,13 +109,11 @@ class QuestionAnswering(Task):
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """The best starts and ends of each window; the true answers are known by the window's place in the data."""
         padding = batch["attention_mask"].cpu() == 0
-        starts = outputs.start_logits.float().cpu().masked_fill(padding, -torch.inf)
-        ends = outputs.end_logits.float().cpu().masked_fill(padding, -torch.inf)
-        best = min(BEST, starts.shape[1])
-        first, last = starts.topk(best), ends.topk(best)
-        columns = [t.numpy() for t in (first.indices, first.values, last.indices, last.values)]
-        null = (starts[:, 0] + ends[:, 0]).tolist()
-        found = [Candidates(*row) for row in zip(*columns, null, strict=True)]
+        starts, ends = outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu()
+        found = [
+            Candidates(*_best(start, tokens), *_best(end, tokens), float(start[0] + end[0]))
+            for start, end, tokens in zip(starts, ends, ~padding, strict=True)
+        ]
         return found, [None] * len(found)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
@@ -128,3 +125,10 @@ class QuestionAnswering(Task):
             "exact_match": 100 * sum(exact_match(answers[n], truths[n]) for n in answers) / count,
             "f1": 100 * sum(f1(answers[n], truths[n]) for n in answers) / count,
         }
+
+
+def _best(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(places, scores) of the best tokens of a window; ``tokens``: which places are no padding."""
+    places = tokens.nonzero()[:, 0]  # a window may have fewer tokens than are asked for, beside longer ones
+    best = scores[places].topk(min(BEST, len(places)))
+    return places[best.indices].numpy(), best.values.numpy()

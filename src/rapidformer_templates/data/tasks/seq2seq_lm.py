@@ -10,23 +10,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rapidformer_templates.data.chat import asked_and_answered
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.reading import Part, read_dataset
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.targets import IGNORED
 
-SOURCE_COLUMNS = ("source", "input", "article", "question", *TEXT_COLUMNS)
-TARGET_COLUMNS = ("target", "summary", "output", "answer", "highlights", "label")
+SOURCE_COLUMNS = ("source", "instruction", "input", "article", "question", *TEXT_COLUMNS)
+TARGET_COLUMNS = ("target", "summary", "output", "response", "answer", "highlights", "label")
 
 
 class Seq2SeqLM(Task):
-    """Source and target are columns of text; metrics are of greedily generated texts: ROUGE-L and exact match."""
+    """Source and target are columns of text; an instruction takes its input along.
+
+    Metrics are of greedily generated texts: ROUGE-L and exact match.
+    """
 
     name = "seq2seq_lm"
     auto_class = "AutoModelForSeq2SeqLM"
     best_metric = "rouge_l"
-    greater_is_better = True
     generates = True
 
     def build_data(self) -> Data:
@@ -40,7 +43,7 @@ class Seq2SeqLM(Task):
 
     def _samples(self, part: Part, source: str, target: str) -> TokenizedSamples:
         cut: dict[str, Any] = {"truncation": True, "max_length": self.seq_length}
-        sources = tokenized(self.tokenizer, texts_of(part, part.column("text_column", source, ())), **cut)
+        sources = tokenized(self.tokenizer, _sources(part, part.column("text_column", source, ()), target), **cut)
         targets = texts_of(part, part.column("label_column", target, ()))
         labels = self.tokenizer(text_target=targets, return_attention_mask=False, verbose=False, **cut)["input_ids"]
         # The models take no token types.
@@ -75,6 +78,16 @@ class Seq2SeqLM(Task):
             "rouge_l": float(np.mean([rouge_l(guess, truth) for guess, truth in pairs])),
             "exact_match": float(np.mean([guess == truth for guess, truth in pairs])),
         }
+
+
+def _sources(part: Part, source: str, target: str) -> list[str]:
+    """The texts of the source; what belongs to an instruction (a system prompt, its input) stands around it."""
+    given, system = (
+        texts_of(part, name, may_be_missing=True) if name else [""] * len(part)
+        for name in asked_and_answered(part, source, target).beside or (None, None)
+    )
+    rows = zip(system, texts_of(part, source), given, strict=True)
+    return ["\n\n".join(text for text in row if text.strip()) for row in rows]
 
 
 def rouge_l(prediction: str, reference: str) -> float:

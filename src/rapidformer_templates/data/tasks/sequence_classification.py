@@ -41,7 +41,6 @@ class SequenceClassification(Task):
     name = "sequence_classification"
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
-    greater_is_better = True
 
     def build_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data

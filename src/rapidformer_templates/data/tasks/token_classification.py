@@ -10,7 +10,7 @@ import torch
 from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.labels import declared_names, label_text, sorted_names, unknown_label
+from rapidformer_templates.data.labels import declared_names, label_name, sorted_names, stands_for_none, unknown_label
 from rapidformer_templates.data.reading import Part, read_dataset
 from rapidformer_templates.data.tasks.base import Task, as_data, label_map, padding_of
 from rapidformer_templates.data.types import Data
@@ -24,15 +24,15 @@ TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")
 class TokenClassification(Task):
     """Words and tags are lists of one length, or texts with spaces between them.
 
-    The first piece of a word carries its tag, the other pieces -100. Metrics are those of seqeval
-    over whole entities (precision, recall, F1) and the accuracy over words. Words that are cut off
+    The first piece of a word carries its tag; the other pieces, and words whose tag stands for none,
+    carry -100. Metrics are those of seqeval over whole entities (precision, recall, F1) and the accuracy
+    over words. Words that are cut off
     at the sequence length count nowhere.
     """
 
     name = "token_classification"
     auto_class = "AutoModelForTokenClassification"
     best_metric = "f1"
-    greater_is_better = True
 
     def build_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
@@ -42,16 +42,19 @@ class TokenClassification(Task):
         read = {name: (part, *_words_and_tags(part, words, tags)) for name, part in raw.parts().items()}
         # What was held out of one file may hold a rare tag that is not among the rows that are left.
         known = ("train", "valid") if raw.held_out else ("train",)
-        found = (tag for name in known for row in read[name][2] for tag in row)
+        found = {tag for name in known for row in read[name][2] for tag in row if tag is not None}
+        if not found:
+            hint = "choose another --label-column, or tag the words"
+            raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
         self.labels = declared_names(raw.train, tags) or sorted_names(found, self.model_config)
         sets = {name: self._samples(*part) for name, part in read.items()}
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
-    def _samples(self, part: Part, words: list[list[str]], tags: list[list[str]]) -> TokenizedSamples:
-        numbers = {name: i for i, name in enumerate(self.labels)}
+    def _samples(self, part: Part, words: list[list[str]], tags: list[list[str | None]]) -> TokenizedSamples:
+        numbers: dict[str | None, int] = {name: i for i, name in enumerate(self.labels)} | {None: IGNORED}
         for row, names in enumerate(tags):
             for name in names:
-                if name not in numbers:
+                if name is not None and name not in numbers:
                     unknown_label(name, self.labels, part.where(row))
         # Byte-level tokenizers know a word in a sentence by the space before it.
         space = " " if getattr(self.tokenizer, "add_prefix_space", None) is False else ""
@@ -103,8 +106,8 @@ def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[i
     return labels
 
 
-def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]], list[list[str]]]:
-    """The words and the names of the tags of each row.
+def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]], list[list[str | None]]]:
+    """The words and the names of the tags of each row; None is a word without a tag.
 
     Raises:
         DataError: a row is empty, or has other numbers of words and tags.
@@ -112,7 +115,7 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
     words, tags = part.column("text_column", words, ()), part.column("label_column", tags, ())
     names = declared_names(part, tags)
     all_words: list[list[str]] = []
-    all_tags: list[list[str]] = []
+    all_tags: list[list[str | None]] = []
     for row, (text, marks) in enumerate(zip(part.table[words][:], part.table[tags][:], strict=True)):
         if text is None or marks is None:
             column = words if text is None else tags
@@ -124,12 +127,14 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
             hint = "each word needs one tag; texts are split at spaces"
             raise DataError(f"{len(split)} words have {len(marked)} tags", where=part.where(row), hint=hint)
         all_words.append(split)
-        all_tags.append([names[mark] if names else _tag(mark, tags, part, row) for mark in marked])
+        all_tags.append([_tag(mark, names, tags, part, row) for mark in marked])
     return all_words, all_tags
 
 
-def _tag(value: Any, column: str, part: Part, row: int) -> str:
-    name = label_text(value)
+def _tag(value: Any, declared: Sequence[str] | None, column: str, part: Part, row: int) -> str | None:
+    if stands_for_none(value, declared):
+        return None
+    name = label_name(value, declared, column, part, row)
     if name is None:
         raise DataError(
             f"a tag in column '{column}' is empty", where=part.where(row), hint="words without a name have the tag O"

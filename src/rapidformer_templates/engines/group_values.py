@@ -1,0 +1,220 @@
+"""What an optimizer keeps in its groups: the count of apex's FusedAdam, Prodigy's distance, schedule-free's sums.
+
+It is what differs from the groups as they were built. A checkpoint has it under the name of each parameter of the
+group, so that every engine finds it however it groups parameters: ``weight/group.d``. A count of steps lies under
+``weight/step``, whether an optimizer keeps it in the group or beside each parameter: one may go on for the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from rapidformer_templates.engines.base import StateReader
+from rapidformer_templates.errors import CheckpointError
+
+PREFIX = "group."
+COUNT = "step"
+COUNT_BESIDE_PARAMETERS = ("torch.", "deepspeed.", "rapidformer_templates.")
+NOT_KEPT = frozenset({"params", "lr"})  # the rate is the schedule's
+
+_fresh: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+_counts_in_groups: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+
+def remember(optimizer: Optimizer) -> None:
+    """Take note of the groups as they were built, before the first step and before anything is loaded."""
+    _fresh[optimizer] = [_scalars_of(group) for group in optimizer.param_groups]
+
+
+def entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What to keep of the values of a group with one of its parameters.
+
+    Args:
+        state: the optimizer's state of the parameter.
+    """
+    return _beside(_changed(optimizer, index), state)
+
+
+def of_parameters(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """For each parameter, by its ``id``, its state and what its group keeps."""
+    found: dict[int, dict[str, Any]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        changed = _changed(optimizer, index)
+        for parameter in group["params"]:
+            state = dict(optimizer.state.get(parameter, {}))
+            found[id(parameter)] = state | _beside(changed, state)
+    return found
+
+
+def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
+    fresh, now = _fresh[optimizer][index], _scalars_of(optimizer.param_groups[index])
+    return {key: value for key, value in now.items() if key not in fresh or not _equal(value, fresh[key])}
+
+
+def _beside(changed: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    found = {PREFIX + key: value for key, value in changed.items() if key != COUNT}
+    if COUNT in changed and state and COUNT not in state:
+        found[COUNT] = changed[COUNT].to(torch.float32)  # as torch's optimizers count
+    return found
+
+
+def split(optimizer: Optimizer, keys: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(keys of a checkpoint that are a parameter's own, those that are its group's)."""
+    own: list[str] = []
+    shared: list[str] = []
+    for key in keys:
+        in_group = key.startswith(PREFIX) or (key == COUNT and counts_in_groups(optimizer))
+        (shared if in_group else own).append(key)
+    return own, shared
+
+
+def read(optimizer: Optimizer, index: int, names: Sequence[str], reader: StateReader) -> dict[str, Any]:
+    """The values of a group that a checkpoint has, as the group keeps them.
+
+    Args:
+        names: the parameters of the group that are here.
+
+    Raises:
+        CheckpointError: the parameters differ in one of them.
+    """
+    saved = reader.names("optimizer")
+    keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in set(names)}
+    group, scalars = optimizer.param_groups[index], {}
+    for key in sorted(split(optimizer, sorted(keys))[1]):
+        values = {n: reader.read("optimizer", f"{n}/{key}", (), ()) for n in names if f"{n}/{key}" in saved}
+        if len({float(value) for value in values.values()}) > 1:
+            some = ", ".join(f"{name} {float(value):g}" for name, value in list(values.items())[:4])
+            raise CheckpointError(
+                f"the parameters differ in {key.removeprefix(PREFIX)}: {some}",
+                hint="this optimizer has one for many parameters; go on with the one that it was saved by",
+            )
+        scalars[key.removeprefix(PREFIX)] = next(iter(values.values()))
+    return _as_kept(group, scalars)
+
+
+def counts_in_groups(optimizer: Optimizer) -> bool:
+    """Whether an optimizer counts steps in its groups, and not beside each parameter.
+
+    torch's optimizers, DeepSpeed's and the library's own do not; another one is seen to make a step of nothing.
+    """
+    if type(optimizer).__module__.startswith(COUNT_BESIDE_PARAMETERS):
+        inner = getattr(optimizer, "inner", None)  # in host memory
+        return isinstance(inner, Optimizer) and counts_in_groups(inner)
+    if optimizer not in _counts_in_groups:
+        _counts_in_groups[optimizer] = _counts_in_group_of_a_probe(optimizer)
+    return _counts_in_groups[optimizer]
+
+
+def _counts_in_group_of_a_probe(optimizer: Optimizer) -> bool:
+    """A copy with a parameter of its own, which it updates by a gradient of zero."""
+    group = optimizer.param_groups[0]
+    device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
+    parameter = torch.nn.Parameter(torch.zeros(2, 2, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    options = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+    probe.param_groups = [{**options, "params": [parameter]}]
+    probe.state = defaultdict(dict)
+    probe.step()
+    return COUNT in probe.param_groups[0] and COUNT not in probe.state[parameter]
+
+
+def step_once(zero: Any) -> None:
+    """Let the groups of an optimizer move once in a step of ZeRO-3, which updates a sub-group of parameters at a time.
+
+    Its optimizer is called for each of them with all groups, of which one has parameters.
+
+    Args:
+        zero: DeepSpeed's optimizer of stage 3 around ours.
+    """
+    groups = zero.optimizer.param_groups
+    if type(zero.optimizer).__module__.startswith(COUNT_BESIDE_PARAMETERS):
+        return
+    update = zero._optimizer_step
+    begun: dict[int, dict[str, Any]] = {}
+
+    def update_one(sub_group: int) -> None:
+        mine = zero.sub_group_to_group_id[sub_group]
+        if sub_group == 0:
+            begun.clear()
+        if mine in begun:  # another part of the group was updated in this step
+            _put(groups[mine], begun[mine])
+        before = {index: _copied(group) for index, group in enumerate(groups)}
+        begun.setdefault(mine, before[mine])
+        update(sub_group)
+        for index, group in enumerate(groups):
+            if index != mine:
+                _put(group, before[index])
+
+    zero._optimizer_step = update_one
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in kept.items()}
+
+
+def _put(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    parameters = group["params"]
+    group.clear()
+    group.update(_copied(values), params=parameters)
+
+
+def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
+    """Whether a checkpoint has the count that an Adam needs beside its means.
+
+    Raises:
+        CheckpointError: it was saved before the count of a group was.
+    """
+    if "exp_avg_sq" in keys and COUNT not in keys and not counts_in_groups(optimizer):
+        raise CheckpointError(
+            f"the checkpoint has no count of steps for {name}",
+            hint="go on with the optimizer that saved it, or take the weights alone with --load … --weights-only",
+        )
+
+
+def _scalars_of(group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The numbers and flags of a group as tensors without dimensions; those of a list by their places."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in group.items():
+        if key in NOT_KEPT:
+            continue
+        several = isinstance(value, (tuple, list)) and all(isinstance(part, (bool, int, float)) for part in value)
+        for name, part in [(f"{key}.{i}", part) for i, part in enumerate(value)] if several else [(key, value)]:
+            if isinstance(part, torch.Tensor) and part.numel() == 1:
+                found[name] = part.detach().reshape(()).clone()
+            elif isinstance(part, (bool, int, float)):
+                found[name] = torch.tensor(part, dtype=torch.float64 if isinstance(part, float) else None)
+    return found
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = one.item(), other.item()
+    return first == second or (isinstance(first, float) and math.isnan(first) and math.isnan(second))
+
+
+def _as_kept(group: Mapping[str, Any], scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Scalars of a checkpoint in the form that the group has them in: a number, a tensor, a place of a list."""
+    values: dict[str, Any] = {}
+    for name, scalar in scalars.items():
+        key, _, place = name.rpartition(".")
+        if key and isinstance(group.get(key), (tuple, list)):
+            parts = list(values.get(key, group[key]))
+            parts[int(place)] = scalar.item()
+            values[key] = type(group[key])(parts)
+        elif isinstance(kept := group.get(name), torch.Tensor):
+            values[name] = scalar.to(kept).reshape(kept.shape)
+        elif name == COUNT:
+            values[name] = int(scalar)
+        else:
+            plain = scalar.dtype in (torch.float64, torch.int64, torch.bool)
+            values[name] = scalar.item() if plain else scalar.clone()
+    return values

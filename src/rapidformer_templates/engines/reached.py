@@ -1,0 +1,202 @@
+"""Which parameters the losses of a step reach: what a backward must do for those that it does not come to.
+
+Workers whose batches differ may reach different parameters (a head for each task, a branch for some samples). A
+step is still the one of a run with one process if each exchange of gradients has every parameter in it, with zeros
+from workers that did not reach it; and if those that nobody reached are left out of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.workers import Workers
+
+
+def come_by_all(loss: torch.Tensor, parameters: Sequence[torch.Tensor], then: Callable[[], None]) -> torch.Tensor:
+    """``loss``, whose backward will come by all parameters, without a gradient for those that it does not reach.
+
+    What waits at a parameter's node of the graph (not at its gradient) is called for all of them.
+
+    Args:
+        then: called at the end of the backward, before what is queued in it for its end.
+    """
+    passed: torch.Tensor = _ComeBy.apply(loss, then, *parameters)
+    return passed
+
+
+def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters that a backward from ``loss`` would reach; it takes a while, about a microsecond an operation."""
+    reached: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            reached.append(variable)
+        waiting.extend(following for following, _ in node.next_functions)
+    return reached
+
+
+class _ComeBy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, then: Callable[[], None], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.then, ctx.count = then, len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        Variable._execution_engine.queue_callback(ctx.then)
+        return (gradients[0], None, *[None] * ctx.count)
+
+
+class InOrder:
+    """Hands gradients on in one and the same order on all workers, each as soon as those before it have come.
+
+    A backward brings them in the order of its own graph. Where they are collected and sent as they come, workers with
+    different graphs would add up gradients of different parameters, or wait for one another for ever.
+
+    Args:
+        parameters: in the order in which a model names them; a backward comes to them in about the reverse.
+        send: takes the place of a parameter, whose gradient is there, or None if it did not come.
+    """
+
+    def __init__(self, parameters: int, send: Callable[[int], None]) -> None:
+        self._order = range(parameters - 1, -1, -1)
+        self._send = send
+        self.begin()
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._came: set[int] = set()
+        self._done = 0
+
+    def take(self, place: int) -> None:
+        """A gradient has come."""
+        self._came.add(place)
+        while self._done < len(self._order) and self._order[self._done] in self._came:
+            self._next()
+
+    def finish(self) -> None:
+        """The backward is at its end, and no more will come."""
+        while self._done < len(self._order):
+            self._next()
+
+    def _next(self) -> None:
+        place = self._order[self._done]
+        self._done += 1
+        self._send(place)
+
+
+class Route:
+    """The modules that a micro batch comes by and whose parameters the workers gather together, in their order.
+
+    A worker that leaves one out would gather another one while the others wait for this one, and compute with what
+    comes of it. So the first micro batch must come by all of them, forward and backward, and the others take its route.
+
+    Args:
+        modules: by name.
+        parameters: names of the trained ones of each.
+        where: what gathers them, for the error.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], parameters: Mapping[str, Sequence[str]], workers: Workers, where: str
+    ) -> None:
+        self._parameters, self._workers, self._where = parameters, workers, where
+        self._learned: list[tuple[str, bool]] | None = None
+        self._taken: list[tuple[str, bool]] = []
+        self._followed = False
+        for name, module in modules.items():
+            module.register_forward_pre_hook(lambda *_, name=name: self._come(name, False), prepend=True)
+            module.register_forward_hook(lambda *args, name=name: self._watch(name, args[-1]), prepend=True)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Around the forward and backward of a micro batch.
+
+        Raises:
+            RapidformerError: it left out a module; names the parameters.
+        """
+        self._followed, self._taken = True, []
+        try:
+            yield
+        finally:
+            self._followed = False
+        if self._learned is None:
+            self._learn()
+        elif len(self._taken) < len(self._learned):
+            raise self._left(self._learned[len(self._taken)][0])
+
+    def _come(self, name: str, backward: bool) -> None:
+        if not self._followed:
+            return
+        place = len(self._taken)
+        self._taken.append((name, backward))
+        if self._learned is not None and self._learned[place : place + 1] != [(name, backward)]:
+            raise self._left(self._learned[place][0] if place < len(self._learned) else name)
+
+    def _watch(self, name: str, output: Any) -> None:
+        """See the backward come to a module: to the first of what it has put out."""
+        if not self._followed:
+            return
+        waiting = True
+
+        def see(gradient: Any) -> None:
+            nonlocal waiting
+            if waiting and self._followed:
+                waiting = False
+                self._come(name, True)
+
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for leaf in leaves:
+            leaf.register_hook(see)
+
+    def forward_done(self, missing: Sequence[str] | None = None) -> None:
+        """Between forward and backward, which is early enough if the first micro batch leaves something out.
+
+        Args:
+            missing: names of the trained parameters that its loss does not reach, if it is known better than by
+                which modules were called.
+        """
+        if self._learned is not None:
+            return
+        if missing is None:
+            left = [name for name in self._parameters if (name, False) not in self._taken]
+            missing = [parameter for name in left for parameter in self._parameters[name]]
+        if missing:
+            raise self._refusal(missing)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a micro batch has taken it."""
+        return self._learned is not None
+
+    def _learn(self) -> None:
+        self._learned = self._taken
+        for rank, other in enumerate(self._workers.gather(self._learned)):
+            for mine, theirs in zip_longest(self._learned, other):
+                if mine != theirs:
+                    raise self._left((mine or theirs)[0], f" (worker {rank})")
+
+    def _left(self, name: str, who: str = "") -> RapidformerError:
+        return self._refusal(self._parameters[name] or [name], who)
+
+    def _refusal(self, names: Sequence[str], who: str = "") -> RapidformerError:
+        return RapidformerError(
+            f"a micro batch does not come by all parameters: {', '.join(names[:6])}{who}",
+            where=f"{self._where}, which gathers them on all workers at a time",
+            hint="let every batch run through all of the model, or partition its states with SDP, ZeRO-1 or ZeRO-2",
+        )

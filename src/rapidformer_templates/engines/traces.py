@@ -1,0 +1,32 @@
+"""Forwards that leave no trace in the model or in the random numbers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Put the buffers of ``model`` back afterwards: batch norm, for one, counts each forward in its statistics."""
+    places = [(module, name) for module in model.modules() for name in module._buffers]
+    before = [module._buffers[name] for module, name in places]
+    values = [None if buffer is None else buffer.detach().clone() for buffer in before]
+    try:
+        yield
+    finally:
+        for (module, name), buffer, value in zip(places, before, values, strict=True):
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.data.copy_(value)  # not seen by autograd: a backward may still come, which does not read them
+
+
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Around a forward of which nothing is to remain: no random number is drawn, no buffer changed."""
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)), kept_buffers(model):
+        yield

@@ -1,0 +1,188 @@
+"""What flags of other trainers are called here. Imports no torch.
+
+The names are those of transformers' ``TrainingArguments`` and its example scripts, trl, accelerate, Lightning,
+Megatron-LM and DeepSpeed. Those that are spelled alike here (``--tensor-model-parallel-size`` …) need no line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+SIMILAR = 0.75
+"""How alike two names must be to be taken for one another: ``tf31`` and ``tf32``, not ``bf16`` and ``tf32``."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """What stands for a name here.
+
+    Attributes:
+        flags: the flags, with a value where the name has none (``--mixed-precision bf16``); empty if there are none.
+        note: what else there is to know.
+    """
+
+    flags: str
+    note: str = ""
+
+
+_ACCUMULATION = "accumulation steps are computed: global batch / (micro batch × data-parallel workers)"
+_BY_HOOK = "write it in build_optimizer() of a script of your own"
+_INTERVAL = "a number of steps; by default the end of each epoch, or of the run"
+_NODES = "start the same command on each machine with torchrun (docs/many-machines.md)"
+
+# Names, and what stands for them. Names that differ in dashes and underscores alone are one.
+_LINES: tuple[tuple[str, str, str], ...] = (
+    # How long, how much at a time.
+    ("num-train-epochs max-epochs num-epochs n-epochs train-epochs", "--epochs", ""),
+    ("max-steps total-steps num-train-steps max-train-steps num-steps max-iters", "--train-iters", ""),
+    ("train-samples", "--train-iters", "steps: the samples / --global-batch-size"),
+    ("per-device-train-batch-size per-gpu-train-batch-size batch-size train-micro-batch-size-per-gpu "
+     "micro-batch-size-per-gpu", "--micro-batch-size", ""),
+    ("per-device-eval-batch-size eval-batch-size per-gpu-eval-batch-size", "--micro-batch-size",
+     "evaluation uses it, too"),
+    ("gradient-accumulation-steps accumulate-grad-batches grad-accum-steps gradient-accumulation",
+     "--global-batch-size", _ACCUMULATION),
+    ("train-batch-size total-batch-size", "--global-batch-size", ""),
+    ("auto-find-batch-size auto-scale-batch-size", "--auto-strategy", ""),
+    # The optimizer and its schedule.
+    ("learning-rate", "--lr", ""),
+    ("lr-scheduler-type lr-scheduler scheduler-type", "--lr-decay-style", ""),
+    ("warmup-steps num-warmup-steps warmup-iters lr-warmup-steps warmup-num-steps", "--lr-warmup-iters", ""),
+    ("warmup-ratio warmup-fraction", "--lr-warmup-fraction", ""),
+    ("decay-steps lr-decay-steps", "--lr-decay-iters", ""),
+    ("min-learning-rate lr-min eta-min", "--min-lr", ""),
+    ("max-grad-norm gradient-clipping gradient-clip-val grad-clip clip-grad-norm", "--clip-grad", ""),
+    ("optim", "--optimizer", ""),
+    ("adam-beta1 adam-beta2 adam-epsilon adam-eps adam-betas optim-args", "", _BY_HOOK),
+    ("label-smoothing-factor label-smoothing", "", "write it in compute_loss() of a script of your own"),
+    ("data-seed manual-seed random-seed", "--seed", ""),
+    # Numbers.
+    ("bf16 bf16-full-eval", "--mixed-precision bf16", ""),
+    ("fp16 half-precision amp fp16-full-eval", "--mixed-precision fp16", ""),
+    ("precision dtype torch-dtype", "--mixed-precision bf16", "or fp16; without it: fp32"),
+    ("use-tf32 allow-tf32", "--tf32", ""),
+    # Memory.
+    ("gradient-checkpointing activation-checkpointing use-gradient-checkpointing recompute-granularity "
+     "recompute-method", "--checkpoint-activations", ""),
+    ("fsdp use-fsdp fully-shard", "--fsdp-memory-optimization", ""),
+    ("fsdp-config fsdp-transformer-layer-cls-to-wrap fsdp-auto-wrap-policy", "--fsdp-memory-optimization",
+     "it shards each block by itself"),
+    ("fsdp-sharding-strategy", "--fsdp-memory-optimization", "--no-fsdp-reshard-after-forward keeps blocks whole"),
+    ("deepspeed deepspeed-config-file ds-config", "--deepspeed-config", "or a switch: --zero-2-memory-optimization …"),
+    ("use-deepspeed zero-stage zero zero2", "--zero-2-memory-optimization", "or --zero-1-…, --zero-3-…"),
+    ("zero1 zero-1", "--zero-1-memory-optimization", ""),
+    ("zero-2", "--zero-2-memory-optimization", ""),
+    ("zero3 zero-3", "--zero-3-memory-optimization", ""),
+    ("oss sharded-ddp", "--oss-memory-optimization", ""),
+    ("oss-sdp", "--oss-sdp-memory-optimization", ""),
+    ("offload-optimizer offload-optimizer-device optimizer-cpu-offload offload", "--cpu-offload", ""),
+    ("offload-param offload-param-device fsdp-offload-params", "--cpu-offload --zero-3-memory-optimization", ""),
+    ("nvme-offload offload-nvme", "--nvme-path", ""),
+    # Layouts and workers.
+    ("tensor-parallel-size tensor-parallel tp tp-size tensor-parallelism", "--tensor-model-parallel-size", ""),
+    ("pipeline-parallel-size pipeline-parallel pp pp-size", "--pipeline-model-parallel-size", ""),
+    ("num-layers-per-virtual-pipeline-stage", "--virtual-pipeline-size", "parts of the model a worker"),
+    ("expert-model-parallel-size expert-parallel-size ep", "--expert-parallel", "over the data-parallel workers"),
+    ("context-parallel-size cp", "", "context parallelism is not in this version"),
+    ("num-processes num-gpus gpus devices ngpus n-gpu gpus-per-node num-proc", "--nproc-per-node", ""),
+    ("num-machines num-nodes nnodes node-rank machine-rank", "", _NODES),
+    ("main-process-port", "--master-port", ""),
+    ("main-process-ip master-addr", "", _NODES),
+    ("strategy", "--fsdp-memory-optimization", "or another switch; several workers alone are data-parallel"),
+    ("ddp multi-gpu", "--nproc-per-node", "several workers are data-parallel without a flag"),
+    ("ddp-find-unused-parameters find-unused-parameters ddp-backend distributed-backend local-rank "
+     "overlap-grad-reduce", "", "leave it out: it is found out by itself"),
+    ("no-cuda use-cpu cpu", "--device cpu", ""),
+    ("accelerator", "--device", "cpu or cuda"),
+    ("dataloader-workers num-workers", "--dataloader-num-workers", ""),
+    ("pin-memory", "--dataloader-pin-memory", ""),
+    # The model and its kernels.
+    ("model-name-or-path model model-name pretrained-model", "--pretrained-model-name-or-path", ""),
+    ("tokenizer tokenizer-name tokenizer-model tokenizer-name-or-path", "--tokenizer-path", ""),
+    ("max-seq-length max-length max-seq-len block-size model-max-length", "--seq-length", ""),
+    ("n-layer num-hidden-layers", "--num-layers", ""),
+    ("n-embd d-model", "--hidden-size", ""),
+    ("n-head num-heads", "--num-attention-heads", ""),
+    ("hidden-dropout attention-dropout resid-pdrop", "--dropout", ""),
+    ("attn-implementation flash-attn use-flash-attention flash-attention", "--use-flash-attn", ""),
+    ("torch-compile-backend compile use-compile torchdynamo", "--torch-compile", ""),
+    ("ort onnxruntime use-ort", "--onnx-runtime-training", ""),
+    ("use-liger-kernel liger", "--fused-linear-cross-entropy", ""),
+    ("moe-router-topk num-experts-per-tok", "--moe-top-k", ""),
+    ("moe-aux-loss-coeff router-aux-loss-coef", "--moe-loss-coeff", ""),
+    ("use-peft use-lora lora lora-r lora-alpha load-in-4bit load-in-8bit", "", "adapters are not in this version"),
+    # Data.
+    ("train-file train-data train-data-path dataset", "--data-dir", "a folder; --data-name names the set in it"),
+    ("dataset-name", "--data-name", "in the folder --data-dir"),
+    ("validation-file", "--data-dir", "the folder that holds train.EXT and validation.EXT"),
+    ("dataset-text-field text-field", "--text-column", ""),
+    ("validation-split-percentage", "--validation-fraction", "a share, such as 0.1"),
+    ("packing pack", "--pack-sequences", ""),
+    ("assistant-only-loss completion-only-loss train-on-inputs", "--loss-on answers", ""),
+    ("reset-position-ids reset-attention-mask", "--keep-documents-apart", ""),
+    ("mlm-probability", "--mask-prob", ""),
+    ("bucket-by-length length-grouped-sampling", "--group-by-length", ""),
+    # What a run leaves, and when it looks.
+    ("output-dir default-root-dir logging-dir save-dir checkpoint-dir project-dir out-dir", "--save", ""),
+    ("overwrite-output-dir", "--overwrite", ""),
+    ("resume-from-checkpoint ckpt-path auto-resume", "--resume", "from the newest checkpoint in --save"),
+    ("finetune", "--weights-only", "with --load"),
+    ("save-steps save-every checkpointing-steps every-n-train-steps", "--save-interval", ""),
+    ("save-strategy", "--save-interval", _INTERVAL),
+    ("save-total-limit save-top-k checkpoints-total-limit", "--keep-checkpoints", ""),
+    ("load-best-model-at-end", "--keep-best", ""),
+    ("metric-for-best-model monitor", "--metric-for-best", ""),
+    ("greater-is-better", "--metric-for-best-mode max", ""),
+    ("eval-steps val-check-interval evaluate-every", "--eval-interval", ""),
+    ("eval-strategy evaluation-strategy", "--eval-interval", _INTERVAL),
+    ("limit-val-batches eval-batches", "--eval-iters", ""),
+    ("logging-steps log-every-n-steps log-every steps-per-print", "--log-interval", ""),
+    ("report-to with-tracking wandb wandb-project tensorboard-dir", "", "the curves are in --save: metrics.jsonl"),
+    ("do-train do-eval do-predict run-name disable-tqdm remove-unused-columns prediction-loss-only", "",
+     "leave it out"),
+)  # fmt: skip
+
+PEERS: dict[str, Here] = {
+    name.replace("-", "_"): Here(flags, note) for names, flags, note in _LINES for name in names.split()
+}
+
+
+def as_flags(flags: str) -> str:
+    """``--mixed-precision bf16``, as on a command line."""
+    return flags
+
+
+def as_yaml(flags: str) -> str:
+    """``mixed_precision: bf16``, as in a file."""
+    return ", ".join(f"{name}: {value}" if value else name for name, value in _pairs(flags))
+
+
+def as_code(flags: str) -> str:
+    """``mixed_precision="bf16"``, as in a script."""
+    return ", ".join(f'{name}="{value}"' if value else name for name, value in _pairs(flags))
+
+
+def _pairs(flags: str) -> list[tuple[str, str]]:
+    """(field, value) of each flag."""
+    found = re.findall(r"--(\S+)(?: (?!--)(\S+))?", flags)
+    return [(name.replace("-", "_"), value) for name, value in found]
+
+
+def did_you_mean(word: str, known: Iterable[str], spelled: Callable[[str], str] = as_flags) -> str | None:
+    """A hint for a name that is not known: what stands for it here, else the known one that is most like it.
+
+    Args:
+        word: the name, with or without its dashes.
+        known: flags, with their dashes.
+        spelled: how flags are written where the name stands.
+    """
+    name = word.lstrip("-").replace("-", "_").lower()
+    here = PEERS.get(name)
+    if here is not None:
+        return " ".join(part for part in (here.flags and f"did you mean {spelled(here.flags)}?", here.note) if part)
+    flags = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
+    near = difflib.get_close_matches(name, flags, n=1, cutoff=SIMILAR)
+    return f"did you mean {spelled(flags[near[0]])}?" if near else None

@@ -1,0 +1,49 @@
+"""What a model asks of data, answered where tensors have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+_PLACES = torch.ops.aten.nonzero.default
+_COUNTS = torch.ops.aten.bincount.default
+_GROUPED = torch.ops.aten._grouped_mm.default
+ASKS = frozenset({_NUMBER, _PLACES, _COUNTS, _GROUPED})
+"""Operations whose result, or its shape, depends on data; and grouped products: torch has fakes of 16 bits alone."""
+
+
+def answer(question: Any, args: Any, *, dense: bool) -> Any:
+    """What stands for the answer: a mask hides nothing or something, documents are not packed, all rows count.
+
+    Args:
+        question: one of ``ASKS``, and what it is asked of.
+        dense: whether a mask hides nothing.
+    """
+    tensor = args[0]
+    if question is _PLACES:
+        return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+    if question is _COUNTS:
+        return tensor.new_empty((args[2],), dtype=torch.int64)  # as many as there can be
+    if question is _GROUPED:
+        return _grouped_product(*args[:3])
+    return dense if tensor.dtype == torch.bool else 1
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows of each group times its matrix; or, of two flat operands, a product for each group."""
+    groups = [len(ends)] if left.ndim == right.ndim == 2 else []
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+
+
+class AnswersAboutData(TorchDispatchMode):
+    """Answers whatever a model asks of data, around code that is not traced."""
+
+    def __init__(self, *, dense: bool) -> None:
+        super().__init__()
+        self._dense = dense
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return answer(func, args, dense=self._dense) if func in ASKS else func(*args, **(kwargs or {}))

@@ -1,0 +1,124 @@
+"""What counts for nothing leaves nothing behind: an exact zero, and a model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parity.jobs import ClassJob
+from torch import nn
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.loss import weighted_loss
+from rapidformer_templates.engines.reached import reached_parameters
+from rapidformer_templates.engines.traces import kept_buffers, without_trace
+
+INPUT = torch.ones(4, 3)
+IDLE, WITHOUT_TARGETS = MicroBatch(INPUT, [0], targets=4, idle=True), MicroBatch(INPUT, [0], targets=0)
+
+
+class Model(nn.Module):
+    """Puts out what ``function`` makes of a layer's output."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.other = nn.Linear(3, 3)
+        self.function = function
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        return self.function(self.layer(rows))
+
+
+BROKEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "infinite": lambda rows: rows.masked_fill(torch.eye(4, 3).bool(), -torch.inf),
+    "not a number": lambda rows: rows * torch.nan,
+    "0/0": lambda rows: (rows * 0).sum() / torch.zeros(()),  # a loss alone
+    "a root of zero": lambda rows: (rows * 0).sqrt(),  # 0 times its derivative is no zero
+}
+
+
+@pytest.mark.parametrize("microbatch", [IDLE, WITHOUT_TARGETS], ids=["idle", "without targets"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_counts_for_nothing_is_an_exact_zero(name: str, microbatch: MicroBatch) -> None:
+    model = Model(BROKEN[name])
+    for parameter in model.layer.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    come: list[int] = []
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.layer.parameters()]  # type: ignore[union-attr]
+    for node in nodes:
+        node.register_hook(lambda *_: come.append(1))
+    loss = weighted_loss(lambda model, batch: model(batch).mean(), model, INPUT, microbatch, weight=0.5)
+    assert float(loss) == 0
+    assert {id(p) for p in reached_parameters(loss)} == {id(p) for p in model.layer.parameters()}
+    loss.backward()
+    assert len(come) == 2  # whoever waits there for this worker
+    assert all(torch.equal(p.grad, torch.full_like(p, 0.25)) for p in model.layer.parameters() if p.grad is not None)
+    assert all(p.grad is None for p in model.other.parameters())
+
+
+def test_a_hook_that_sees_that_nothing_counts_still_comes_to_the_model() -> None:
+    model = Model(BROKEN["infinite"])
+
+    def compute_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        model(batch)
+        return torch.zeros(())
+
+    loss = weighted_loss(compute_loss, model, INPUT, WITHOUT_TARGETS, weight=0.5)
+    assert {id(p) for p in reached_parameters(loss)} == {id(p) for p in model.layer.parameters()}
+
+
+def test_buffers_are_as_before() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with kept_buffers(model):
+        loss = model(INPUT + torch.randn(4, 3)).square().sum()
+        model[1].running_mean = torch.ones(3)  # another tensor in its place
+    loss.backward()  # what it needs is still there
+    assert model[0].weight.grad is not None
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert model[1].running_mean is model.get_buffer("1.running_mean")
+
+
+def test_a_forward_without_trace_draws_no_random_number() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3))
+    before, state = model[1].running_var.clone(), torch.get_rng_state()
+    with without_trace(model):
+        model(torch.randn(4, 3))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model[1].running_var, before)
+
+
+class Normed(nn.Module):
+    """A classifier with a batch norm before its last layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        pooled = self.inner.bert(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).pooler_output
+        logits = self.inner.classifier(self.norm(pooled))
+        return nn.functional.cross_entropy(logits, batch["labels"])
+
+
+class NormedJob(ClassJob):
+    def make(self) -> nn.Module:
+        return Normed(super().make())
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**batch)
+
+
+def test_the_forwards_of_receipts_do_not_count_for_batch_norm(tmp_path: Path) -> None:
+    """With activation checkpointing they are two more in the first step."""
+    flags = f"--train-iters 3 --micro-batch-size 4 --lr 1e-3 --no-export-model --save {tmp_path}"
+    job = NormedJob([*flags.split(), "--checkpoint-activations"])
+    summary = job.fit()
+    assert summary["receipts"]["saved_tensor_bytes"] < summary["receipts"]["saved_tensor_bytes_without"]
+    assert int(job.model.norm.num_batches_tracked) == 3

@@ -1,0 +1,95 @@
+"""Names of other trainers, and names that are misspelt: what is suggested is there, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.config import build_parser, parse
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.peers import PEERS
+from rapidformer_templates.switches import switch_options
+
+KNOWN = {
+    option: action
+    for action in build_parser("", switch_options().values(), None, "")._actions
+    for option in action.option_strings
+}
+
+
+def hint_of(flags: str) -> str | None:
+    with pytest.raises(ConfigError, match="unknown flag") as caught:
+        parse(flags.split(), switch_options())
+    return caught.value.hint
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> None:
+    assert f"--{name.replace('_', '-')}" not in KNOWN, "it is a flag of ours"
+    here = PEERS[name]
+    words = here.flags.split()
+    assert words or here.note
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        if not word.startswith("--"):
+            continue
+        action = KNOWN[word]
+        if not following.startswith("--"):
+            parse([word, following], switch_options())
+        elif action.nargs in (0, "?"):
+            parse([word], switch_options())
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        ("--learning-rate 1e-5", "did you mean --lr?"),
+        ("--bf16", "did you mean --mixed-precision bf16?"),
+        ("--fsdp full_shard", "did you mean --fsdp-memory-optimization?"),
+        ("--per-device-train-batch-size 8", "did you mean --micro-batch-size?"),
+        ("--per_device_train_batch_size=8", "did you mean --micro-batch-size?"),
+        ("--output-dir out", "did you mean --save?"),
+        ("--num-train-epochs 3", "did you mean --epochs?"),
+        ("--max-steps 3", "did you mean --train-iters?"),
+        ("--deepspeed ds.json", "did you mean --deepspeed-config? or a switch: --zero-2-memory-optimization …"),
+        ("--gradient-checkpointing", "did you mean --checkpoint-activations?"),
+        ("--tp 2", "did you mean --tensor-model-parallel-size?"),
+        (
+            "--gradient-accumulation-steps 4",
+            "did you mean --global-batch-size? accumulation steps are computed: "
+            "global batch / (micro batch × data-parallel workers)",
+        ),
+        ("--report-to wandb", "the curves are in --save: metrics.jsonl"),
+        ("--mixed-precison bf16", "did you mean --mixed-precision?"),
+        ("--zero-3-memory-optimisation", "did you mean --zero-3-memory-optimization?"),
+        ("--train-iter 5", "did you mean --train-iters?"),
+        ("--quantize", "rapidformer --help lists every flag"),
+        ("--banana", "rapidformer --help lists every flag"),
+        ("--ema", "rapidformer --help lists every flag"),
+    ],
+)
+def test_hints_on_the_command_line(flags: str, hint: str) -> None:
+    assert hint_of(flags) == hint
+
+
+def test_hints_in_a_file_and_in_a_script(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("bf16: true\n")
+    with pytest.raises(ConfigError, match="unknown key 'bf16'") as caught:
+        parse(["--config", str(tmp_path / "run.yaml")], switch_options())
+    assert caught.value.hint == "did you mean mixed_precision: bf16?"
+    for name, hint in (
+        ("bf16", 'did you mean mixed_precision="bf16"?'),
+        ("learning_rate", "did you mean lr?"),
+        ("train_iter", "did you mean train_iters?"),
+        ("banana", None),
+    ):
+        with pytest.raises(ConfigError, match=f"unknown flag '{name}'") as caught:
+            parse([], switch_options(), in_code={name: (1, "train.py:3")})
+        assert caught.value.hint == hint
+
+
+def test_each_name_stands_in_one_line() -> None:
+    from rapidformer_templates.peers import _LINES
+
+    names = [name.replace("-", "_") for line in _LINES for name in line[0].split()]
+    assert len(names) == len(set(names))
