@@ -94,6 +94,11 @@ class Workers:
         dist.all_reduce(totals)
         return totals.tolist()
 
+    def agree(self, number: int) -> bool:
+        """Whether all workers have the same number, which is below 2^20."""
+        total, squares = self.sum(number, number**2)
+        return squares * self.world == total**2  # as the variance is zero; exact in fp64
+
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the workers, on its device, without waiting for it there."""
         if self.world > 1:

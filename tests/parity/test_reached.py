@@ -16,6 +16,7 @@ from rapidformer_templates import Data
 from rapidformer_templates.errors import RapidformerError
 from tests.parity import parallel_jobs
 from tests.parity.jobs import OTHERS, CausalJob, ClassJob, train
+from tests.warm_workers import Failure
 from tests.worker_group import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
@@ -103,6 +104,36 @@ class Branch(torch.nn.Module):
 class BranchJob(HeadsJob):
     def make(self) -> torch.nn.Module:
         return Branch(super(HeadsJob, self).make())
+
+
+class Skipping(torch.nn.Module):
+    """Its second block is left out where ``skips`` says so."""
+
+    skips = False
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        bert = self.inner.bert
+        hidden = bert.embeddings(input_ids)
+        for place, block in enumerate(bert.encoder.layer):
+            if place == 0 or not self.skips:
+                hidden = block(hidden)
+        return self.inner.classifier(bert.pooler(hidden))
+
+
+class SkipJob(ClassJob):
+    """From a micro batch on, some workers leave a block out."""
+
+    def make(self) -> torch.nn.Module:
+        return Skipping(super().make())
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        whole = getattr(model, "module", model)
+        whole.skips = torch.distributed.get_rank() in self.skipping and len(getattr(self, "curve", [])) >= self.begins
+        return F.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 class LossAlone(torch.nn.Module):
@@ -232,3 +263,23 @@ def test_zero_refuses_what_no_worker_reaches(engine: str, runs: Any) -> None:
     for run in runs:
         assert isinstance(run["late", engine], RapidformerError)
         assert run["late", engine].message == "the loss does not reach 2 parameters: second.weight, second.bias"
+
+
+def _skip(flags: str, begins: int, skipping: tuple[int, ...]) -> None:
+    job = SkipJob([*f"{BY_STEPS} --micro-batch-size 2 {flags}".split(), "--lr", "1e-3"])
+    job.begins, job.skipping = begins, skipping
+    job.fit()
+
+
+@pytest.mark.parametrize("skipping", [(1,), (0, 1)])
+@pytest.mark.parametrize("begins", [0, 2])
+@pytest.mark.parametrize("engine", ["fsdp", "zero-3"])
+def test_engines_that_gather_blocks_refuse_a_batch_that_leaves_one_out(
+    engine: str, begins: int, skipping: tuple[int, ...], groups: Any
+) -> None:
+    """One worker alone would gather other parameters than the others: all see it at first, later it alone does."""
+    ended = groups[2].run(_skip, ENGINES[engine], begins, skipping)
+    for rank in skipping if begins else (0, 1):
+        assert isinstance(ended[rank], Failure), ended
+        assert ended[rank].kind == "RapidformerError", ended
+        assert "a micro batch does not come by all parameters: inner.bert.encoder.layer.1." in ended[rank].text

@@ -152,8 +152,11 @@ class DeepSpeedEngine(SingleEngine):
     @contextlib.contextmanager
     def measuring(self) -> Iterator[nn.Module]:
         with super().measuring() as model:
-            yield model
-        self._state.forget_forward()
+            forgetting = model.register_forward_hook(lambda *_: self._state.forget_forward())
+            try:
+                yield model
+            finally:
+                forgetting.remove()
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         return self._state.held()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -104,7 +103,8 @@ class Route:
     """The modules that a micro batch comes by and whose parameters the workers gather together, in their order.
 
     A worker that leaves one out would gather another one while the others wait for this one, and compute with what
-    comes of it. So the first micro batch must come by all of them, forward and backward, and the others take its route.
+    comes of it. So the first micro batch must come by all of them, forward and backward, which the workers compare
+    module by module before anything is gathered; the others take its route.
 
     Args:
         modules: by name.
@@ -116,6 +116,7 @@ class Route:
         self, modules: Mapping[str, nn.Module], parameters: Mapping[str, Sequence[str]], workers: Workers, where: str
     ) -> None:
         self._parameters, self._workers, self._where = parameters, workers, where
+        self._places = {name: place for place, name in enumerate(modules)}
         self._learned: list[tuple[str, bool]] | None = None
         self._taken: list[tuple[str, bool]] = []
         self._followed = False
@@ -136,16 +137,19 @@ class Route:
         finally:
             self._followed = False
         if self._learned is None:
-            self._learn()
+            self._compare(None)
+            self._learned = self._taken
         elif len(self._taken) < len(self._learned):
             raise self._left(self._learned[len(self._taken)][0])
 
     def _come(self, name: str, backward: bool) -> None:
         if not self._followed:
             return
-        place = len(self._taken)
-        self._taken.append((name, backward))
-        if self._learned is not None and self._learned[place : place + 1] != [(name, backward)]:
+        place, here = len(self._taken), (name, backward)
+        self._taken.append(here)
+        if self._learned is None:
+            self._compare(here)
+        elif self._learned[place : place + 1] != [here]:
             raise self._left(self._learned[place][0] if place < len(self._learned) else name)
 
     def _watch(self, name: str, output: Any) -> None:
@@ -173,23 +177,28 @@ class Route:
         """
         if self._learned is not None:
             return
+        self._compare(None)
         if missing is None:
             left = [name for name in self._parameters if (name, False) not in self._taken]
             missing = [parameter for name in left for parameter in self._parameters[name]]
-        if missing:
-            raise self._refusal(missing)
+        for rank, names in enumerate(self._workers.gather(list(missing))):
+            if names:
+                raise self._refusal(names, f" (worker {rank})")
 
     @property
     def is_known(self) -> bool:
         """Whether a micro batch has taken it."""
         return self._learned is not None
 
-    def _learn(self) -> None:
-        self._learned = self._taken
-        for rank, other in enumerate(self._workers.gather(self._learned)):
-            for mine, theirs in zip_longest(self._learned, other):
-                if mine != theirs:
-                    raise self._left((mine or theirs)[0], f" (worker {rank})")
+    def _compare(self, here: tuple[str, bool] | None) -> None:
+        """See that all workers have come to the same place; None is the end of a forward or a backward."""
+        if self._workers.agree(0 if here is None else 1 + 2 * self._places[here[0]] + here[1]):
+            return
+        places = self._workers.gather(here)
+        # The one who is further on has left out what the other is at: the earlier one in a forward.
+        earliest = min((there for there in places if there), key=lambda there: self._places[there[0]])
+        ahead = next(rank for rank, there in enumerate(places) if there != earliest)
+        raise self._left(earliest[0], f" (worker {ahead})")
 
     def _left(self, name: str, who: str = "") -> RapidformerError:
         return self._refusal(self._parameters[name] or [name], who)
