@@ -52,7 +52,7 @@ def test_a_run_that_leaves_nothing_can_be_asked_for(tmp_path: Path) -> None:
     assert Line([*FLAGS, "--epochs", "1", "--config", str(tmp_path / "run.yaml")]).fit()["steps"] == 2
 
 
-@pytest.mark.parametrize("flag", ["--overwrite", "--async-save", "--save-interval 5", "--resume"])
+@pytest.mark.parametrize("flag", ["--overwrite", "--async-save", "--save-interval 5", "--resume", "--keep-best"])
 def test_what_belongs_to_a_folder_is_refused_without_one(flag: str) -> None:
     assert set(codes(f"--no-save {flag} --lr 1 --epochs 1", training=True)) <= {"RF034", "RF100"}
     assert codes(f"--no-save {flag} --lr 1 --epochs 1", training=True)

@@ -45,7 +45,8 @@ def test_a_model_that_is_not_of_transformers_learns(tmp_path: Path) -> None:
     weight, bias = (p.item() for p in job.model.parameters())
     assert weight == pytest.approx(2, abs=0.05)
     assert bias == pytest.approx(1, abs=0.05)
-    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+    exported, told = (tmp_path / "run" / name for name in ("export/model.safetensors", "summary.json"))
+    assert exported.stat().st_mode == told.stat().st_mode  # whoever may read one may read the other
 
 
 def test_non_finite_loss_names_step_and_samples_and_touches_nothing(tmp_path: Path) -> None:

@@ -123,7 +123,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        readable = temporary.stat().st_mode & 0o666  # as the umask has it; safetensors hides its files from others
         for path in temporary.iterdir():
+            if path.is_file():
+                path.chmod(readable)
             sync(path)
         if folder.exists():
             shutil.rmtree(folder)

@@ -68,7 +68,7 @@ def _schedule_fits(request: Request) -> list[Finding]:
     return findings
 
 
-IN_A_FOLDER = (("overwrite", False), ("async_save", False), ("save_interval", None))
+IN_A_FOLDER = {"overwrite": False, "async_save": False, "save_interval": None, "keep_best": None}
 """Flags that act on a run folder alone, with their values when off."""
 
 
@@ -84,8 +84,8 @@ def _leaves_something(request: Request) -> list[Finding]:
                 request.asked(name, "no_save"),
                 changes=(drop({name: off}), replace({"save": "DIR", "no_save": False})),
             )
-            for name, off in IN_A_FOLDER
-            if request.config.get(name) != off
+            for name, off in IN_A_FOLDER.items()
+            if request.config.get(name) not in (off, False)
         ]
     if training.save is None and request.training:
         folder = add({"save": "DIR"}, "the folder for checkpoints, metrics and the trained model")
