@@ -203,6 +203,11 @@ CASES += [("plain", engine) for engine in (*DIVIDED, "zero-3")]
 WORKS = [(job, engine) for job, engine in CASES if not (job == "late" and engine in ZERO)]
 
 
+def _is_double(job: str, engine: str) -> bool:
+    """Words that are masked out of the loss have no gradient but a rounding one, of which Adam makes steps in fp32."""
+    return job == "nothing" and engine not in ZERO
+
+
 def _train_all(workers: Any, folder: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for job, engine in CASES:
@@ -213,7 +218,7 @@ def _train_all(workers: Any, folder: str) -> dict[Any, Any]:
             mock.patch.object(JOBS[job], "on_train_start", lambda self, kept=kept: kept.append(self)),
         ):
             try:
-                found[job, engine] = train(job, False, flags, f"{folder}/{job}-{engine}")
+                found[job, engine] = train(job, _is_double(job, engine), flags, f"{folder}/{job}-{engine}")
             except RapidformerError as error:
                 found[job, engine] = error
         found["tasks", job, engine] = kept[0].tasks if kept else []
@@ -227,9 +232,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
     folder = tmp_path_factory.mktemp("references")
-    return {job: train(job, False, _alone(job), str(folder / job)) for job in JOBS}
+    needed = {(job, _is_double(job, engine)) for job, engine in CASES}
+    return {(job, double): train(job, double, _alone(job), f"{folder}/{job}-{double}") for job, double in needed}
 
 
 def _alone(job: str) -> str:
@@ -238,18 +244,19 @@ def _alone(job: str) -> str:
 
 @pytest.mark.parametrize(("job", "engine"), WORKS)
 def test_engine_follows_one_process(job: str, engine: str, references: Any, runs: Any) -> None:
-    expected = references[job]
+    double = _is_double(job, engine)
+    expected = references[job, double]
     for run in runs:
         actual = run[job, engine]
         assert not isinstance(actual, Exception), actual
-        close = {"rtol": 1e-5, "atol": 1e-6}
+        close = {"rtol": 1e-10, "atol": 1e-10} if double else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
         assert actual["weights"].keys() == expected["weights"].keys()
         for name, weight in expected["weights"].items():
             # Adam makes steps out of rounding where a gradient is zero, as that of a key's bias is: 0.5 % of a step,
-            # and 2 % where words are masked out of the loss and have no gradient but by the tied embedding.
+            # and 2 % in what DeepSpeed cannot compute in fp64.
             atol = 2e-5 if job == "nothing" else 5e-6
-            torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-5, atol=atol)
+            torch.testing.assert_close(actual["weights"][name], weight, **close | ({} if double else {"atol": atol}))
 
 
 @pytest.mark.parametrize("job", ["heads", "late", "branch", "nothing"])
