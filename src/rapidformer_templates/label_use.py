@@ -23,6 +23,9 @@ from rapidformer_templates.errors import ModelError
 LENGTH = 4
 """Tokens of the row that a model is tried with."""
 
+TRIES = 3
+"""Other labels that are tried at a place: two labels may well be about as likely, and three hardly."""
+
 SAME = 1e-5
 """Relative difference of losses, and of logits, up to which it is rounding."""
 
@@ -64,19 +67,22 @@ def can_be_tried(model: nn.Module) -> bool:
 @torch.no_grad()
 def label_use(model: nn.Module) -> LabelUse:
     """Try a model; afterwards it is as before. Workers that share a model's weights must all call it."""
-    if not isinstance(model, PreTrainedModel) or not _takes_tokens(model):
+    reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if reader is None or not _takes_tokens(model):
         return LabelUse(type(model).__name__)
     with _in_evaluation(model):
         try:
-            return _tried(model)
+            return _tried(model, reader)
         except Exception as error:  # whatever a model of any kind makes of four tokens
             named = _named_like_one(model)
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             return LabelUse(type(model).__name__, shifts=named, untried=reason if named else "")
 
 
-def _takes_tokens(model: PreTrainedModel) -> bool:
-    return {"input_ids", "labels"} <= set(inspect.signature(model.forward).parameters)
+def _takes_tokens(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "input_ids" in parameters and ("labels" in parameters or takes_any)
 
 
 def _named_like_one(model: nn.Module) -> bool:
@@ -85,34 +91,51 @@ def _named_like_one(model: nn.Module) -> bool:
     return name.endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel"))
 
 
-def _tried(model: PreTrainedModel) -> LabelUse:
-    embeddings: Any = model.get_input_embeddings()
+def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
+    """Try ``model``, which is ``reader`` or a module of the user's own around it."""
+    embeddings: Any = reader.get_input_embeddings()
     size = int(embeddings.num_embeddings)
-    device = embeddings.weight.device
     # Not the special tokens, which stand at the beginning of most vocabularies.
-    ids = torch.arange(size // 2, size // 2 + LENGTH, device=device)[None] % size
-    others = (ids + LENGTH) % size
-    begins = torch.cat([others[:, :1], ids[:, 1:]], dim=1)
-    ends = torch.cat([ids[:, :-1], others[:, -1:]], dim=1)
+    ids = torch.arange(size // 2, size // 2 + LENGTH, device=embeddings.weight.device)[None] % size
+    others = [(ids + LENGTH * i) % size for i in range(1, TRIES + 1)]
     output = model(input_ids=ids, labels=ids)
-    first_counts = _differ(output.loss, model(input_ids=ids, labels=begins).loss)
-    last_counts = _differ(output.loss, model(input_ids=ids, labels=ends).loss)
-    if not last_counts:  # a loss of its own kind, to which this question does not apply
+    loss = _loss_in(output)
+
+    def counts(place: int) -> bool:
+        """Whether the label at a place is compared with something."""
+        for other in others:
+            labels = ids.clone()
+            labels[:, place] = other[:, place]
+            if _differ(loss, _loss_in(model(input_ids=ids, labels=labels))):
+                return True
+        return False
+
+    if not counts(LENGTH - 1):  # a loss of its own kind, to which this question does not apply
         return LabelUse(type(model).__name__)
-    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        return LabelUse(type(model).__name__, shifts=not first_counts)
-    ahead = model(input_ids=ends, labels=ids).logits
+    shifts = not counts(0)
+    if "decoder_input_ids" in inspect.signature(reader.forward).parameters:
+        return LabelUse(type(model).__name__, shifts=shifts)
+    sees_ahead = False
+    if hasattr(output, "logits"):
+        ends = torch.cat([ids[:, :-1], others[0][:, -1:]], dim=1)
+        sees_ahead = _differ(output.logits[:, :-1], model(input_ids=ends, labels=ids).logits[:, :-1])
     return LabelUse(
         type(model).__name__,
-        shifts=not first_counts,
-        sees_ahead=_differ(output.logits[:, :-1], ahead[:, :-1]),
-        takes_shifted=_takes_shifted(model, ids, others, output.loss),
+        shifts=shifts,
+        sees_ahead=sees_ahead,
+        takes_shifted=_takes_shifted(model, ids, others[0], loss),
     )
 
 
-def _takes_shifted(model: PreTrainedModel, ids: torch.Tensor, others: torch.Tensor, without: torch.Tensor) -> bool:
+def _loss_in(output: Any) -> torch.Tensor:
+    """The loss that a model puts out, alone or among other things."""
+    loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output["loss"]
+    return loss
+
+
+def _takes_shifted(model: nn.Module, ids: torch.Tensor, others: torch.Tensor, without: torch.Tensor) -> bool:
     try:
-        return _differ(without, model(input_ids=ids, labels=ids, shift_labels=others).loss)
+        return _differ(without, _loss_in(model(input_ids=ids, labels=ids, shift_labels=others)))
     except TypeError:  # its forward has no such argument
         return False
 

@@ -19,7 +19,7 @@ from rapidformer_templates.data.collate import WindowCollate
 from rapidformer_templates.data.tasks.causal_lm import CausalLM
 from rapidformer_templates.data.tasks.objectives import Causal
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.label_use import LabelUse, can_be_tried, label_use
+from rapidformer_templates.label_use import LENGTH, LabelUse, can_be_tried, label_use
 from rapidformer_templates.targets import count_targets
 from tests.data.conftest import WORDS, write_jsonl
 
@@ -211,3 +211,32 @@ def test_an_own_loss_is_told(flags: Callable[..., list[str]], capsys: pytest.Cap
     told = capsys.readouterr()
     note = "BartForCausalLM does not shift labels, nor does this task here: your compute_loss must"
     assert note in told.out + told.err
+
+
+class _Inside(torch.nn.Module):
+    """A model of transformers in a module of the user's own."""
+
+    def __init__(self, model: PreTrainedModel, alone: bool) -> None:
+        super().__init__()
+        self.model, self.alone = model, alone
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        output = self.model(input_ids=input_ids, **others)
+        return output.loss if self.alone else output
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_a_model_in_a_module_of_ones_own_is_tried(name: str, alone: bool) -> None:
+    use = label_use(_Inside(_tiny(name), alone))
+    assert use.shifts == (name == "gpt2")
+    assert not use.untried
+
+
+def test_two_labels_may_be_as_likely() -> None:
+    """Which says nothing of whether they count; another one is tried."""
+    model = _tiny("gpt2")
+    tried = SIZES["vocab_size"] // 2 + LENGTH - 1
+    with torch.no_grad():
+        model.lm_head.weight[tried + LENGTH] = model.lm_head.weight[tried]
+    assert label_use(model).shifts

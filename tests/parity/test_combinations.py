@@ -35,6 +35,9 @@ ROUNDING = {
 CHOICES = (0.05, "a token whose two best experts are nearly alike goes to another one where 16 bits round otherwise")
 """Of a mixture in 16 bits."""
 
+REFUSED = ("the loss does not reach", "a micro batch does not come by all parameters")
+"""What ZeRO says of parameters that no worker reaches, or that one leaves out while others gather them."""
+
 COSTLY = {"onnx-runtime", "torch-compile"}
 """Graphs take seconds to make."""
 
@@ -63,6 +66,11 @@ def _assert_follows(found: Combination, variant: str, groups: Any, folder: str) 
     place = f"{folder}/run-{len(os.listdir(folder))}"
     results = groups[found.world].run(train, found.template, found.flags, variant, wide, place)
     shutil.rmtree(place, ignore_errors=True)
+    if variant == "branches" and found.plan.engine.endswith("DeepSpeedEngine"):
+        for result in results:
+            assert isinstance(result, Failure)
+            assert result.text.removeprefix("error: ").startswith(REFUSED)
+        return
     for result in (wanted, *results):
         assert not isinstance(result, Failure), result.text
     flips = "mixture-of-experts" in found.plan.switches and found.plan.precision != "fp32"

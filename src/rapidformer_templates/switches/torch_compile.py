@@ -25,6 +25,7 @@ from rapidformer_templates.switches._switch import (
 from rapidformer_templates.switches.dynamic_shape import max_shapes
 
 DEFAULT = "inductor"
+WHOLE = ("mixture-of-experts", "checkpoint-activations")
 # Backends that torch lists, but that are packages of their own: the module, and what to install.
 PACKAGES = {
     "tvm": ("tvm", "pip install apache-tvm"),
@@ -99,6 +100,14 @@ def _cut_parameters(request: Request) -> list[Finding]:
     return [Finding(message, asked, switches=("torch-compile", "zero-3"))]
 
 
+def _checkpointed_experts(request: Request) -> list[Finding]:
+    if not request.active.keys() >= set(WHOLE):
+        return []
+    names = ("torch-compile", *WHOLE)
+    message = "checkpointed blocks with experts cannot be compiled"
+    return [Finding(message, request.asked_for(*names), switches=names)]
+
+
 def _acted(measured: Measured) -> str | None:
     found = measured.all("compile")
     if any(report["graphs"] for report in found):
@@ -154,6 +163,15 @@ SWITCH = Switch(
             "[deepspeed, torch]",
             _cut_parameters,
             Example("--torch-compile --zero-3-memory-optimization --world-size 2"),
+        ),
+        Rule(
+            "RF106",
+            "torch.compile needs checkpointed blocks that are one graph: no experts in them.",
+            "the gate of a mixture breaks the graph of its block, and torch does not compile a checkpointed block with a "
+            "break",
+            "[torch]",
+            _checkpointed_experts,
+            Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations"),
         ),
     ),
 )
