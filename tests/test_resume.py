@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import shutil
 import socket
@@ -24,6 +23,7 @@ from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.files import crc32
 from rapidformer_templates.run_folder import read_metrics
 from tests.parity.jobs import ClassJob, _bert
+from tests.warm_processes import warm
 from tests.worker_group import run_in_workers
 
 FLAGS = "--lr 1e-3 --train-iters 12 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --save-interval 3"
@@ -111,7 +111,7 @@ def test_kill_in_a_save_leaves_the_earlier_checkpoint(
     flags: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, in_save = tmp_path / "run", tmp_path / "in-save"
-    process = multiprocessing.get_context("spawn").Process(target=_hang_in_save, args=(folder, in_save, flags))
+    process = warm().Process(target=_hang_in_save, args=(folder, in_save, flags))
     process.start()
     while not in_save.exists():
         assert process.is_alive()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 
 from rapidformer_templates.ports import free_port
 from rapidformer_templates.workers import join
+from tests.warm_processes import take_over, warm
 from tests.worker_group import WITHOUT_PICTURES
 
 PATIENCE = 5.0
@@ -68,10 +68,12 @@ class WarmWorkers:
         return results
 
     def _start(self) -> None:
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        context, port = warm(), free_port()
         for rank in range(self.count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.count, port, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.count, port, dict(os.environ), there), daemon=True
+            )
             process.start()
             there.close()
             self._processes.append(process)
@@ -85,8 +87,9 @@ class WarmWorkers:
         self._processes, self._ends = [], []
 
 
-def _serve(rank: int, count: int, port: int, end: Connection) -> None:
+def _serve(rank: int, count: int, port: int, environment: dict[str, str], end: Connection) -> None:
     """Carry out one task after another."""
+    take_over(environment)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     os.environ |= {name: str(value) for name, value in ranks.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -15,25 +15,34 @@ import torch.multiprocessing as mp
 
 from rapidformer_templates.ports import free_port
 from rapidformer_templates.workers import Workers, join
+from tests.warm_processes import METHOD, take_over, warm
 
 WITHOUT_PICTURES = mock.patch("rapidformer_templates.report.draw_curves")
 """Half of the time of runs as short as those of tests; what starts a command of its own still draws them."""
 
 
 def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(workers, *arguments)`` in ``count`` new processes; their results by rank.
+    """``function(workers, *arguments)`` in ``count`` processes; their results by rank.
 
     An exception in one of them is raised here with its stack trace.
     """
     with tempfile.TemporaryDirectory() as folder:
-        details = (count, free_port(), folder, function, arguments)
-        mp.spawn(_worker, details, nprocs=count)
+        warm()
+        details = (count, free_port(), folder, dict(os.environ), function, arguments)
+        mp.start_processes(_worker, details, nprocs=count, start_method=METHOD)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(count)]
 
 
 def _worker(
-    rank: int, count: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    count: int,
+    port: int,
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
+    take_over(environment)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from rapidformer_templates.data.tokenizers import load_tokenizer
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.targets import count_targets
 from tests.data.conftest import DOCUMENTS, write_jsonl
+from tests.warm_processes import warm
 
 Configure = Callable[..., RunConfig]
 
@@ -202,7 +202,7 @@ def _tokens_of(config: RunConfig, barrier: Any, results: Any) -> None:
 
 
 def test_two_processes_make_one_cache(configure: Configure, flags: dict[str, Any]) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = warm()
     barrier, results = context.Barrier(2), context.Queue()
     workers = [context.Process(target=_tokens_of, args=(configure(**flags), barrier, results)) for _ in range(2)]
     for worker in workers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from rapidformer_templates.data.index_cache import IndexCache
 from rapidformer_templates.errors import DataError
+from tests.warm_processes import warm
 
 
 def _ask(root: Path, barrier: Any, results: Any) -> None:
@@ -27,7 +27,7 @@ def _ask(root: Path, barrier: Any, results: Any) -> None:
 
 
 def test_two_processes_make_one(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = warm()
     barrier, results = context.Barrier(2), context.Queue()
     workers = [context.Process(target=_ask, args=(tmp_path / "cache", barrier, results)) for _ in range(2)]
     for worker in workers:

@@ -167,8 +167,8 @@ SWITCH = Switch(
         Rule(
             "RF106",
             "torch.compile needs checkpointed blocks that are one graph: no experts in them.",
-            "the gate of a mixture breaks the graph of its block, and torch leaves a checkpointed block with a break as "
-            "it is",
+            "the gate of a mixture breaks the graph of its block, and torch leaves checkpointed blocks with a break as "
+            "they are",
             "[torch]",
             _checkpointed_experts,
             Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations"),
