@@ -27,10 +27,17 @@ def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any) ->
     An exception in one of them is raised here with its stack trace.
     """
     with tempfile.TemporaryDirectory() as folder:
-        warm()
-        details = (count, free_port(), folder, dict(os.environ), function, arguments)
-        mp.start_processes(_worker, details, nprocs=count, start_method=METHOD)
+        context = start_workers(count, folder, function, *arguments)
+        while not context.join():
+            pass
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(count)]
+
+
+def start_workers(count: int, folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The same without waiting for their ends; each leaves its result in ``folder``."""
+    warm()
+    details = (count, free_port(), folder, dict(os.environ), function, arguments)
+    return mp.start_processes(_worker, details, nprocs=count, join=False, start_method=METHOD)
 
 
 def _worker(

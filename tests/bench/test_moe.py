@@ -15,9 +15,10 @@ from rapidformer_templates.bench.cli import main
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moe, "MEGABYTES", 1.0)
+    for name, value in {"MEGABYTES": 0.3, "ROWS": 8}.items():
+        monkeypatch.setattr(moe, name, value)
     monkeypatch.setattr(moe, "SHAPE", {"tokens": 64, "hidden": 16, "width": 32})
-    assert main(["moe", "--steps", "30", "--rounds", "2", "--output", str(tmp_path)]) == 0
+    assert main(["moe", "--steps", "12", "--rounds", "2", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "moe.json").read_text())
     dense, sparse = result["runs"]
     gates = moe.LAYERS * moe.EXPERTS * moe.HIDDEN
@@ -27,7 +28,7 @@ def test_the_command_writes_what_it_shows(
     for run in (dense, sparse):
         losses = [loss for _, loss in run["losses"]]
         assert losses == sorted(losses, reverse=True)
-        assert run["losses"][-1][0] == 30 * moe.ROWS * moe.LENGTH
+        assert run["losses"][-1][0] == 12 * moe.ROWS * moe.LENGTH
     assert 0 <= sparse["load"]["min"] < 1 < sparse["load"]["max"] < 16
     assert min(result["grouped_over"].values()) > 0
     assert (tmp_path / "moe.png").stat().st_size > 0

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 
-from rapidformer_templates.ports import free_port
 from tests.parity.test_resume_matrix import ENGINES, SAVED, STEPS, run
-from tests.worker_group import _worker, run_in_workers
+from tests.worker_group import run_in_workers, start_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
@@ -38,8 +36,7 @@ def _hang_in_second_save(workers: Any, folder: str, engine: str) -> None:
 
 
 def _begin_and_kill(folder: str, engine: str, work: str) -> None:
-    arguments = (2, free_port(), work, _hang_in_second_save, (folder, engine))
-    context = mp.spawn(_worker, arguments, nprocs=2, join=False)
+    context = start_workers(2, work, _hang_in_second_save, folder, engine)
     marks = [Path(f"{folder}-in-save-{rank}") for rank in (0, 1)]
     while not all(mark.exists() for mark in marks):
         assert all(process.is_alive() for process in context.processes), "a worker ended before it was killed"
