@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import shutil
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -58,7 +59,10 @@ def _reference(template: str, flags: tuple[str, ...], variant: str, wide: bool, 
     return outcome(train, template, flags, variant, wide, f"{folder}/reference-{len(os.listdir(folder))}")
 
 
-def _assert_follows(found: Combination, variant: str, groups: Any, folder: str) -> None:
+def _assert_follows(
+    found: Combination, variant: str, groups: Any, folder: str, record: Callable[[str, object], None]
+) -> None:
+    """Train it beside its reference; ``record`` takes how far they are apart, for ``--junitxml``."""
     wide = "nvme-offload" in found.names
     if wide and (why := why_no_nvme()):
         pytest.skip(why)
@@ -76,6 +80,7 @@ def _assert_follows(found: Combination, variant: str, groups: Any, folder: str) 
     flips = "mixture-of-experts" in found.plan.switches and found.plan.precision != "fp32"
     limit, why = CHOICES if flips else ROUNDING[found.plan.precision]
     apart = distance(results[0], wanted)
+    record(found.plan.precision, apart.worst)
     assert apart.worst <= limit, f"{found}: {apart}; {why} explains {limit:.1e}"
 
 
@@ -111,23 +116,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, making[name]() if wanted else [], ids=str)
 
 
-def test_some_pairs_follow_one_process(some_pair: Combination, groups: Any, folder: str) -> None:
-    _assert_follows(some_pair, "plain", groups, folder)
+def test_some_pairs_follow_one_process(some_pair: Combination, groups: Any, folder: str, record_property: Any) -> None:
+    _assert_follows(some_pair, "plain", groups, folder, record_property)
 
 
 @pytest.mark.exhaustive
-def test_every_pair_follows_one_process(pair: Combination, groups: Any, folder: str) -> None:
-    _assert_follows(pair, "plain", groups, folder)
+def test_every_pair_follows_one_process(pair: Combination, groups: Any, folder: str, record_property: Any) -> None:
+    _assert_follows(pair, "plain", groups, folder, record_property)
 
 
 @pytest.mark.exhaustive
-def test_triples_follow_one_process(triple: Combination, groups: Any, folder: str) -> None:
-    _assert_follows(triple, "plain", groups, folder)
+def test_triples_follow_one_process(triple: Combination, groups: Any, folder: str, record_property: Any) -> None:
+    _assert_follows(triple, "plain", groups, folder, record_property)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", VARIANTS[1:])
 def test_every_engine_follows_whatever_a_batch_reaches(
-    engine: Combination, variant: str, groups: Any, folder: str
+    engine: Combination, variant: str, groups: Any, folder: str, record_property: Any
 ) -> None:
-    _assert_follows(engine, variant, groups, folder)
+    _assert_follows(engine, variant, groups, folder, record_property)
