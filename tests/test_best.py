@@ -87,9 +87,9 @@ def test_nothing_is_best_where_all_are_nan(tmp_path: Path, capsys: pytest.Captur
     assert "the wer of step 1 is nan: no best" in capsys.readouterr().err
 
 
-def test_an_unknown_direction_is_asked_about_before_training() -> None:
+def test_an_unknown_direction_is_asked_about_before_training(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
-        Scored([*FLAGS, "--no-save", "--metric-for-best", "quux"]).fit()
+        Scored([*FLAGS, "--save", str(tmp_path / "run"), "--metric-for-best", "quux"]).fit()
     (found,) = caught.value.diagnostics
     assert found.rule == "RF098"
     assert [works.change for works in found.works][:2] == [
@@ -110,7 +110,7 @@ def test_a_flag_of_the_best_that_would_do_nothing_is_refused(flags: list[str], m
         Scored([*FLAGS, "--no-save", *flags]).fit()
 
 
-def test_a_best_checkpoint_needs_something_to_evaluate_on() -> None:
+def test_a_best_checkpoint_needs_something_to_evaluate_on(tmp_path: Path) -> None:
     class Unvalidated(Scored):
         def build_data(self) -> Data:
             data = super().build_data()
@@ -118,7 +118,7 @@ def test_a_best_checkpoint_needs_something_to_evaluate_on() -> None:
             return data
 
     with pytest.raises(ConfigError, match="there is no validation data to find the best checkpoint by") as caught:
-        Unvalidated([*FLAGS, "--no-save"]).fit()
+        Unvalidated([*FLAGS, "--save", str(tmp_path / "run")]).fit()
     assert caught.value.where == "--keep-best (command line)"
 
 
@@ -235,9 +235,9 @@ def test_metrics_of_the_tasks_are_those_that_they_compute() -> None:
         assert tuple(blank.compute_metrics(predictions, references)) == METRICS_OF[task]
 
 
-def test_a_run_of_its_own_data_has_no_metric_but_its_loss() -> None:
+def test_a_run_of_its_own_data_has_no_metric_but_its_loss(tmp_path: Path) -> None:
     class Plain(Scored):
         compute_metrics = Trainer.compute_metrics  # type: ignore[assignment]
 
     with pytest.raises(RapidformerError, match="this run has no metric 'wer'"):
-        Plain([*FLAGS, "--no-save", "--metric-for-best", "wer"]).fit()
+        Plain([*FLAGS, "--save", str(tmp_path / "run"), "--metric-for-best", "wer"]).fit()
