@@ -185,8 +185,11 @@ def test_the_guides_file_for_a_disk_follows_one_process(references: Any, runs: A
 def _assert_like(expected: Any, actual: Any, rtol: float, *, moved: bool) -> None:
     torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=rtol, atol=1e-6)
     assert actual["weights"].keys() == expected["weights"].keys()
+    apart = sum(float((actual["weights"][name] - w).square().sum()) for name, w in expected["weights"].items())
+    whole = sum(float(w.square().sum()) for w in expected["weights"].values())
+    # By their norm: Adam makes steps out of rounding where a gradient is about zero, 2 % of one in a few elements.
+    assert (apart / whole) ** 0.5 < 1e-5
     for name, weight in expected["weights"].items():
-        # Adam makes steps out of rounding where a gradient is zero, as that of a key's bias is.
-        torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-5, atol=2e-5)
     if moved:  # by so much more than that, that other options of the optimizer would show
         assert max(float(weight.abs().max()) for name, weight in expected["weights"].items() if "bias" in name) > 1e-3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import time
 from pathlib import Path
@@ -47,22 +49,23 @@ def _begin_and_kill(folder: str, engine: str, work: str) -> None:
         process.join()
 
 
-def _go_on(workers: Any, root: str) -> dict[str, Any]:
-    curves = {}
-    for name in KILLED:
-        curves[name] = run(f"{root}/{name}", name, 2, "--resume")
-        curves["whole", name] = run(f"{root}/whole-{name}", name, 2)
-    return curves
+def _go_on(workers: Any, root: str) -> tuple[dict[Any, Any], str]:
+    """The curves by engine, and what this worker said."""
+    curves: dict[Any, Any] = {}
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for name in KILLED:
+            curves[name] = run(f"{root}/{name}", name, 2, "--resume")
+            curves["whole", name] = run(f"{root}/whole-{name}", name, 2)
+    return curves, said.getvalue()
 
 
-def test_the_earlier_checkpoint_is_whole_and_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_earlier_checkpoint_is_whole_and_taken(tmp_path: Path) -> None:
     for name in KILLED:
         _begin_and_kill(str(tmp_path / name), name, str(tmp_path))
         left = {path.name for path in (tmp_path / name / "checkpoints").iterdir()}
         assert left == {"latest", f"step-{SAVED}", f"step-{STEPS}.tmp"}, name
         assert ENGINES[name]
-    curves = run_in_workers(2, _go_on, str(tmp_path))[0]
-    said = capfd.readouterr().err
+    curves, said = run_in_workers(2, _go_on, str(tmp_path))[0]
     for name in KILLED:
         assert f"going on from {tmp_path / name}/checkpoints/step-{SAVED}" in said
         assert curves[name] == curves["whole", name][SAVED:], name
