@@ -22,7 +22,7 @@ test: $(VENV)/.installed-dev  ## lint, format, types and tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 docs: $(VENV)/.installed  ## write docs/switches.md anew from the declarations
-	$(BIN)/python -m rapidformer_templates.switches._document docs/switches.md
+	$(BIN)/python -m rapidformer_templates.commands.catalogue docs/switches.md
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -14,7 +14,7 @@ done
 [ "$run" = "$wanted" ] || echo "$wanted is there already and stays as it is; this run goes to $run"
 
 # 2. The data as two csv files (2,000 tweets to train on, 1,000 held out), and the folder of the model.
-model=$(python -m rapidformer_templates.bench.demo_data runs/demo-data)
+model=$(python -m rapidformer_templates.commands.bench.demo_data runs/demo-data)
 model=${model#"$PWD"/}
 
 # 3. The black-box command, shown before it runs.

@@ -51,7 +51,7 @@ class Part:
 
 def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
     """What is done, what matters most first."""
-    python, bench = sys.executable, [sys.executable, "-m", "rapidformer_templates.bench"]
+    python, bench = sys.executable, [sys.executable, "-m", "rapidformer_templates.commands.bench"]
     scales = ["tiny"] if tiny else ["gpt-124m", "bert-base", "paper"]
     found = [
         Part("versions", [python, "-c", VERSIONS, str(output / "versions.json")], 60, _json(output / "versions.json"))
@@ -153,8 +153,8 @@ def _verdict(what: str, measured: float | None, goal: float) -> str:
 def record(scale: str, device: str, output: Path) -> None:
     """Train a model of the utilisation table for a few steps, and profile them."""
     from rapidformer_templates import Data, Trainer
-    from rapidformer_templates.bench.tables import UTILISATION
-    from rapidformer_templates.bench.worker import Job, RandomTokens, build_model
+    from rapidformer_templates.commands.bench.tables import UTILISATION
+    from rapidformer_templates.commands.bench.worker import Job, RandomTokens, build_model
 
     precision = "bf16" if device == "cuda" else "fp32"
     job = Job("mfu", "rapidformer", None, scale, 1, 1, 20, device, precision, "", "")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.config import spelling
-from rapidformer_templates.switches import REGISTRY
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.registry import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/rapidformer_templates"

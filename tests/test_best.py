@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from rapidformer_templates import Data, Finetuner, Trainer
-from rapidformer_templates.best import direction_of
-from rapidformer_templates.cli import main
-from rapidformer_templates.data.task_flags import METRICS_OF, TASKS
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
-from rapidformer_templates.run import load_object
+from rapidformer_templates.planning.tasks import METRICS_OF, TASKS
+from rapidformer_templates.run.best import direction_of
+from rapidformer_templates.run.fit import load_object
 
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "5", "--train-iters", "4", "--eval-interval", "1", "--keep-best"]
 

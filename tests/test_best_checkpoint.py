@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rapidformer_templates import Data, checkpoint
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates import Data
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.folder import read_metrics
 from tests.test_loop import FLAGS, Line
 
 BEST = [

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates import Finetuner, Trainer, program
+from rapidformer_templates import Finetuner, Trainer
 from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.system import program
 from tests.test_loop import FLAGS, Line
 
 SCRIPT = """

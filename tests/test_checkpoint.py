@@ -21,12 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rapidformer_templates import checkpoint, checkpoint_check, files, tensor_file
-from rapidformer_templates.async_save import AsyncSaver
-from rapidformer_templates.engines.base import Piece
+from rapidformer_templates.engines.contract import Piece
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.layout import canonical_name, find_layout
-from rapidformer_templates.workers import Workers
+from rapidformer_templates.models.blocks import canonical_name, find_layout
+from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.checkpoint import tensor_file
+from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
+from rapidformer_templates.system import files
+from rapidformer_templates.system.workers import Workers
 from tests.crash_points import each_crash
 from tests.worker_group import alone
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from rapidformer_templates import Data, Trainer
-from rapidformer_templates.cli import main
-from rapidformer_templates.config import RunConfig, choices, parse
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import Refused
-from rapidformer_templates.flags import SECTIONS
-from rapidformer_templates.switches import REGISTRY, resolve, switch_options
+from rapidformer_templates.planning.config import RunConfig, choices, parse
+from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.resolve import resolve
 from tests.switches.helpers import CPU, codes
 
 OF = "_memory_optimization"

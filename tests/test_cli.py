@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rapidformer_templates.cli import main
+from rapidformer_templates.commands.main import main
 
 
 def test_help_is_grouped_with_the_commands_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,7 @@ def test_switches(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("words", ["plan --json --fsdp-memory-optimization --world-size 2", "--help", "explain RF010"])
 def test_no_torch_is_imported(words: str) -> None:
     program = (
-        "import sys; from rapidformer_templates.cli import main; status = main(sys.argv[1:]);"
+        "import sys; from rapidformer_templates.commands.main import main; status = main(sys.argv[1:]);"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else status)"
     )

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from rapidformer_templates.deepspeed_file import adopt
-from rapidformer_templates.deepspeed_keys import HANDED_ON, ONLY, OWN, REFUSED, SAID, look_up
+from rapidformer_templates.engines.recipe import default_optimizer, schedule
 from rapidformer_templates.errors import ConfigError, Refused
-from rapidformer_templates.flags import TrainingFlags
-from rapidformer_templates.optimizer import default_optimizer, schedule
-from rapidformer_templates.switches import resolve
+from rapidformer_templates.planning.deepspeed_file.file import adopt
+from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, ONLY, OWN, REFUSED, SAID, look_up
+from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.resolve import resolve
 from tests.switches.helpers import CPU, GPUS, config_of, on
 
 TWO = on(GPUS, world_size=2, local_world_size=2)

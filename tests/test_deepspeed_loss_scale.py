@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
-from rapidformer_templates.engines.zero_loss_scale import restore, state_of
 from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.switches.zero.loss_scale import restore, state_of
 from tests.parity.jobs import CausalJob
 
 loss_scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="needs DeepSpeed")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates import build_tools
-from rapidformer_templates import deepspeed_parts as parts
-from rapidformer_templates.plan import Plan
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.zero import build_tools
+from rapidformer_templates.switches.zero import compiled_parts as parts
 
 # Builds as torch.utils.cpp_extension does: a file `lock` while it compiles, which a killed process leaves behind.
 FAKE = """
@@ -50,7 +50,7 @@ class Accelerator:
 def get_accelerator():
     return Accelerator()
 """
-STARTER = "from rapidformer_templates.deepspeed_parts import build; build(['cpu_adam'], 'cpu')"
+STARTER = "from rapidformer_templates.switches.zero.compiled_parts import build; build(['cpu_adam'], 'cpu')"
 
 
 @pytest.fixture

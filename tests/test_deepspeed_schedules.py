@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer_templates.deepspeed_schedules import PARAMETERS, rates
+from rapidformer_templates.planning.deepspeed_file.schedules import PARAMETERS, rates
 
 lr_schedules = pytest.importorskip(
     "deepspeed.runtime.lr_schedules", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'"

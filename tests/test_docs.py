@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.bench.cli import _parser as bench_parser
-from rapidformer_templates.cli import PlanFlags, main
-from rapidformer_templates.config import build_parser
-from rapidformer_templates.data.cli import _parser as data_parser
-from rapidformer_templates.switches import switch_options
+from rapidformer_templates.commands.bench.cli import _parser as bench_parser
+from rapidformer_templates.commands.data import _parser as data_parser
+from rapidformer_templates.commands.main import PlanFlags, main
+from rapidformer_templates.planning.config import build_parser
+from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]

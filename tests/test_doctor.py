@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates import build_tools, deepspeed_parts, doctor, environment
-from rapidformer_templates.cli import main
-from rapidformer_templates.switches import REGISTRY
+from rapidformer_templates.commands import doctor
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.planning import environment
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.switches.zero import build_tools
+from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 
 
 def add_package(site: Path, name: str, body: str, version: str = "1.2") -> None:

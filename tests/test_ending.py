@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 
 import rapidformer_templates
-from rapidformer_templates import blackbox, cli, program
+from rapidformer_templates.commands import main as cli
+from rapidformer_templates.commands import train as blackbox
 from rapidformer_templates.errors import Interrupted
-from rapidformer_templates.signals import StopRequest
+from rapidformer_templates.system import program
+from rapidformer_templates.system.signals import StopRequest
 from tests.test_loop import FLAGS, Line
 
 LAUNCHER = """
 import sys
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.launch import run_workers
+from rapidformer_templates.system.launch import run_workers
 try:
     run_workers([sys.executable, *sys.argv[1:]], 2)
 except RapidformerError as error:
@@ -34,9 +36,9 @@ WORKER = """
 import os, sys, threading, time
 from pathlib import Path
 from rapidformer_templates.errors import Interrupted
-from rapidformer_templates.launch import report_errors
-from rapidformer_templates.processes import end_with_launcher
-from rapidformer_templates.signals import stop_request
+from rapidformer_templates.system.launch import report_errors
+from rapidformer_templates.system.processes import end_with_launcher
+from rapidformer_templates.system.signals import stop_request
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
@@ -241,7 +243,7 @@ def test_a_request_in_the_export_goes_on_from_the_last_step(
 ) -> None:
     flags = [*FLAGS, "--epochs", "1", *(["--save", str(tmp_path / "run")] if saves else ["--no-save"])]
     monkeypatch.setattr(
-        "rapidformer_templates.run.summarise", lambda *parts: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(1)
+        "rapidformer_templates.run.fit.summarise", lambda *parts: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(1)
     )
     with pytest.raises(Interrupted, match="after the last step") as caught:
         Line(flags).fit()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rapidformer_templates.engines.flat import boxes, pieces_of, read_into
+from rapidformer_templates.engines.flat_runs import boxes, pieces_of, read_into
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4), run=st.data())

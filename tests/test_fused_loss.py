@@ -26,13 +26,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.environment import installed_packages
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
-from rapidformer_templates.fused_loss.logits import FusedHead, Logits, head_of
-from rapidformer_templates.fused_loss.memory import rows_at_once, saved_bytes
-from rapidformer_templates.fused_loss.pointwise import Scale, Shift, Tanh
-from rapidformer_templates.fused_loss.transform import fuse_loss
+from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
+from rapidformer_templates.switches.fused_loss.logits import FusedHead, Logits, head_of
+from rapidformer_templates.switches.fused_loss.memory import rows_at_once, saved_bytes
+from rapidformer_templates.switches.fused_loss.pointwise import Scale, Shift, Tanh
+from rapidformer_templates.switches.fused_loss.transform import fuse_loss
 from tests.parity.jobs import JOBS, VOCABULARY, CausalJob, ClassJob, _Job, train
 from tests.worker_group import run_in_workers
 
@@ -295,7 +295,7 @@ def test_the_receipt_would_see_whole_logits(tmp_path: Path) -> None:
     def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: Recipe) -> Any:
         return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
 
-    with mock.patch("rapidformer_templates.fused_loss.logits.linear_cross_entropy", whole):
+    with mock.patch("rapidformer_templates.switches.fused_loss.logits.linear_cross_entropy", whole):
         run = train("causal", False, f"{ALONE} --train-iters 1 {FUSED}", str(tmp_path))
     receipts = run["summary"]["receipts"]
     assert receipts["logits_rows"] == receipts["logits_rows_without"]

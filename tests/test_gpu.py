@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rapidformer_templates.errors import NonFiniteLoss
-from rapidformer_templates.profile import read_summary
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.run.profiler import read_summary
 from tests.engines.test_mask_checks import HOOKS, job_of
 from tests.engines.test_outcomes import FLAGS, Line
 from tests.parity.jobs import CausalJob, train

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.cli import main
+from rapidformer_templates.commands.main import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

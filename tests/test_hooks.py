@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer_templates import Data, Finetuner
 from rapidformer_templates.errors import ConfigError, DataError, ModelError, RapidformerError
-from rapidformer_templates.launch import run_workers
-from rapidformer_templates.ports import why_not
+from rapidformer_templates.system.launch import run_workers
+from rapidformer_templates.system.ports import why_not
 from tests.test_loop import FLAGS, Line
 
 SAMPLES = [{"x": np.ones(1, np.float32), "y": np.ones(1, np.float32)}] * 4

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates import launch
 from rapidformer_templates.errors import Interrupted, ReportedError
-from rapidformer_templates.processes import Failure
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.system import launch
+from rapidformer_templates.system.processes import Failure
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """

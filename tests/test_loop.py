@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from rapidformer_templates import Data, Finetuner, Trainer, checkpoint, checkpoint_check, tensor_file
+from rapidformer_templates import Data, Finetuner, Trainer
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, RapidformerError
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.checkpoint import tensor_file
+from rapidformer_templates.run.folder import read_metrics
 
 FLAGS = ["--lr", "0.1", "--log-interval", "1", "--micro-batch-size", "4"]
 

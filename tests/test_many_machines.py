@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rapidformer_templates.ports import free_port
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.system.ports import free_port
 from tests.parity.jobs import train
 
 ROOT = Path(__file__).parents[1]

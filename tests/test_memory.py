@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.configure import resolve_plan
-from rapidformer_templates.ladder import next_step
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.configure import resolve_plan
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.run.out_of_memory import next_step
 from tests.parity.jobs import CausalJob
 from tests.worker_group import why_no_nvme
 
@@ -92,14 +92,14 @@ LADDER = [  # (what runs, what is said next)
 @pytest.mark.parametrize(("flags", "said"), LADDER, ids=lambda x: x if isinstance(x, str) else "")
 def test_the_ladder(flags: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = {"deepspeed": "0.19", "fairscale": "0.4"}
-    monkeypatch.setattr("rapidformer_templates.environment.installed_packages", lambda: packages)
+    monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", lambda: packages)
     job = CausalJob([*flags.split(), "--nproc-per-node", "2", "--train-iters", "4", "--lr", "1e-3"])
     plan = resolve_plan(type(job), job.config)
     assert next_step(job.config, plan, lambda config: resolve_plan(type(job), config)) == said
 
 
 def test_without_deepspeed_the_ladder_leads_to_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rapidformer_templates.environment.installed_packages", dict)
+    monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", dict)
     flags = "--checkpoint-activations --mixed-precision bf16 --nproc-per-node 2 --train-iters 4 --lr 1e-3"
     job = CausalJob(flags.split())
     plan = resolve_plan(type(job), job.config)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rapidformer_templates.architectures import objective_of, positions_of
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.tokenizers import load_tokenizer
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models import build_model, check_seq_length
+from rapidformer_templates.models.architectures import objective_of, positions_of
+from rapidformer_templates.models.loading import build_model, check_seq_length
+from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.planning.config import RunConfig
 from tests.data.conftest import TINY, bert_folder, configure, gpt_folder, offline
 
 Configure = Callable[..., RunConfig]

@@ -14,9 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
-from rapidformer_templates.engines.offload import HostOptimizer
-from rapidformer_templates.optimizer import OptimizerSpec
-from rapidformer_templates.switches import REGISTRY, resolve
+from rapidformer_templates.engines.host_optimizer import HostOptimizer
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
 from tests.parity.jobs import JOBS, ClassJob, train
 from tests.switches.helpers import CPU, GPUS, config_of
 from tests.test_resume import assert_same, run

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
+from rapidformer_templates.engines.recipe import OptimizerSpec, default_optimizer, schedule
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.flags import TrainingFlags
-from rapidformer_templates.optimizer import OptimizerSpec, default_optimizer, schedule
-from rapidformer_templates.optimizers.lamb import Lamb
-from rapidformer_templates.plan import Plan
+from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.optimizer.lamb import Lamb
 
 
 def test_lamb_follows_algorithm_2_in_fp64() -> None:
@@ -68,7 +68,7 @@ def test_parameters_with_equal_options_share_a_group() -> None:
         ("torch.optim.AdamW (fused)", torch.optim.AdamW, True),
         ("torch.optim.AdamW", torch.optim.AdamW, None),
         ("torch.optim.Adafactor", torch.optim.Adafactor, None),
-        ("rapidformer_templates.optimizers.lamb.Lamb", Lamb, None),
+        ("rapidformer_templates.switches.optimizer.lamb.Lamb", Lamb, None),
     ],
 )
 def test_the_plan_decides_the_class(implementation: str, kind: type, fused: bool | None) -> None:

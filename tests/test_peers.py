@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.config import build_parser, parse
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.peers import PEERS
-from rapidformer_templates.switches import switch_options
+from rapidformer_templates.planning.config import build_parser, parse
+from rapidformer_templates.planning.peers import PEERS
+from rapidformer_templates.planning.registry import switch_options
 
 KNOWN = {
     option: action
@@ -89,7 +89,7 @@ def test_hints_in_a_file_and_in_a_script(tmp_path: Path) -> None:
 
 
 def test_each_name_stands_in_one_line() -> None:
-    from rapidformer_templates.peers import _LINES
+    from rapidformer_templates.planning.peers import _LINES
 
     names = [name.replace("-", "_") for line in _LINES for name in line[0].split()]
     assert len(names) == len(set(names))

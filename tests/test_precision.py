@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.folder import read_metrics
 from tests.parity.jobs import CausalJob
 
 FLAGS = "--lr 1e-3 --train-iters 6 --micro-batch-size 4 --log-interval 1 --mixed-precision fp16"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates import cli
-from rapidformer_templates.data.indexed import IndexedDataset
-from rapidformer_templates.data.splits import split_sequences, split_shares
-from rapidformer_templates.data.unigram import unigram_loss
+from rapidformer_templates.commands import main as cli
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
+from rapidformer_templates.data.pretraining.unigram import unigram_loss
 
 SPLIT = "969,30,1"
 

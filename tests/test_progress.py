@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates import Data
-from rapidformer_templates.report import tell
+from rapidformer_templates.run.console import tell
 from tests.test_loop import Line
 
 FLAGS = ["--micro-batch-size", "10", "--train-iters", "4", "--eval-interval", "2", "--save-interval", "4"]

@@ -18,10 +18,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
-from rapidformer_templates import checkpoint_check, run_lock, tensor_file
 from rapidformer_templates.errors import CheckpointError, ConfigError
-from rapidformer_templates.files import crc32
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run import lock as run_lock
+from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import tensor_file
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.system.files import crc32
 from tests.parity.jobs import ClassJob, _bert
 from tests.warm_processes import warm
 from tests.worker_group import run_in_workers
@@ -359,7 +361,7 @@ def _async_cases(workers: Any, folder: str) -> dict[str, str]:
 
         return mock.patch.object(checkpoint_check, "crc32", seen)
 
-    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         with counting("saved", "step-12"):
             run(root / "waiting")
         run(root / "async", "--async-save", dies_after=8)
@@ -414,7 +416,7 @@ def _plain(folder: Path, until: int, *flags: str) -> None:
 def _resume_cases(workers: Any, folder: str) -> dict[str, Any]:
     """In each of two workers. A death is caught here, because a worker ends on an error."""
     root = Path(folder)
-    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         DropoutJob([*FLAGS.split(), "--eval-interval", "4", "--save", str(root / "pair")]).fit()
         run(root / "pair-died", dies_after=8)
         run(root / "pair-died", "--resume")

@@ -16,10 +16,13 @@ from unittest import mock
 
 import pytest
 
-from rapidformer_templates import Data, checkpoint, checkpoint_check, run_lock
+from rapidformer_templates import Data
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.run_folder import CONTENTS, RunFolder, read_metrics
-from rapidformer_templates.run_lock import RunLock
+from rapidformer_templates.run import lock as run_lock
+from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.folder import CONTENTS, RunFolder, read_metrics
+from rapidformer_templates.run.lock import RunLock
 from tests.crash_points import each_crash
 from tests.test_loop import FLAGS, Line
 from tests.worker_group import alone

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from rapidformer_templates import tensor_file
-from rapidformer_templates.files import PAGE, crc32, unbuffered, write_at
+from rapidformer_templates.run.checkpoint import tensor_file
+from rapidformer_templates.system.files import PAGE, crc32, unbuffered, write_at
 
 TENSORS: dict[str, torch.Tensor] = {
     **{

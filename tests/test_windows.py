@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rapidformer_templates.engines.windows import windows
+from rapidformer_templates.engines.parallel.windows import windows
 
 
 @settings(deadline=None)

@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
-from rapidformer_templates.ports import free_port
-from rapidformer_templates.workers import join
+from rapidformer_templates.system.ports import free_port
+from rapidformer_templates.system.workers import join
 from tests.warm_processes import take_over, warm
 from tests.worker_group import WITHOUT_PICTURES
 
@@ -95,7 +95,7 @@ def _serve(rank: int, count: int, port: int, environment: dict[str, str], end: C
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     # These workers are a group already; the launcher's own care for errors is not wanted.
-    with WITHOUT_PICTURES, join("cpu"), mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+    with WITHOUT_PICTURES, join("cpu"), mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         while True:
             try:
                 function, arguments = end.recv()

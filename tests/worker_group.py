@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 import torch.multiprocessing as mp
 
-from rapidformer_templates.ports import free_port
-from rapidformer_templates.workers import Workers, join
+from rapidformer_templates.system.ports import free_port
+from rapidformer_templates.system.workers import Workers, join
 from tests.warm_processes import METHOD, take_over, warm
 
-WITHOUT_PICTURES = mock.patch("rapidformer_templates.report.draw_curves")
+WITHOUT_PICTURES = mock.patch("rapidformer_templates.run.console.draw_curves")
 """Half of the time of runs as short as those of tests; what starts a command of its own still draws them."""
 
 
@@ -66,8 +66,8 @@ def _worker(
 
 def why_no_nvme() -> str | None:
     """Why NVMe offload is not tested here: its compiled part takes minutes to build, which no test should."""
-    from rapidformer_templates.build_tools import problems
-    from rapidformer_templates.deepspeed_parts import folder, is_built
+    from rapidformer_templates.switches.zero.build_tools import problems
+    from rapidformer_templates.switches.zero.compiled_parts import folder, is_built
 
     found = problems("async_io")
     if found or not is_built("async_io", folder("cpu")):

@@ -7,24 +7,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.types import Data as Data
+    from rapidformer_templates.engines.recipe import OptimizerSpec as OptimizerSpec
     from rapidformer_templates.errors import RapidformerError as RapidformerError
     from rapidformer_templates.finetuner import Finetuner as Finetuner
-    from rapidformer_templates.flags import flag as flag
-    from rapidformer_templates.optimizer import OptimizerSpec as OptimizerSpec
+    from rapidformer_templates.planning.flags import flag as flag
     from rapidformer_templates.pretrainer import Pretrainer as Pretrainer
+    from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture as load_mixture
     from rapidformer_templates.trainer import Trainer as Trainer
 
 _HOME = {
     "Data": "rapidformer_templates.data.types",
     "Finetuner": "rapidformer_templates.finetuner",
-    "OptimizerSpec": "rapidformer_templates.optimizer",
+    "OptimizerSpec": "rapidformer_templates.engines.recipe",
     "Pretrainer": "rapidformer_templates.pretrainer",
     "RapidformerError": "rapidformer_templates.errors",
     "Trainer": "rapidformer_templates.trainer",
-    "flag": "rapidformer_templates.flags",
+    "flag": "rapidformer_templates.planning.flags",
+    "load_mixture": "rapidformer_templates.switches.mixture_of_experts.exported",
 }
 
-__all__ = ["Data", "Finetuner", "OptimizerSpec", "Pretrainer", "RapidformerError", "Trainer", "flag"]
+__all__ = [
+    "Data",
+    "Finetuner",
+    "OptimizerSpec",
+    "Pretrainer",
+    "RapidformerError",
+    "Trainer",
+    "flag",
+    "load_mixture",
+]
 __version__ = "0.1.0"
 
 
@@ -34,7 +45,7 @@ def __getattr__(name: str) -> Any:
         try:
             return getattr(import_module(_HOME[name]), name)
         except KeyboardInterrupt:
-            from rapidformer_templates import program
+            from rapidformer_templates.system import program
 
             program.interrupted_while_importing()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import sys
 
-from rapidformer_templates.cli import main
+from rapidformer_templates.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

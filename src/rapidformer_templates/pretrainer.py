@@ -8,6 +8,6 @@ from rapidformer_templates.trainer import Trainer
 class Pretrainer(Trainer):
     """The template for pretraining; ``--task pretraining`` is its default task.
 
-    Its flags' defaults stand in :data:`rapidformer_templates.templates.TEMPLATE_DEFAULTS`. Model-state
+    Its flags' defaults stand in :data:`rapidformer_templates.planning.templates.TEMPLATE_DEFAULTS`. Model-state
     partitioning is by FSDP, OSS or SDP; ZeRO and 3D parallelism need :class:`Trainer`.
     """

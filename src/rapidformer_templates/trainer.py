@@ -16,21 +16,23 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
-from rapidformer_templates import configure, program, run
-from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.loader import to_device
-from rapidformer_templates.data.task_flags import metrics_of
+from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.base import StepResult
+from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule, default_optimizer, schedule, undecayed
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
-from rapidformer_templates.handover import at_the_door, is_asked_for
-from rapidformer_templates.label_use import LabelUse
-from rapidformer_templates.optimizer import OptimizerSpec, Schedule, default_optimizer, schedule, undecayed
-from rapidformer_templates.optimizers.muon import rule_by_shape, tables_of
-from rapidformer_templates.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook
-from rapidformer_templates.plan import Plan
-from rapidformer_templates.targets import count_targets, samples_in
+from rapidformer_templates.models.label_use import LabelUse
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.tasks import metrics_of
+from rapidformer_templates.run import configure
+from rapidformer_templates.run import fit as run
+from rapidformer_templates.run.handover import at_the_door, is_asked_for
+from rapidformer_templates.run.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook
+from rapidformer_templates.switches.optimizer.muon import rule_by_shape, tables_of
+from rapidformer_templates.system import program
 
 
 class Trainer:

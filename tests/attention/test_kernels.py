@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rapidformer_templates.attention.count import count_kernels
-from rapidformer_templates.attention.kernels import NAMES, attention, check_attention
-from rapidformer_templates.attention.packed import borders_of, packed_attention
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.flash_attention.kernels import NAMES, attention, check_attention
+from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
+from rapidformer_templates.switches.flash_attention.receipt import count_kernels
 from tests.compiling import jobs as _jobs  # noqa: F401 - registers them
 from tests.parity.jobs import train
 

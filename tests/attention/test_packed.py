@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.attention import packed
-from rapidformer_templates.attention.count import count_kernels
-from rapidformer_templates.attention.kernels import NAMES
-from rapidformer_templates.attention.packed import borders_of, packed_attention
+from rapidformer_templates.switches.flash_attention import packed
+from rapidformer_templates.switches.flash_attention.kernels import NAMES
+from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
+from rapidformer_templates.switches.flash_attention.receipt import count_kernels
 from tests.data.test_packing import _gradients, _loss, _model, _packed_batch, _samples
 
 TOKENS = 11

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.bench import demo_data
-from rapidformer_templates.bench.demo_data import demo_model_folder, make_demo_data
+from rapidformer_templates.commands.bench import demo_data
+from rapidformer_templates.commands.bench.demo_data import demo_model_folder, make_demo_data
 from rapidformer_templates.errors import DataError, ModelError
 
 needs_packages = pytest.mark.skipif(

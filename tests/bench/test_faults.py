@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.bench import faults
-from rapidformer_templates.bench.cli import main
-from rapidformer_templates.bench.faults import FaultReport, Kill, Life, Moments, difference, run_faults, spend_life
-from rapidformer_templates.bench.trainees import Place
+from rapidformer_templates.commands.bench import faults
+from rapidformer_templates.commands.bench.cli import main
+from rapidformer_templates.commands.bench.faults import (
+    FaultReport,
+    Kill,
+    Life,
+    Moments,
+    difference,
+    run_faults,
+    spend_life,
+)
+from rapidformer_templates.commands.bench.trainees import Place
 
 
 @pytest.mark.slow

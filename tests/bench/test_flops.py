@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rapidformer_templates.bench.flops import MatrixProduct, training_flops
+from rapidformer_templates.commands.bench.flops import MatrixProduct, training_flops
 
 
 def test_a_decoder_s_flops_are_those_of_the_formula() -> None:

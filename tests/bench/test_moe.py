@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.bench import moe
-from rapidformer_templates.bench.cli import main
+from rapidformer_templates.commands.bench import moe
+from rapidformer_templates.commands.bench.cli import main
 
 
 @pytest.mark.slow

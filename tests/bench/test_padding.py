@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rapidformer_templates.bench import padding
-from rapidformer_templates.bench.cli import main
+from rapidformer_templates.commands.bench import padding
+from rapidformer_templates.commands.bench.cli import main
 
 
 @pytest.fixture(autouse=True)

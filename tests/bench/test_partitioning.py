@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.bench import measure
-from rapidformer_templates.bench.cli import main
-from rapidformer_templates.bench.measure import facts_of
-from rapidformer_templates.bench.report import Report
-from rapidformer_templates.bench.runs import Run
-from rapidformer_templates.bench.show import deviation
-from rapidformer_templates.bench.tables import PARTITIONING
-from rapidformer_templates.planner.states import (
+from rapidformer_templates.commands.bench import measure
+from rapidformer_templates.commands.bench.cli import main
+from rapidformer_templates.commands.bench.measure import facts_of
+from rapidformer_templates.commands.bench.report import Report
+from rapidformer_templates.commands.bench.runs import Run
+from rapidformer_templates.commands.bench.show import deviation
+from rapidformer_templates.commands.bench.tables import PARTITIONING
+from rapidformer_templates.switches.auto_strategy.state_bytes import (
     Facts,
     Held,
     cut_each,

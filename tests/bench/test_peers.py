@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.bench import peers
-from rapidformer_templates.bench.cli import main
-from rapidformer_templates.bench.peers_job import SOLUTIONS, Watch
+from rapidformer_templates.commands.bench import peers
+from rapidformer_templates.commands.bench.cli import main
+from rapidformer_templates.commands.bench.peers_job import SOLUTIONS, Watch
 from tests.bench.test_demo_data import needs_packages
 
 

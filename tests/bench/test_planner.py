@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.bench import planner
-from rapidformer_templates.bench.planner import ROWS, Result, Row, measure, notes
-from rapidformer_templates.planner.layouts import Layout
+from rapidformer_templates.commands.bench import planner
+from rapidformer_templates.commands.bench.planner import ROWS, Result, Row, measure, notes
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates import checkpoint
-from rapidformer_templates.bench import saving
-from rapidformer_templates.bench.cli import main
-from rapidformer_templates.bench.saving import DISK, OURS, OURS_ASYNC, PAST_CACHE, Row, Stalls, State
+from rapidformer_templates.commands.bench import saving
+from rapidformer_templates.commands.bench.cli import main
+from rapidformer_templates.commands.bench.saving import DISK, OURS, OURS_ASYNC, PAST_CACHE, Row, Stalls, State
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.run.checkpoint import format as checkpoint
 
 
 def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

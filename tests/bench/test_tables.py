@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.bench.cli import _command_first, main
-from rapidformer_templates.bench.job_peers import PEERS
-from rapidformer_templates.bench.measure import Request, _why_not, facts_of
-from rapidformer_templates.bench.report import Report
-from rapidformer_templates.bench.run import _without_launch
-from rapidformer_templates.bench.runs import Run
-from rapidformer_templates.bench.tables import MIXED_PRECISION, PARALLEL, TABLES, UTILISATION
-from rapidformer_templates.config import parse
-from rapidformer_templates.switches import switch_options
+from rapidformer_templates.commands.bench.cli import _command_first, main
+from rapidformer_templates.commands.bench.job_peers import PEERS
+from rapidformer_templates.commands.bench.measure import Request, _why_not, facts_of
+from rapidformer_templates.commands.bench.report import Report
+from rapidformer_templates.commands.bench.run import _without_launch
+from rapidformer_templates.commands.bench.runs import Run
+from rapidformer_templates.commands.bench.tables import MIXED_PRECISION, PARALLEL, TABLES, UTILISATION
+from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.registry import switch_options
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -12,14 +12,14 @@ import torch._dynamo
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.compiling.blocks import AUTOMATIC, EVALUATION
-from rapidformer_templates.engines.building import Building
-from rapidformer_templates.layout import find_layout
-from rapidformer_templates.plan import Plan
-from rapidformer_templates.run import load_object
-from rapidformer_templates.switches import REGISTRY
-from rapidformer_templates.switches.checkpoint_activations import CheckpointActivationsFlags
-from rapidformer_templates.switches.torch_compile import TorchCompileFlags
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.run.fit import load_object
+from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
+from rapidformer_templates.switches.torch_compile.declaration import TorchCompileFlags
+from rapidformer_templates.switches.torch_compile.transform import AUTOMATIC, EVALUATION
 from tests.compiling import jobs as _jobs  # noqa: F401 - registers them
 from tests.parity.jobs import train
 from tests.worker_group import alone, run_in_workers

@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data import preprocess
-from rapidformer_templates.data.encoding import Recipe
-from rapidformer_templates.data.preprocess import Made
+from rapidformer_templates.data.text import preprocess
+from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.preprocess import Made
+from rapidformer_templates.planning.config import RunConfig
 
 WORDS = re.findall(
     r"\w+",

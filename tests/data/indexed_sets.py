@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rapidformer_templates.data.indexed import IndexedDataset
-from rapidformer_templates.data.indexed_writer import IndexedWriter
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.indexed.writer import IndexedWriter
 
 
 def numbered(prefix: Path, lengths: Sequence[int], first: int = 0) -> IndexedDataset:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rapidformer_templates.data.blend import LONGEST_PERIOD, Blend, quota_order, whole_weights
-from rapidformer_templates.data.gpt import GPTSamples
-from rapidformer_templates.data.index_cache import IndexCache
+from rapidformer_templates.data.indexed.blend import LONGEST_PERIOD, Blend, quota_order, whole_weights
+from rapidformer_templates.data.indexed.cache import IndexCache
+from rapidformer_templates.data.pretraining.gpt import GPTSamples
 from rapidformer_templates.errors import DataError
 from tests.data.indexed_sets import numbered
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from rapidformer_templates.cli import main
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.chat_template import ChatTemplate, encode
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, encode
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.causal_lm import CausalLM
 from rapidformer_templates.errors import DataError, Refused
-from rapidformer_templates.targets import IGNORED
+from rapidformer_templates.planning.config import RunConfig
 from tests.data.conftest import TINY, WORDS, write_jsonl
 
 CHATML = (

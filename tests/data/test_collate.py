@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples, pad_rows
-from rapidformer_templates.targets import IGNORED
+from rapidformer_templates.data.targets import IGNORED
 
 TEXTS = ["the cat", "the big red dog runs in the house", "", "he sees"]
 

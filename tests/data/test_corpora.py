@@ -16,19 +16,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data import corpora
-from rapidformer_templates.data.corpora import (
+from rapidformer_templates.data.indexed import corpora
+from rapidformer_templates.data.indexed.cache import cache_root
+from rapidformer_templates.data.indexed.corpora import (
     Corpus,
     load_corpora,
 )
-from rapidformer_templates.data.files import text_files
-from rapidformer_templates.data.index_cache import cache_root
-from rapidformer_templates.data.splits import split_sequences, split_shares
+from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
+from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.tasks import load_task
-from rapidformer_templates.data.tokenizers import load_tokenizer
+from rapidformer_templates.data.text.files import text_files
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import count_targets
+from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.planning.config import RunConfig
 from tests.data.conftest import DOCUMENTS, write_jsonl
 from tests.warm_processes import warm
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from rapidformer_templates.cli import main as rapidformer
-from rapidformer_templates.data import indexed_tools
-from rapidformer_templates.data.cli import main
-from rapidformer_templates.data.indexed import IndexedDataset, bin_path, idx_path
-from rapidformer_templates.data.indexed_writer import BLOCK, IndexedWriter
-from rapidformer_templates.data.sentences import split_sentences
+from rapidformer_templates.commands.data import main
+from rapidformer_templates.commands.main import main as rapidformer
+from rapidformer_templates.data.indexed import tools as indexed_tools
+from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, idx_path
+from rapidformer_templates.data.indexed.writer import BLOCK, IndexedWriter
+from rapidformer_templates.data.text.sentences import split_sentences
 from tests.data.conftest import WORDS, write_jsonl
 from tests.data.test_indexed import contents, megatron, write, write_with_megatron  # noqa: F401
 
@@ -44,7 +44,8 @@ def test_the_command_is_part_of_rapidformer(tmp_path: Path, capsys: pytest.Captu
 
 def test_no_torch_is_imported_for_help_and_for_a_preprocessing_worker() -> None:
     program = (
-        "import sys; import rapidformer_templates.data.encoding; from rapidformer_templates.data.cli import _parser;"
+        "import sys; import rapidformer_templates.data.text.encoding;"
+        "from rapidformer_templates.commands.data import _parser;"
         "_parser(); heavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.blend import Blend
-from rapidformer_templates.data.corpora import parse_data_path
-from rapidformer_templates.data.gpt import GPTSamples
-from rapidformer_templates.data.indexed_tools import merge
-from rapidformer_templates.data.indexed_writer import IndexedWriter, read_sums
+from rapidformer_templates.data.indexed.blend import Blend
+from rapidformer_templates.data.indexed.corpora import parse_data_path
+from rapidformer_templates.data.indexed.tools import merge
+from rapidformer_templates.data.indexed.writer import IndexedWriter, read_sums
+from rapidformer_templates.data.pretraining.gpt import GPTSamples
 from rapidformer_templates.data.tasks import load_task
-from rapidformer_templates.data.tokenizers import load_tokenizer, vocabulary_id
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_id
+from rapidformer_templates.planning.config import RunConfig
 from tests.data.indexed_sets import numbered
 
 Configure = Callable[..., RunConfig]

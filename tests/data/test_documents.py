@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from rapidformer_templates import Pretrainer
 from rapidformer_templates.data.collate import DocumentCollate, collate_to_shape
-from rapidformer_templates.data.documents import Documents
+from rapidformer_templates.data.pretraining.documents import Documents
 from rapidformer_templates.data.shapes import Shape
+from rapidformer_templates.data.targets import IGNORED, count_targets
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import IGNORED, count_targets
 from tests.data.conftest import WORDS, write_jsonl
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=20)

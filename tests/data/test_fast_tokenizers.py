@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rapidformer_templates.data import fast_tokenizers, preprocess
-from rapidformer_templates.data.encoding import Encoded, Encoder, Job, Recipe
-from rapidformer_templates.data.fast_tokenizers import (
+from rapidformer_templates.data.text import fast_tokenizers, preprocess
+from rapidformer_templates.data.text.encoding import Encoded, Encoder, Job, Recipe
+from rapidformer_templates.data.text.fast_tokenizers import (
     PIECE,
     Differs,
     Gigatoken,
@@ -23,7 +23,7 @@ from rapidformer_templates.data.fast_tokenizers import (
     hard_texts,
     proven,
 )
-from rapidformer_templates.data.preprocess import Made, cut
+from rapidformer_templates.data.text.preprocess import Made, cut
 from rapidformer_templates.errors import DataError
 from tests.data.conftest import TEXTS, files_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rapidformer_templates.data.index_cache import IndexCache
+from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.errors import DataError
 from tests.warm_processes import warm
 

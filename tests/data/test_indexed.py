@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rapidformer_templates.data.indexed import (
+from rapidformer_templates.data.indexed.dataset import (
     HEADER,
     TYPES,
     IndexedDataset,
@@ -24,7 +24,7 @@ from rapidformer_templates.data.indexed import (
     is_indexed,
     type_for,
 )
-from rapidformer_templates.data.indexed_writer import IndexedWriter, read_sums
+from rapidformer_templates.data.indexed.writer import IndexedWriter, read_sums
 from rapidformer_templates.errors import DataError
 
 DOCUMENTS = [[[5, 6, 7]], [[1], [2, 3], [65499]], [[9, 9, 9, 9, 9]]]
@@ -131,7 +131,7 @@ def test_ways_to_read(prefix: Path, access: Any) -> None:
 
 
 def test_where_a_file_cannot_be_mapped(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rapidformer_templates.data import indexed
+    from rapidformer_templates.data.indexed import dataset as indexed
 
     real = indexed.mmap.mmap
 

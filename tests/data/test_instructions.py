@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.config import RunConfig
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import IGNORED
+from rapidformer_templates.planning.config import RunConfig
 from tests.data.conftest import TINY, write_jsonl
 
 CHATML = (

@@ -14,13 +14,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from rapidformer_templates import Trainer
-from rapidformer_templates.architectures import objective_of
 from rapidformer_templates.data.collate import WindowCollate
+from rapidformer_templates.data.pretraining.objectives import Causal
+from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.tasks.causal_lm import CausalLM
-from rapidformer_templates.data.tasks.objectives import Causal
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.label_use import LENGTH, LabelUse, can_be_tried, label_use
-from rapidformer_templates.targets import count_targets
+from rapidformer_templates.models.architectures import objective_of
+from rapidformer_templates.models.label_use import LENGTH, LabelUse, can_be_tried, label_use
 from tests.data.conftest import WORDS, write_jsonl
 
 SIZES = {

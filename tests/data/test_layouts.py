@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rapidformer_templates.data.blend import Blend
 from rapidformer_templates.data.collate import WindowCollate
-from rapidformer_templates.data.gpt import GPTSamples
+from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.loader import load, train_requests
 from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.data.pretraining.gpt import GPTSamples
 from rapidformer_templates.data.types import Data
 from tests.data.indexed_sets import numbered
 

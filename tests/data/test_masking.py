@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AlbertTokenizer, AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast, RobertaTokenizer
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.masking import MaskTokens, word_starts
-from rapidformer_templates.data.task_flags import check_data_flags, sample_flags
+from rapidformer_templates.data.pretraining.masking import MaskTokens, word_starts
+from rapidformer_templates.data.pretraining.objectives import MaskWindows
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks import load_task
-from rapidformer_templates.data.tasks.objectives import MaskWindows
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.targets import IGNORED
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.tasks import check_data_flags, sample_flags
 from tests.data.conftest import TINY, write_jsonl
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates import Data, Finetuner, Trainer
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.own_hooks import check_names, hooks_of
+from rapidformer_templates.run.own_hooks import check_names, hooks_of
 from tests.data.conftest import WORDS, write_jsonl
 
 FLAGS = ["--lr", "0.1", "--train-iters", "2", "--no-save"]

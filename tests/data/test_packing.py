@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rapidformer_templates.cli import main
-from rapidformer_templates.config import RunConfig, spelling
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.packing import PACKABLE, PackedRows, assign_rows, check_packable_model
+from rapidformer_templates.data.targets import IGNORED, count_targets
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import ModelError, Refused
-from rapidformer_templates.targets import IGNORED, count_targets
+from rapidformer_templates.planning.config import RunConfig, spelling
 from tests.data.conftest import TINY, WORDS, write_jsonl
 
 CAPACITY = 32

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertForPreTraining, BertConfig, BertForPreTraining
 
-from rapidformer_templates.architectures import pair_label_of
 from rapidformer_templates.data.collate import PadCollate
-from rapidformer_templates.data.masking import MaskTokens
-from rapidformer_templates.data.pair_loss import pair_loss
+from rapidformer_templates.data.pretraining.masking import MaskTokens
+from rapidformer_templates.data.pretraining.pair_loss import pair_loss
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.targets import IGNORED
+from rapidformer_templates.models.architectures import pair_label_of
 from tests.data.test_sentence_pairs import FEW, FIRST, make, some_corpus, tokenizer_of, write
 
 PAD = 0

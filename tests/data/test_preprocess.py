@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rapidformer_templates.data import fast_tokenizers, preprocess
-from rapidformer_templates.data.encoding import Encoder, Job, Recipe
-from rapidformer_templates.data.fast_tokenizers import Whole
-from rapidformer_templates.data.files import Span
-from rapidformer_templates.data.indexed import IndexedDataset
-from rapidformer_templates.data.preprocess import AHEAD, Made, cut
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.text import fast_tokenizers, preprocess
+from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
+from rapidformer_templates.data.text.fast_tokenizers import Whole
+from rapidformer_templates.data.text.files import Span
+from rapidformer_templates.data.text.preprocess import AHEAD, Made, cut
 from rapidformer_templates.errors import DataError
 from tests.data.conftest import TEXTS, files_of, write_jsonl
 from tests.data.test_indexed import contents, megatron  # noqa: F401

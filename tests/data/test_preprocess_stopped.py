@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.data import indexed_writer, preprocess
-from rapidformer_templates.data.encoding import Recipe
-from rapidformer_templates.data.indexed_writer import IndexedWriter
-from rapidformer_templates.data.preprocess import Made
+from rapidformer_templates.data.indexed import writer as indexed_writer
+from rapidformer_templates.data.indexed.writer import IndexedWriter
+from rapidformer_templates.data.text import preprocess
+from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.preprocess import Made
 from rapidformer_templates.errors import DataError, WorkerFailed
 from tests.data.conftest import files_of, write_jsonl
 
@@ -88,7 +89,7 @@ def _fail_while_a_worker_is_busy(recipe: Recipe) -> None:
 SLOW = """
 import multiprocessing, resource, sys, time
 from rapidformer_templates.data import cli
-from rapidformer_templates.data.indexed_writer import IndexedWriter
+from rapidformer_templates.data.indexed.writer import IndexedWriter
 
 def add(self, *arguments, real=IndexedWriter.add):
     real(self, *arguments)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.squad import exact_match, f1, normalized
+from rapidformer_templates.data.finetuning.squad import exact_match, f1, normalized
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.data.tasks.question_answering import QuestionAnswering
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.config import RunConfig
 from tests.data.conftest import TINY, WORDS, write_jsonl
 
 Configure = Callable[..., RunConfig]

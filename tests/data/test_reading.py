@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.locating import locate
-from rapidformer_templates.data.reading import read_dataset
+from rapidformer_templates.data.finetuning.locating import locate
+from rapidformer_templates.data.finetuning.tables import read_dataset
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.config import RunConfig
 from tests.data.conftest import write_jsonl
 
 Configure = Callable[..., RunConfig]

@@ -16,21 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertTokenizer
 
-from rapidformer_templates.data import sentence_pairs
-from rapidformer_templates.data.blend import Blend
-from rapidformer_templates.data.index_cache import IndexCache
-from rapidformer_templates.data.indexed import IndexedDataset
-from rapidformer_templates.data.indexed_writer import IndexedWriter
-from rapidformer_templates.data.masking import MaskTokens
-from rapidformer_templates.data.sentence_pairs import (
+from rapidformer_templates.data.indexed.blend import Blend
+from rapidformer_templates.data.indexed.cache import IndexCache
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.indexed.writer import IndexedWriter
+from rapidformer_templates.data.pretraining import sentence_pairs
+from rapidformer_templates.data.pretraining.masking import MaskTokens
+from rapidformer_templates.data.pretraining.sentence_pairs import (
     CHUNKS,
     SentencePairs,
     _cut_at_random,
     lay_out,
     truncated_lengths,
 )
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import IGNORED
 
 CLS, SEP, FIRST, FEW, WORDS = 2, 3, 5, 2000, 20_000
 Corpus = list[list[int]]

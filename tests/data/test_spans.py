@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration, T5Tokenizer
 
 from rapidformer_templates.data.collate import PadCollate
-from rapidformer_templates.data.spans import (
+from rapidformer_templates.data.pretraining.spans import (
     SpanCorruption,
     SpanSizes,
     hidden_spans,
@@ -23,8 +23,8 @@ from rapidformer_templates.data.spans import (
     sentinels_of,
     span_sizes,
 )
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import IGNORED
 
 PAD, END, FIRST = 0, 1, 200
 SENTINELS = np.arange(199, 99, -1)

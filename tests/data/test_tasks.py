@@ -14,11 +14,11 @@ import torch
 from sklearn.metrics import f1_score
 from transformers import AutoTokenizer
 
-from rapidformer_templates.config import RunConfig, TrainingFlags
-from rapidformer_templates.data.labels import label_text
+from rapidformer_templates.data.finetuning.labels import label_text
 from rapidformer_templates.data.tasks import TASKS, Task, load_task
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.planning.config import RunConfig, TrainingFlags
 from tests.data.conftest import TINY, WORDS, write_jsonl
 
 Configure = Callable[..., RunConfig]

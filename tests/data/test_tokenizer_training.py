@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
-from rapidformer_templates.data.cli import main
-from rapidformer_templates.data.indexed import IndexedDataset
+from rapidformer_templates.commands.data import main
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from tests.data.conftest import WORDS, write_jsonl
 
 TEXTS = [f"{' '.join(WORDS[i % 30 :])} Élan №{i}.\n\tHello HELLO" for i in range(30)]

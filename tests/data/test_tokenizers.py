@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.tokenizers import load_tokenizer, padded_vocab_size
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.tokenizers import load_tokenizer, padded_vocab_size
+from rapidformer_templates.planning.config import RunConfig
 
 Configure = Callable[..., RunConfig]
 

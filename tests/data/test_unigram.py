@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rapidformer_templates.data import unigram
-from rapidformer_templates.data.indexed import IndexedDataset
-from rapidformer_templates.data.indexed_tools import add_sums
-from rapidformer_templates.data.indexed_writer import IndexedWriter
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.indexed.tools import add_sums
+from rapidformer_templates.data.indexed.writer import IndexedWriter
+from rapidformer_templates.data.pretraining import unigram
 from rapidformer_templates.errors import DataError
 
 

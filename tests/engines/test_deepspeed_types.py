@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.parity.jobs import CausalJob
 
-from rapidformer_templates.label_use import label_use
+from rapidformer_templates.models.label_use import label_use
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 
@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidform
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_how_a_model_takes_labels_is_found_out_in_every_type(dtype: torch.dtype) -> None:
-    from rapidformer_templates.engines.deepspeed import _compute_in
+    from rapidformer_templates.switches.zero.engine import _compute_in
 
     model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make()
     takes = inspect.signature(model.forward)

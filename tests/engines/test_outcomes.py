@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rapidformer_templates import Data, Trainer, checkpoint
+from rapidformer_templates import Data, Trainer
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.folder import read_metrics
 
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "4", "--weight-decay", "0.1"]
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch._dynamo
 
-from rapidformer_templates.config import parse
-from rapidformer_templates.environment import Environment
-from rapidformer_templates.switches import resolve, switch_options
+from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.registry import switch_options
+from rapidformer_templates.planning.resolve import resolve
 from tests.messages.test_refusals import exactly, refusal
 from tests.switches.helpers import CPU, GPUS, on
 

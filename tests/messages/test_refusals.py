@@ -7,10 +7,11 @@ from textwrap import dedent
 
 import pytest
 
-from rapidformer_templates.config import parse
-from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import Refused
-from rapidformer_templates.switches import REGISTRY, Registry, resolve, switch_options
+from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.registry import REGISTRY, Registry, switch_options
+from rapidformer_templates.planning.resolve import resolve
 from tests.switches.helpers import CPU, GPUS, on
 
 

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from rapidformer_templates.moe.experts import Experts
-from rapidformer_templates.moe.layer import SparseFeedForward
+from rapidformer_templates.switches.mixture_of_experts.experts import Experts
+from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
 
 
 def choices(probabilities: list[float], top_k: int) -> tuple[list[int], list[float]]:

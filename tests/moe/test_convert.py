@@ -10,8 +10,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.layout import find_layout
-from rapidformer_templates.moe.convert import FeedForward, MixtureSizes, find_feed_forward, make_sparse, sparse_layers
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.switches.mixture_of_experts.convert import (
+    FeedForward,
+    MixtureSizes,
+    find_feed_forward,
+    make_sparse,
+    sparse_layers,
+)
 
 GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2}
 OTHER: dict[str, Any] = {

@@ -8,10 +8,10 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from rapidformer_templates.moe.experts import Experts
-from rapidformer_templates.moe.gate import Gate
-from rapidformer_templates.moe.layer import Rearrange, SparseFeedForward
-from rapidformer_templates.moe.losses import BalanceLosses
+from rapidformer_templates.switches.mixture_of_experts.experts import Experts
+from rapidformer_templates.switches.mixture_of_experts.gate import Gate
+from rapidformer_templates.switches.mixture_of_experts.layer import Rearrange, SparseFeedForward
+from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 from tests.moe.references import output_of
 
 ROWS, TOKENS, HIDDEN, WIDTH, EXPERTS = 3, 9, 8, 12, 5

@@ -10,8 +10,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.moe.gate import choose
-from rapidformer_templates.moe.losses import BalanceLosses, balance_loss, z_loss
+from rapidformer_templates.switches.mixture_of_experts.gate import choose
+from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses, balance_loss, z_loss
 from tests.moe.references import balance_of
 from tests.worker_group import alone
 

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.moe.own import watch_own_experts
-from rapidformer_templates.switches.mixture_of_experts import OWN_EXPERTS
+from rapidformer_templates.switches.mixture_of_experts.declaration import OWN_EXPERTS
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import watch_own_experts
 from tests.worker_group import alone
 
 IDS = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))

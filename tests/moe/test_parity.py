@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.folder import read_metrics
 from tests.moe.test_own import tiny
 from tests.parity import jobs
 from tests.worker_group import run_in_workers
@@ -83,7 +83,7 @@ def _half(flags: str, folder: str) -> None:
                 raise Died
 
     given = f"{STEPS} {MIXTURE} {flags} --lr 1e-3 --save {folder}"
-    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False), pytest.raises(Died):
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False), pytest.raises(Died):
         Mortal(given.split()).fit()
 
 

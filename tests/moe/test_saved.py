@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rapidformer_templates.moe.saved import load
+from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture
 from tests.moe.test_parity import MixtralJob
 from tests.parity.jobs import CausalJob
 
@@ -23,7 +23,7 @@ def test_a_converted_model_is_read_again(tmp_path: Path) -> None:
     export = tmp_path / "export"
     with pytest.raises(ValueError, match="moe-gpt2"):
         AutoModelForCausalLM.from_pretrained(export)
-    model = load(export)
+    model = load_mixture(export)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, job.model.eval()(IDS).logits, rtol=1e-6, atol=1e-7)
     assert json.loads((export / "config.json").read_text())["num_experts"] == 4
@@ -37,4 +37,4 @@ def test_a_mixture_of_transformers_stays_one(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, job.model.eval()(IDS).logits, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="from_pretrained"):
-        load(tmp_path / "export")
+        load_mixture(tmp_path / "export")

@@ -15,11 +15,11 @@ pytest.importorskip("onnxscript")
 
 import onnxruntime
 
-from rapidformer_templates.environment import installed_packages
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.layout import find_layout
-from rapidformer_templates.onnx_graphs import session
-from rapidformer_templates.onnx_graphs.capture import captured, receipt, run_in_onnx_runtime
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.switches.onnx_runtime import session
+from rapidformer_templates.switches.onnx_runtime.transform import captured, receipt, run_in_onnx_runtime
 
 
 def _capture(model: nn.Module) -> nn.Module:

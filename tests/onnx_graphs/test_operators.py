@@ -12,7 +12,7 @@ from torch.nn import functional
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from rapidformer_templates.onnx_graphs.backend import OnnxBackend
+from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
 
 
 class Everything(nn.Module):

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.checkpoint import Reader
-from rapidformer_templates.environment import installed_packages
-from rapidformer_templates.switches.optimizers import CUTS_PARAMETERS, OPTIMIZERS
+from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.run.checkpoint.format import Reader
+from rapidformer_templates.switches.optimizer.declaration import CUTS_PARAMETERS, OPTIMIZERS
 from tests.parity.jobs import JOBS, VOCABULARY, CausalJob, train
 from tests.worker_group import run_in_workers
 
@@ -67,7 +67,7 @@ def _resumed(name: str, switch: str, folder: str) -> str:
     job = QuantizedJob(flags.split())
     job.dies_after = 5
     # Else a worker ends its process with an error.
-    with pytest.raises(Died), mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+    with pytest.raises(Died), mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         job.fit()
     QuantizedJob([*flags.split(), "--resume"]).fit()
     return folder

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.engines.offload import HostOptimizer
-from rapidformer_templates.engines.state import plain_tensors, state_tensors
-from rapidformer_templates.optimizer import OptimizerSpec
-from rapidformer_templates.optimizers.anyprecision import AnyPrecisionAdamW
-from rapidformer_templates.optimizers.muon import Muon, rule_by_shape, tables_of
-from rapidformer_templates.switches.optimizers import OPTIMIZERS
+from rapidformer_templates.engines.host_optimizer import HostOptimizer
+from rapidformer_templates.engines.pieces import plain_tensors, state_tensors
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.switches.optimizer.anyprecision import AnyPrecisionAdamW
+from rapidformer_templates.switches.optimizer.declaration import OPTIMIZERS
+from rapidformer_templates.switches.optimizer.muon import Muon, rule_by_shape, tables_of
 
 LR, DECAY, BETA1, BETA2, EPS = 0.01, 0.1, 0.9, 0.999, 1e-8
 SHAPE = (64, 128)

@@ -30,12 +30,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.engines.building import Building
-from rapidformer_templates.engines.transforms import checkpoint_activations
-from rapidformer_templates.layout import ModelLayout, find_layout
-from rapidformer_templates.parallel import tensor_parallel
-from rapidformer_templates.plan import Plan
-from rapidformer_templates.workers import Workers
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.models.blocks import ModelLayout, find_layout
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
+from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
+from rapidformer_templates.system.workers import Workers
 from tests.worker_group import alone
 
 VOCABULARY = 51  # three for each of 17: two and four workers get unequal shares

@@ -31,14 +31,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.engines.building import Building
+from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.layout import find_layout
-from rapidformer_templates.parallel.cutting import cut_into_stages
-from rapidformer_templates.parallel.passage import Passage
-from rapidformer_templates.parallel.placement import placement_of
-from rapidformer_templates.plan import Plan
-from rapidformer_templates.workers import Workers
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.pipeline_parallel.stage_forward import Passage
+from rapidformer_templates.switches.pipeline_parallel.transform import cut_into_stages
+from rapidformer_templates.system.workers import Workers
 
 V = 67
 SIZES = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}

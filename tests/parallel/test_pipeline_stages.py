@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
-from rapidformer_templates.parallel.schedule import Action, Kind, compute_order, with_transfers
-from rapidformer_templates.parallel.stages import cut
+from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, compute_order, with_transfers
 
 COSTS = st.integers(0, 6)
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rapidformer_templates.parallel.shards import boxes_of, cut, local_boxes, local_shape, whole_shape
+from rapidformer_templates.engines.parallel.boxes import boxes_of, cut, local_boxes, local_shape, whole_shape
 
 WHOLE = torch.arange(7 * 12 * 5.0).view(7, 12, 5)
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.parallel.tensor_plan import check_sizes, plan_of, shard_dims
-from rapidformer_templates.parallel.tensor_styles import KNOWN, PLANS, styles_in_transformers
+from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, plan_of, shard_dims
+from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
 from tests.parallel.tensor_jobs import MODELS
 from tests.switches.helpers import CPU, GPUS, codes
 

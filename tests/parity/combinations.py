@@ -18,13 +18,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Finetuner, Pretrainer, Trainer
-from rapidformer_templates.config import RunConfig, parse, spelling
-from rapidformer_templates.environment import Environment, find_cxx, installed_packages
-from rapidformer_templates.plan import Plan
-from rapidformer_templates.run_folder import read_metrics
-from rapidformer_templates.switches import REGISTRY
-from rapidformer_templates.switches._request import build_request
-from rapidformer_templates.switches._resolve import plan_of
+from rapidformer_templates.planning.config import RunConfig, parse, spelling
+from rapidformer_templates.planning.environment import Environment, find_cxx, installed_packages
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import plan_of
+from rapidformer_templates.run.folder import read_metrics
 from tests.parity import jobs
 
 LENGTH, SAMPLES, MICRO = 40, 160, 4

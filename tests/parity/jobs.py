@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Pretrainer, Trainer
-from rapidformer_templates.run_folder import read_metrics
+from rapidformer_templates.run.folder import read_metrics
 
 VOCABULARY = 67
 

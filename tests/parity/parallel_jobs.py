@@ -130,7 +130,7 @@ def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> l
     template.on_step_end = see  # type: ignore[method-assign]
     # These workers are a group already; the launcher's own care for errors is not wanted.
     with (
-        mock.patch("rapidformer_templates.launch.is_worker", return_value=False),
+        mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
         contextlib.suppress(Died),
     ):
         template.fit()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.switches import REGISTRY
+from rapidformer_templates.planning.registry import REGISTRY
 from tests.parity.combinations import VARIANTS, Combination, accepted, all_accepted, distance, train
 from tests.warm_workers import Failure, outcome
 from tests.worker_group import why_no_nvme

@@ -87,7 +87,7 @@ def _failures(folder: str) -> dict[tuple[str, str], Any]:
     from unittest import mock
 
     ends: dict[tuple[str, str], Any] = {}
-    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         for job in ("unreached", "broken"):
             for name in ("zero-2", "zero-3"):
                 try:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer_templates.optimizer import OptimizerSpec
+from rapidformer_templates.engines.recipe import OptimizerSpec
 from tests.parity.jobs import OTHERS, CausalJob, train
 from tests.worker_group import run_in_workers, why_no_nvme
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rapidformer_templates.data.dynamic_order import DynamicOrder
 from rapidformer_templates.data.shapes import choose_shapes
+from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
 from tests.parity.jobs import CausalJob, _sequences, train
 from tests.worker_group import run_in_workers
 

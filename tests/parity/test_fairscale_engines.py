@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from rapidformer_templates.checkpoint import Reader
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
+from rapidformer_templates.run.checkpoint.format import Reader
 from tests.parity.jobs import JOBS, CausalJob, ClassJob, train
 from tests.worker_group import run_in_workers
 
@@ -120,7 +120,7 @@ PRECISIONS = {
 
 def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
     """In each of two workers."""
-    from rapidformer_templates.engines.fairscale import SDPEngine
+    from rapidformer_templates.switches.oss.engine import SDPEngine
 
     held: list[int] = []
     update = SDPEngine._update
@@ -140,7 +140,7 @@ def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
     with mock.patch.object(SDPEngine, "_update", spy):
         train("causal", False, f"{LAYOUTS['sdp-accumulated']} --train-iters 1", f"{folder}/spied")
     runs["gradient bytes"] = held
-    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         for name, switch in SWITCHES.items():
             runs["spoiled", name] = _spoiled(workers.rank, f"{STEPS} --micro-batch-size 2 {switch}")
         mixed = MixedTypesJob([*LAYOUTS["oss"].split(), "--lr", "1e-3"])

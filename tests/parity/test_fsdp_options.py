@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rapidformer_templates.engines.fsdp import FSDPEngine
+from rapidformer_templates.switches.fsdp.engine import FSDPEngine
 from tests.parity.jobs import CausalJob, train
 from tests.worker_group import run_in_workers
 

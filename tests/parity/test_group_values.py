@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-from rapidformer_templates.engines.offload import HostOptimizer
+from rapidformer_templates.engines.host_optimizer import HostOptimizer
+from rapidformer_templates.engines.recipe import OptimizerSpec, undecayed
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.optimizer import OptimizerSpec, undecayed
 from tests.parity.jobs import CausalJob
 from tests.worker_group import run_in_workers
 
@@ -99,7 +99,7 @@ class _Job(CausalJob):
 def _run(folder: str, rule: str, flags: str = "", *, dies: bool = False) -> list[tuple[float, float]]:
     kind = type("Job", (_Job,), {"rule": rule, "dies": dies})
     job = kind([*FLAGS.split(), "--save", folder, *flags.split()])
-    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         if dies:
             with pytest.raises(_Died):
                 job.fit()
@@ -135,7 +135,7 @@ def test_a_checkpoint_without_a_count_is_no_stack_trace(tmp_path: Any) -> None:
     """As versions before this one wrote it."""
     _run(f"{tmp_path}/run", "fused", f"{ALONE} --train-iters 3")
     with (
-        mock.patch("rapidformer_templates.checkpoint.Reader.names", _without_counts),
+        mock.patch("rapidformer_templates.run.checkpoint.format.Reader.names", _without_counts),
         pytest.raises(CheckpointError, match="no count of steps"),
     ):
         _run(f"{tmp_path}/run", "torch", f"{ALONE} --resume")

@@ -214,7 +214,7 @@ def _train_all(workers: Any, folder: str) -> dict[Any, Any]:
         flags = f"{LENGTH[job]} --micro-batch-size {MICRO[job]} {(ENGINES | DIVIDED)[engine]}"
         kept: list[Any] = []
         with (
-            mock.patch("rapidformer_templates.launch.is_worker", return_value=False),
+            mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
             mock.patch.object(JOBS[job], "on_train_start", lambda self, kept=kept: kept.append(self)),
         ):
             try:

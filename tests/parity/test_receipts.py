@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 
-from rapidformer_templates import run
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.plan import Plan, Sizes
-from rapidformer_templates.receipts import Receipts
-from rapidformer_templates.switches import REGISTRY
-from rapidformer_templates.switches._request import build_request
-from rapidformer_templates.switches._resolve import DDP_ENGINE
-from rapidformer_templates.switches._switch import Measured
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import DDP_ENGINE
+from rapidformer_templates.planning.switch import Measured
+from rapidformer_templates.run import fit as run
+from rapidformer_templates.run.receipts import Receipts
 from tests.parity import combinations
 from tests.parity.combinations import Combination, accepted
 from tests.warm_workers import Failure

@@ -56,7 +56,7 @@ def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | N
             raise Died
 
     job.on_step_end = see  # type: ignore[method-assign]
-    with mock.patch("rapidformer_templates.launch.is_worker", return_value=False):
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         if dies_after is None:
             job.fit()
         else:

@@ -55,7 +55,7 @@ def build(kind: str) -> nn.Module:
     if kind == "pretrained":
         from transformers import AutoModel
 
-        from rapidformer_templates.bench.demo_data import demo_model_folder
+        from rapidformer_templates.commands.bench.demo_data import demo_model_folder
 
         return AutoModel.from_pretrained(demo_model_folder())
     return jobs[kind](["--lr", "1e-3"]).make()  # type: ignore[no-any-return]
@@ -67,8 +67,8 @@ KINDS = ("unruly", "causal", "masked", "classifier", "pretrained")
 def _build_all(workers: Any) -> dict[str, Any]:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    from rapidformer_templates.engines.deepspeed import _join
-    from rapidformer_templates.engines.zero_build import partitioned_construction
+    from rapidformer_templates.switches.zero.construction import partitioned_construction
+    from rapidformer_templates.switches.zero.engine import _join
 
     _join(workers, loud=False)
     found: dict[str, Any] = {}

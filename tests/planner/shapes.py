@@ -19,7 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.planner.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 
 TOKENS, LENGTH = 128, 32
 COMMON: dict[str, Any] = {"vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 0}

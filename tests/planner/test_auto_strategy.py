@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates import Finetuner, Trainer
-from rapidformer_templates.cli import main
-from rapidformer_templates.configure import chosen_layout
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.launch import CHOSEN
-from rapidformer_templates.planner.command import NothingFits
-from rapidformer_templates.run_folder import read_metrics
-from rapidformer_templates.switches import REGISTRY
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.run.configure import chosen_layout
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.switches.auto_strategy.command import NothingFits
+from rapidformer_templates.system.launch import CHOSEN
 from tests.parity.jobs import CausalJob
 
 FLAGS = [
@@ -42,7 +42,7 @@ def test_the_best_layout_is_taken_and_shown(
     assert chosen["global_batch_size"] == sizes.global_batch
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **chosen_layout(template.config)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("rapidformer_templates.planner.command.search", None)
+    monkeypatch.setattr("rapidformer_templates.switches.auto_strategy.command.search", None)
     worker = Trainer([*FLAGS, "--zero-1-memory-optimization"])
     assert worker.plan.sizes == template.plan.sizes
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from rapidformer_templates.planner.forks import in_forks
-from rapidformer_templates.planner.model_shapes import TRACED_SAMPLES, Variant
+from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
+from rapidformer_templates.switches.auto_strategy.model_shapes import TRACED_SAMPLES, Variant
 from tests.planner.shapes import shapes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks safely")

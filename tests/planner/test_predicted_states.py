@@ -13,19 +13,20 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates import Data, Pretrainer, Trainer
-from rapidformer_templates.config import RunConfig, spelling
-from rapidformer_templates.environment import detect
-from rapidformer_templates.planner.memory import held_by_worker
-from rapidformer_templates.planner.model_shapes import ModelShapes
-from rapidformer_templates.planner.optimizer_states import STATES, Facts
-from rapidformer_templates.planner.setting import layout_of, setting_of
-from rapidformer_templates.planner.states import Held
-from rapidformer_templates.planner.subject import with_switches
-from rapidformer_templates.switches import REGISTRY, resolve
-from rapidformer_templates.switches._request import build_request
-from rapidformer_templates.switches._suggest import nearest
-from rapidformer_templates.switches._switch import FORECAST, Switch
-from rapidformer_templates.switches.optimizers import CPU_ADAM, OPTIMIZERS, TORCH_ADAM
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.suggest import nearest
+from rapidformer_templates.planning.switch import FORECAST, Switch
+from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
+from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES, Facts
+from rapidformer_templates.switches.auto_strategy.setting import layout_of, setting_of
+from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from rapidformer_templates.switches.optimizer.declaration import CPU_ADAM, OPTIMIZERS, TORCH_ADAM
 from tests.worker_group import run_in_workers, why_no_nvme
 
 STATE_KINDS = ("parameters", "gradients", "optimizer")

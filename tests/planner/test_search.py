@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.cli import main, plan_request
+from rapidformer_templates.commands.main import main, plan_request
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.planner import command
-from rapidformer_templates.planner.hardware import GB, find_hardware
-from rapidformer_templates.planner.layouts import SEARCHED, Layout
-from rapidformer_templates.planner.memory import predict
-from rapidformer_templates.planner.search import ALLOWANCE, DOUBT, Search
-from rapidformer_templates.planner.subject import Subject
-from rapidformer_templates.switches import REGISTRY, resolve
-from rapidformer_templates.switches._request import build_request
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy import command
+from rapidformer_templates.switches.auto_strategy.hardware import GB, find_hardware
+from rapidformer_templates.switches.auto_strategy.layouts import SEARCHED, Layout
+from rapidformer_templates.switches.auto_strategy.memory import predict
+from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
 
 TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 

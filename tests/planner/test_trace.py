@@ -9,18 +9,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.engines.building import Building
-from rapidformer_templates.engines.transforms import Checkpointed
-from rapidformer_templates.environment import Environment
-from rapidformer_templates.layout import find_layout
-from rapidformer_templates.planner.divided import no_loss
-from rapidformer_templates.planner.live import LiveStorages
-from rapidformer_templates.planner.model_shapes import ModelShapes, Variant
-from rapidformer_templates.planner.subject import with_switches
-from rapidformer_templates.run import load_object
-from rapidformer_templates.switches import REGISTRY, resolve
-from rapidformer_templates.workers import Workers
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.run.fit import load_object
+from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
+from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.system.workers import Workers
 from tests.planner.shapes import MODELS, batch, shapes
 
 

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from rapidformer_templates.config import RunConfig, parse
-from rapidformer_templates.environment import OPTIONAL_PACKAGES, Environment
 from rapidformer_templates.errors import Refused
-from rapidformer_templates.switches import REGISTRY, Registry, resolve, switch_options
+from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
+from rapidformer_templates.planning.registry import REGISTRY, Registry, switch_options
+from rapidformer_templates.planning.resolve import resolve
 
 CPU = Environment(world_size=2, local_world_size=2)
 GPUS = Environment(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.config import spelling
-from rapidformer_templates.flags import SECTIONS
-from rapidformer_templates.switches import REGISTRY, switch_options
-from rapidformer_templates.switches import _document as document
-from rapidformer_templates.switches._switch import Rule
+from rapidformer_templates.commands import catalogue as document
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.switch import Rule
 
 ROOT = Path(__file__).parents[2]
 FLAGS = [
@@ -95,7 +95,7 @@ def test_each_code_is_one_rule() -> None:
 def test_markdown_is_up_to_date() -> None:
     written = (ROOT / "docs/switches.md").read_text(encoding="utf-8")
     assert written == document.markdown(REGISTRY), (
-        "run python -m rapidformer_templates.switches._document docs/switches.md"
+        "run python -m rapidformer_templates.commands.catalogue docs/switches.md"
     )
 
 

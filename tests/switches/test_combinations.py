@@ -7,12 +7,13 @@ import itertools
 
 import pytest
 
-from rapidformer_templates.environment import Environment
 from rapidformer_templates.errors import Refused
-from rapidformer_templates.switches import REGISTRY, Registry, resolve
-from rapidformer_templates.switches._request import build_request
-from rapidformer_templates.switches._suggest import nearest, to_suggestion
-from rapidformer_templates.switches._switch import TEMPLATES
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.registry import REGISTRY, Registry
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.suggest import nearest, to_suggestion
+from rapidformer_templates.planning.switch import TEMPLATES
 from tests.switches.helpers import CPU, GPUS, on, with_switches
 
 NAMES = [switch.name for switch in REGISTRY.switches]

@@ -10,9 +10,9 @@ from typing import Any
 import datasets
 import pytest
 
-from rapidformer_templates.data.reading import read_dataset
+from rapidformer_templates.data.finetuning.tables import read_dataset
 from rapidformer_templates.errors import Refused
-from rapidformer_templates.switches import resolve
+from rapidformer_templates.planning.resolve import resolve
 from tests.data.conftest import write_jsonl
 from tests.switches.helpers import CPU, config_of
 
@@ -65,7 +65,7 @@ def test_what_only_the_data_tell_is_said_how_to_compute(
     kind: str | None, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "large":
-        monkeypatch.setattr("rapidformer_templates.data.locating.COUNTED_BYTES", 100)
+        monkeypatch.setattr("rapidformer_templates.data.finetuning.locating.COUNTED_BYTES", 100)
     if kind:
         write(tmp_path, "csv")
     expected = ("--train-iters N", "in place of --epochs; N = 3 × the training samples / 16")
@@ -75,7 +75,7 @@ def test_what_only_the_data_tell_is_said_how_to_compute(
 def test_counting_imports_no_torch(tmp_path: Path) -> None:
     write(tmp_path, "csv")
     program = (
-        "import sys; from rapidformer_templates.cli import main; status = main(['plan', *sys.argv[1:]]);"
+        "import sys; from rapidformer_templates.commands.main import main; status = main(['plan', *sys.argv[1:]]);"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules); sys.exit(status)"
     )
     words = [sys.executable, "-c", program, *f"{FLAGS} {tmp_path}".split()]

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.environment import Environment
-from rapidformer_templates.plan import Sizes
-from rapidformer_templates.switches import REGISTRY, resolve
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.plan import Sizes
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
 from tests.switches.helpers import CPU, GPUS, config_of, on
 
 ENGINES = "rapidformer_templates.engines"
@@ -77,15 +78,15 @@ def test_precision(flags: str, place: Environment, precision: str) -> None:
         ("", on(CPU, packages={"apex": "1"}), "torch.optim.AdamW (fused)"),
         ("", GPUS, "apex.optimizers.FusedAdam"),
         ("--fsdp-memory-optimization", GPUS, "torch.optim.AdamW (fused)"),
-        ("--optimizer apex_lamb", CPU, "rapidformer_templates.optimizers.lamb.Lamb"),
+        ("--optimizer apex_lamb", CPU, "rapidformer_templates.switches.optimizer.lamb.Lamb"),
         ("--optimizer apex_lamb", GPUS, "apex.optimizers.FusedLAMB"),
         ("--optimizer adafactor", CPU, "torch.optim.Adafactor"),
         (
             "--optimizer adamw_bnb_8bit",
             GPUS,
-            "rapidformer_templates.optimizers.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
+            "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
         ),
-        ("--optimizer muon", CPU, "rapidformer_templates.optimizers.muon.Muon"),
+        ("--optimizer muon", CPU, "rapidformer_templates.switches.optimizer.muon.Muon"),
     ],
 )
 def test_stand_ins_are_noted(flags: str, place: Environment, implementation: str) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rapidformer_templates.commands.catalogue import example_request
 from rapidformer_templates.errors import ModelError, Refused
-from rapidformer_templates.switches import REGISTRY, resolve
-from rapidformer_templates.switches._document import example_request
-from rapidformer_templates.switches._switch import Rule
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.switch import Rule
 from tests.switches.helpers import CPU, GPUS, codes, config_of, on
 
 DOCUMENTED = {  # SPEC §3, with the sources that it names

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.shapes import Shape
+from rapidformer_templates.data.targets import IGNORED, samples_in
 from rapidformer_templates.data.types import Rows
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import IGNORED, samples_in
 
 
 class Ragged:

@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.hooks import checked_batch, collated
+from rapidformer_templates.run.hooks import checked_batch, collated
 
 
 def field_of(batch: Batch, name: str) -> torch.Tensor | None:

@@ -14,8 +14,8 @@ import numpy as np
 from torch import nn
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.targets import IGNORED
 
 PACKABLE = (
     "apertus", "arcee", "cohere", "cohere2", "ernie4_5", "gemma", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode",

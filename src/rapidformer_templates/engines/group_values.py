@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from rapidformer_templates.engines.base import StateReader
+from rapidformer_templates.engines.contract import StateReader
 from rapidformer_templates.errors import CheckpointError
 
 PREFIX = "group."

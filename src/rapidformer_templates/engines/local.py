@@ -16,21 +16,21 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines import group_values
-from rapidformer_templates.engines import state as engine_state
-from rapidformer_templates.engines.auxiliary import AuxiliaryLosses, auxiliary_losses_of
-from rapidformer_templates.engines.base import ComputeLoss, Piece, StateReader, StepResult
+from rapidformer_templates.engines import pieces as engine_state
+from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, auxiliary_losses_of
+from rapidformer_templates.engines.contract import ComputeLoss, Piece, StateReader, StepResult
+from rapidformer_templates.engines.delayed_outcomes import Outcomes
+from rapidformer_templates.engines.host_optimizer import HostOptimizer, lies_in_host_memory
 from rapidformer_templates.engines.loss import Recorder, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
 from rapidformer_templates.engines.mask_checks import answered, watch_positions
-from rapidformer_templates.engines.offload import HostOptimizer, lies_in_host_memory
-from rapidformer_templates.engines.outcomes import Outcomes
 from rapidformer_templates.engines.reached import come_by_all, reached_parameters
+from rapidformer_templates.engines.recipe import OptimizerSpec, name_of_rule
 from rapidformer_templates.engines.traces import kept_buffers, without_trace
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.layout import canonical_name
-from rapidformer_templates.optimizer import OptimizerSpec, name_of_rule
-from rapidformer_templates.plan import Plan
-from rapidformer_templates.workers import Workers
+from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system.workers import Workers
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters with their canonical names."""

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.engines.base import ComputeLoss
+from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.fused_loss.logits import Logits
+from rapidformer_templates.switches.fused_loss.logits import Logits
 
 Counted = tuple[torch.Tensor, MicroBatch]
 """Targets that the user's hook counted on the device, and where."""

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from rapidformer_templates.data.loader import MicroBatch, field_of
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.stand_ins import Answer, install
+from rapidformer_templates.system.replaced_functions import Answer, install
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.workers import Workers
+from rapidformer_templates.system.workers import Workers
 
 
 def come_by_all(loss: torch.Tensor, parameters: Sequence[torch.Tensor], then: Callable[[], None]) -> torch.Tensor:

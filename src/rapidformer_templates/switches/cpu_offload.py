@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._acted import shown
-from rapidformer_templates.switches._changes import replace
-from rapidformer_templates.switches._checks import PARTITIONING
-from rapidformer_templates.switches._switch import (
+from rapidformer_templates.planning.acted import shown
+from rapidformer_templates.planning.changes import replace
+from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
@@ -21,7 +21,7 @@ from rapidformer_templates.switches._switch import (
     Switch,
     always,
 )
-from rapidformer_templates.switches.optimizers import CPU_ADAM, OPTIMIZERS
+from rapidformer_templates.switches.optimizer.declaration import CPU_ADAM, OPTIMIZERS
 
 
 @dataclass(frozen=True)

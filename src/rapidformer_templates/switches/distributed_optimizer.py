@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._acted import shared_out
-from rapidformer_templates.switches._checks import PARTITIONING, needs_template
-from rapidformer_templates.switches._switch import Example, Prediction, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.planning.acted import shared_out
+from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import Example, Prediction, Request, Resource, Rule, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ SWITCH = Switch(
     claims=frozenset({Resource.OPTIMIZER_STATE}),
     templates=("Trainer",),
     notes=_notes,
-    engine="rapidformer_templates.engines.parallel:ParallelEngine",
+    engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
     engine_options=lambda request: {"shard_over_data": "optimizer"},
     receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
     acted=shared_out(updated_elements="optimizer state"),

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.environment import Environment
-from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._acted import shown
-from rapidformer_templates.switches._changes import replace
-from rapidformer_templates.switches._checks import needs_template
-from rapidformer_templates.switches._switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.acted import shown
+from rapidformer_templates.planning.changes import replace
+from rapidformer_templates.planning.checks import needs_template
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
 AMPERE = (8, 0)  # the first compute capability with bf16 and tf32 units
 

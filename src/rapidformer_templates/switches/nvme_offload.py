@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._changes import add
-from rapidformer_templates.switches._switch import (
+from rapidformer_templates.planning.changes import add
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.flags import flag
-from rapidformer_templates.switches._switch import (
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
@@ -52,7 +52,7 @@ SWITCH = Switch(
     predicts=Prediction(
         unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")
     ),
-    transform="rapidformer_templates.engines.transforms:allow_tf32",
+    transform="rapidformer_templates.switches.checkpoint_activations.transform:allow_tf32",
     receipt=("matmul_precision",),
     acted=_acted,
     changes_result=True,

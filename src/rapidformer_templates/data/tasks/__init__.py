@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from rapidformer_templates.config import RunConfig
-from rapidformer_templates.data.task_flags import TASKS, check_task_flags
 from rapidformer_templates.data.tasks.base import Task
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.tasks import TASKS, check_task_flags
 
 __all__ = ["TASKS", "Task", "load_task"]
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from rapidformer_templates.config import RunConfig
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
-from rapidformer_templates.data.locating import locate
-from rapidformer_templates.data.reading import Part
-from rapidformer_templates.data.tokenizers import load_tokenizer
+from rapidformer_templates.data.finetuning.locating import locate
+from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.errors import DataError, ModelError
-from rapidformer_templates.label_use import LabelUse
-from rapidformer_templates.models import build_config, build_model, seq_length_of
+from rapidformer_templates.models.label_use import LabelUse
+from rapidformer_templates.models.loading import build_config, build_model, seq_length_of
+from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.planning.config import RunConfig
 
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
 """Columns in which a text is looked for when ``--text-column`` is not given."""

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from rapidformer_templates.data.chat import Columns, find_columns
-from rapidformer_templates.data.chat_samples import ChatReader
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.chat import Columns, find_columns
+from rapidformer_templates.data.finetuning.chat_samples import ChatReader
+from rapidformer_templates.data.finetuning.tables import Part, read_dataset
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
-from rapidformer_templates.data.reading import Part, read_dataset
+from rapidformer_templates.data.targets import IGNORED, shifted_left
 from rapidformer_templates.data.tasks.base import Task, as_data, texts_of, tokenized
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.label_use import LabelUse, check_causal
-from rapidformer_templates.targets import IGNORED, shifted_left
+from rapidformer_templates.models.label_use import LabelUse, check_causal
 
 
 class CausalLM(Task):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
-from rapidformer_templates.data.masking import MaskTokens, check_mask_probability
-from rapidformer_templates.data.reading import read_dataset
+from rapidformer_templates.data.finetuning.tables import read_dataset
+from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.types import Data
-from rapidformer_templates.targets import IGNORED
 
 
 class MaskedLM(Task):

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer_templates.architectures import objective_of
-from rapidformer_templates.config import RunConfig, spelling
-from rapidformer_templates.data.blend import Blend
-from rapidformer_templates.data.corpora import Corpus, check_corpora, load_corpora
-from rapidformer_templates.data.documents import Documents
-from rapidformer_templates.data.index_cache import IndexCache, cache_root
-from rapidformer_templates.data.splits import split_sequences, split_shares
+from rapidformer_templates.data.indexed.blend import Blend
+from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
+from rapidformer_templates.data.indexed.corpora import Corpus, check_corpora, load_corpora
+from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
+from rapidformer_templates.data.pretraining.by_documents import BY_DOCUMENTS
+from rapidformer_templates.data.pretraining.documents import Documents
+from rapidformer_templates.data.pretraining.objectives import OBJECTIVES, Objective, Pairs, Samples
 from rapidformer_templates.data.tasks.base import Task
-from rapidformer_templates.data.tasks.by_documents import BY_DOCUMENTS
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
-from rapidformer_templates.data.tasks.objectives import OBJECTIVES, Objective, Pairs, Samples
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError, NoSamples
-from rapidformer_templates.flags import DataFlags
-from rapidformer_templates.label_use import LabelUse
-from rapidformer_templates.models import model_type_of
+from rapidformer_templates.models.architectures import objective_of
+from rapidformer_templates.models.label_use import LabelUse
+from rapidformer_templates.models.loading import model_type_of
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flags import DataFlags
 
 PARTS = ("training", "validation", "test")
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.reading import Part, read_dataset
-from rapidformer_templates.data.squad import (
+from rapidformer_templates.data.finetuning.squad import (
     Candidates,
     Example,
     Feature,
@@ -21,6 +20,7 @@ from rapidformer_templates.data.squad import (
     flattened,
     read_examples,
 )
+from rapidformer_templates.data.finetuning.tables import Part, read_dataset
 from rapidformer_templates.data.tasks.base import Task, as_data, padding_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rapidformer_templates.data.chat import asked_and_answered
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.reading import Part, read_dataset
+from rapidformer_templates.data.finetuning.chat import asked_and_answered
+from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
 from rapidformer_templates.data.types import Data
-from rapidformer_templates.targets import IGNORED
 
 SOURCE_COLUMNS = ("source", "instruction", "input", "article", "question", *TEXT_COLUMNS)
 TARGET_COLUMNS = ("target", "summary", "output", "response", "answer", "highlights", "label")

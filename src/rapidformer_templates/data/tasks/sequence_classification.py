@@ -9,8 +9,8 @@ import torch
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
-from rapidformer_templates.data.labels import encode_labels, label_names
-from rapidformer_templates.data.reading import Part, read_dataset
+from rapidformer_templates.data.finetuning.labels import encode_labels, label_names
+from rapidformer_templates.data.finetuning.tables import Part, read_dataset
 from rapidformer_templates.data.tasks.base import (
     TEXT_COLUMNS,
     Task,

@@ -10,12 +10,18 @@ import torch
 from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.labels import declared_names, label_name, sorted_names, stands_for_none, unknown_label
-from rapidformer_templates.data.reading import Part, read_dataset
+from rapidformer_templates.data.finetuning.labels import (
+    declared_names,
+    label_name,
+    sorted_names,
+    stands_for_none,
+    unknown_label,
+)
+from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import Task, as_data, label_map, padding_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.targets import IGNORED
 
 WORD_COLUMNS = ("tokens", "words", "text")
 TAG_COLUMNS = ("ner_tags", "tags", "pos_tags", "labels")

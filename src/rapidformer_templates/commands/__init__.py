@@ -1,0 +1,1 @@
+"""What `rapidformer X` does."""

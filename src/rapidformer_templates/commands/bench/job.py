@@ -1,0 +1,148 @@
+"""One run of a table: a solution of ours or of a peer, in worker processes of its own.
+
+``python -m rapidformer_templates.commands.bench.job JSON`` starts the workers. Each of them connects to the
+benchmark, waits for its word before every turn of steps, and tells how many seconds a step took; at the end it
+tells what it held and its peak memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from rapidformer_templates.commands.bench.job_peers import PEERS
+from rapidformer_templates.commands.bench.tables import RUN, TABLES
+from rapidformer_templates.commands.bench.worker import (
+    CLIP,
+    LR,
+    SEED,
+    WEIGHT_DECAY,
+    Absent,
+    Job,
+    Line,
+    RandomTokens,
+    build_model,
+)
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.system import launch, program
+
+
+def ours(job: Job, line: Line) -> None:
+    """The solution's flags, as a user gives them; what is added only looks on."""
+    from rapidformer_templates import Data, Trainer
+
+    class Measured(Trainer):
+        def build_data(self) -> Data:
+            return Data(train=RandomTokens(job))  # type: ignore[arg-type]
+
+        def build_model(self) -> Any:
+            line.model_comes()
+            return build_model(job.sizes)
+
+        def on_train_start(self) -> None:
+            line.training_starts()
+
+        def on_step_end(self, step: int, result: Any) -> None:
+            self.loss = result.loss
+            line.step_ends()
+
+    template = Measured(flags_of(job))
+    summary = template.fit()
+    line.end(float(template.loss), summary["receipts"])
+
+
+def flags_of(job: Job) -> list[str]:
+    """The command line of a run of ours."""
+    own = list(TABLES[job.table].solutions[job.solution].flags)
+    if own[-1:] == ["--nvme-path"]:
+        own.append(job.nvme)
+    if job.precision != "fp32":
+        own += ["--mixed-precision", job.precision]
+    flags = [
+        *("--device", job.device, "--micro-batch-size", job.sizes.micro_batch),
+        *("--global-batch-size", job.global_batch, "--train-iters", job.total_steps, "--log-interval", job.total_steps),
+        *("--lr", LR, "--lr-decay-style", "constant", "--weight-decay", WEIGHT_DECAY),
+        *("--clip-grad", CLIP, "--optimizer", "adamw_torch_fused", "--seed", SEED, "--no-save", *own),
+    ]
+    return [str(flag) for flag in flags]
+
+
+def as_asked(job: Job, line: Line) -> None:
+    """A training command of the user's, with its own model and data, for as many steps as are measured.
+
+    Its model FLOPs are counted for the shapes of its first batch.
+    """
+    from rapidformer_templates.commands.bench.flops import training_flops_of
+    from rapidformer_templates.commands.train import template_of
+    from rapidformer_templates.data.targets import samples_in
+
+    class Measured(template_of(job.words)):  # type: ignore[misc]
+        flops: float | None = None
+
+        def build_model(self) -> Any:
+            line.model_comes()
+            return super().build_model()
+
+        def model_was_built(self, model: Any) -> None:
+            super().model_was_built(model)
+            self.kind, self.settings = type(model), getattr(model, "config", None)
+
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            if self.flops is None:
+                # Before the forward of the first, warming step; of an architecture of transformers.
+                self.flops = training_flops_of(self.kind, self.settings, batch) / max(samples_in(batch), 1)
+            return super().compute_loss(model, batch)
+
+        def on_train_start(self) -> None:
+            line.training_starts()
+
+        def on_step_end(self, step: int, result: Any) -> None:
+            self.loss = result.loss
+            line.step_ends()
+
+    own = ["--train-iters", str(job.total_steps), "--log-interval", str(job.total_steps), "--no-save"]
+    template = Measured([*job.words, *own])
+    summary = template.fit()
+    sizes = template.plan.sizes
+    line.end(
+        float(template.loss),
+        summary["receipts"],
+        flops=(template.flops or 0.0) * sizes.global_batch,
+        global_batch=sizes.global_batch,
+        parameters=summary["parameters"],
+        precision=template.plan.precision,
+        switches=list(template.plan.switches),
+    )
+
+
+def work(job: Job) -> None:
+    """One worker's part."""
+    line = Line(job)
+    try:
+        (PEERS[job.peer] if job.peer else as_asked if job.table == RUN else ours)(job, line)
+    except Absent as error:
+        line.absent(error.message)
+
+
+def main() -> int:
+    job = Job(**json.loads(sys.argv[1]))
+    if launch.is_worker():
+        launch.report_errors(lambda: work(job))
+        return 0
+    try:
+        launch.run_workers(program.command(), job.workers)
+    except RapidformerError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def command(job: Job) -> list[str]:
+    """What starts a run."""
+    return [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

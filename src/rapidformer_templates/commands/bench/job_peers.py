@@ -1,0 +1,280 @@
+"""The peers of the tables: the loops of their own documentation, with everything else as in ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from rapidformer_templates.commands.bench.tables import HAND_WRITTEN, HF_TRAINER
+from rapidformer_templates.commands.bench.worker import (
+    CLIP,
+    LR,
+    SEED,
+    WEIGHT_DECAY,
+    Absent,
+    Job,
+    Line,
+    RandomTokens,
+    build_model,
+)
+
+
+def accelerate_ddp(job: Job, line: Line) -> None:
+    from accelerate import Accelerator
+
+    _accelerate(job, line, Accelerator(**_options(job)))
+
+
+def accelerate_fsdp(job: Job, line: Line) -> None:
+    """FSDP2, a block at a time.
+
+    Raises:
+        Absent: on a CPU.
+    """
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+
+    blocks = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
+    )
+    accelerator = Accelerator(fsdp_plugin=blocks, **_options(job))
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise Absent(f"accelerate makes {accelerator.distributed_type.value} of its FSDP plugin on this device")
+    _accelerate(job, line, accelerator)
+
+
+def accelerate_zero(job: Job, line: Line, stage: int) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", job.device)
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+    from rapidformer_templates.switches.zero.compiled_parts import leave_out_shm_comm
+
+    if job.device == "cpu":
+        leave_out_shm_comm()  # half a minute of compiling for what training does not use, here as in ours
+    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=job.accumulation, gradient_clipping=CLIP)
+    options = _options(job)
+    if job.device == "cpu":
+        # With cpu=True it would leave DeepSpeed out, and without a backend the other workers.
+        options |= {"cpu": False, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+    _accelerate(job, line, Accelerator(deepspeed_plugin=plugin, **options))
+
+
+def _options(job: Job) -> dict[str, Any]:
+    return {
+        "cpu": job.device == "cpu",
+        "mixed_precision": "no" if job.precision == "fp32" else job.precision,
+        "gradient_accumulation_steps": job.accumulation,
+    }
+
+
+def _accelerate(job: Job, line: Line, accelerator: Any) -> None:
+    import torch
+
+    if accelerator.num_processes != job.workers:
+        raise Absent(f"accelerate runs {accelerator.num_processes} worker of {job.workers} on this device")
+
+    torch.manual_seed(SEED)
+    line.model_comes()
+    model = build_model(job.sizes)
+    model, optimizer, loader = accelerator.prepare(model, _adamw(model), _loader(job))
+    model.train()
+    line.training_starts()
+    loss = torch.zeros((), device=accelerator.device)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            part = model(**batch).loss
+            accelerator.backward(part)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = loss + part.detach()
+        if accelerator.sync_gradients:
+            line.step_ends()
+            last, loss = loss, torch.zeros_like(loss)
+    line.end(float(accelerator.reduce(last, "mean")) / job.accumulation, None)
+    accelerator.end_training()
+
+
+def torch_fully_shard(job: Job, line: Line) -> None:
+    """A plain loop around torch's ``fully_shard``, as its tutorial has it.
+
+    Raises:
+        Absent: in fp16, for which the tutorial has no loss scale.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from rapidformer_templates.system.workers import join
+
+    if job.precision == "fp16":
+        raise Absent("a plain loop has no loss scale for fp16")
+    with join(job.device) as workers:
+        torch.manual_seed(SEED)
+        line.model_comes()
+        model = build_model(job.sizes).to(workers.device)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if job.precision == "bf16" else None)
+        for block in model.transformer.h:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        optimizer = _adamw(model)
+        model.train()
+        line.training_starts()
+        for parts in _steps(job, workers.rank):
+            loss = torch.zeros((), device=workers.device)
+            for i, batch in enumerate(parts):
+                model.set_requires_gradient_sync(i == len(parts) - 1)
+                part = model(**{name: tensor.to(workers.device) for name, tensor in batch.items()}).loss / len(parts)
+                part.backward()
+                loss = loss + part.detach()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            line.step_ends()
+        dist.all_reduce(loss)
+        line.end(float(loss) / workers.world, None)
+
+
+def plain_pytorch(job: Job, line: Line, *, compiled: bool = False) -> None:
+    """A loop written by hand for one device, with everything that torch's tuning guide says.
+
+    Raises:
+        Absent: in fp16, for which it has no loss scale; or for several workers.
+    """
+    import torch
+
+    if job.precision == "fp16" or job.workers > 1:
+        raise Absent("the hand-written loop is for one worker, and has no loss scale for fp16")
+    torch.manual_seed(SEED)
+    line.model_comes()
+    model = build_model(job.sizes).to(job.device).train()
+    optimizer = _adamw(model)
+    forward = torch.compile(model) if compiled else model
+    line.training_starts()
+    narrow = torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.precision == "bf16")
+    for parts in _steps(job, 0):
+        loss = torch.zeros((), device=job.device)
+        for batch in parts:
+            moved = {name: tensor.to(job.device, non_blocking=True) for name, tensor in batch.items()}
+            with narrow:
+                part = forward(**moved).loss / len(parts)
+            part.backward()
+            loss += part.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        line.step_ends()
+    line.end(float(loss), None)
+
+
+def transformers_trainer(job: Job, line: Line, *, compiled: bool = False) -> None:
+    """transformers' Trainer with its best switches: the narrow type, a fused optimizer, loaders ahead.
+
+    Raises:
+        Absent: for several workers.
+    """
+    import tempfile
+
+    import torch
+    import transformers
+
+    if job.workers > 1:
+        raise Absent("compared on one worker only")
+
+    class Watch(transformers.TrainerCallback):
+        def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
+            line.training_starts()
+
+        def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
+            line.step_ends()
+
+    class InOurOrder(transformers.Trainer):
+        losses: list[Any]
+
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(_loader(job, 0))
+
+        def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+            part = super().training_step(*arguments, **keywords)
+            self.losses = [*self.losses, part][-job.accumulation :]
+            return part
+
+    torch.manual_seed(SEED)
+    line.model_comes()
+    model = build_model(job.sizes)
+    with tempfile.TemporaryDirectory(prefix="rapidformer-bench-") as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=job.sizes.micro_batch,
+            gradient_accumulation_steps=job.accumulation,
+            max_steps=job.total_steps,
+            max_grad_norm=CLIP,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            use_cpu=job.device == "cpu",
+            bf16=job.precision == "bf16",
+            fp16=job.precision == "fp16",
+            torch_compile=compiled,
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+        )
+        optimizers: Any = (_adamw(model.to(job.device)), None)
+        watch: Any = [Watch()]
+        data: Any = RandomTokens(job)
+        trainer = InOurOrder(model, arguments, train_dataset=data, optimizers=optimizers, callbacks=watch)
+        trainer.losses = []
+        trainer.train()
+        line.end(float(sum(trainer.losses)), None)
+
+
+def _steps(job: Job, rank: int) -> Iterator[list[dict[str, Any]]]:
+    """The micro batches of one rank, step by step."""
+    batches = iter(_loader(job, rank))
+    while parts := list(islice(batches, job.accumulation)):
+        yield parts
+
+
+def _adamw(model: Any) -> Any:
+    """Fused AdamW with the groups of this library: biases and norms do not decay."""
+    import torch
+
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for parameter in model.parameters():
+        groups[parameter.ndim >= 2].append(parameter)
+    options: list[dict[str, Any]] = [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
+    return torch.optim.AdamW(options, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def _loader(job: Job, rank: int | None = None) -> Any:
+    """Micro batches in the order of this library, of all ranks one after another or of one of them."""
+    from torch.utils.data import DataLoader, Subset
+
+    from rapidformer_templates.data.order import SampleOrder
+
+    tokens = RandomTokens(job)
+    order = SampleOrder(len(tokens), job.global_batch, SEED, by_epochs=False)
+    samples = [sample for step in range(job.total_steps) for sample in order.step(step)[0].tolist()]
+    mine = samples if rank is None else samples[rank :: job.workers]
+    # On a GPU two processes draw the samples, as in ours, into page-locked memory.
+    on_gpu: dict[str, Any] = {"num_workers": 2, "pin_memory": True} if job.device == "cuda" else {}
+    return DataLoader(Subset(tokens, mine), batch_size=job.sizes.micro_batch, **on_gpu)  # type: ignore[arg-type]
+
+
+PEERS: dict[str, Callable[[Job, Line], None]] = {
+    "accelerate DDP": accelerate_ddp,
+    "accelerate FSDP": accelerate_fsdp,
+    "torch fully_shard": torch_fully_shard,
+    "accelerate ZeRO-1": partial(accelerate_zero, stage=1),
+    "accelerate ZeRO-2": partial(accelerate_zero, stage=2),
+    "accelerate ZeRO-3": partial(accelerate_zero, stage=3),
+    HAND_WRITTEN: plain_pytorch,
+    f"{HAND_WRITTEN}, compiled": partial(plain_pytorch, compiled=True),
+    HF_TRAINER: transformers_trainer,
+    f"{HF_TRAINER}, mixed": transformers_trainer,
+    f"{HF_TRAINER}, compiled": partial(transformers_trainer, compiled=True),
+}

@@ -1,0 +1,289 @@
+"""Measure a table: what each of its solutions costs in speed and memory, beside its peers.
+
+Every solution trains the same model on the same random tokens, in worker processes of its own. A solution and its
+peers step in turns, and the solutions follow one another in each repeat, so that a busy moment hits all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rapidformer_templates.commands.bench.output import Advance, progress, put_out
+from rapidformer_templates.commands.bench.report import Report
+from rapidformer_templates.commands.bench.runs import WARMUP, run_together
+from rapidformer_templates.commands.bench.show import draw, notes, table
+from rapidformer_templates.commands.bench.tables import TABLES, Scale, Solution, Table
+from rapidformer_templates.commands.bench.worker import Job, RandomTokens, build_model
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.planning.environment import detect_gpu
+from rapidformer_templates.switches.auto_strategy.state_bytes import Facts
+from rapidformer_templates.switches.zero import build_tools
+from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SAME_LOSS = {"fp32": 1e-3, "mixed": 2e-2}
+"""How far the losses of the last step may be apart, as a share, by what was computed in."""
+
+
+def facts_of(scale: Scale) -> list[Facts]:
+    """The parameters of a scale's model, without their data."""
+    import torch
+
+    with torch.device("meta"):
+        model: nn.Module = build_model(scale)
+    return [Facts(tuple(p.shape), decays=p.ndim >= 2) for p in model.parameters()]
+
+
+def flops_of(job: Job) -> float:
+    """Model FLOPs of a sample of a job's model."""
+    from rapidformer_templates.commands.bench.flops import training_flops
+
+    sample = {name: tensor[None] for name, tensor in RandomTokens(job)[0].items()}
+    return float(training_flops(lambda: build_model(job.sizes), sample))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+        table, scale: what.
+        workers: processes.
+        device: ``cpu`` or ``cuda``.
+        chosen: keys of the table's solutions.
+        repeats: runs of each solution.
+        turns: measured ones of each run.
+        steps: optimizer steps a turn.
+        everything: also what the device is known to be slow at.
+        peers: whether they take part.
+        disk: folder for what is offloaded to NVMe; by default a temporary one.
+    """
+
+    table: Table
+    scale: str
+    workers: int
+    device: str
+    chosen: list[str]
+    repeats: int
+    turns: int
+    steps: int = 1
+    everything: bool = False
+    peers: bool = True
+    disk: Path | None = None
+
+    def job(self, name: str, peer: str | None, folder: Path, number: int) -> Job:
+        return Job(
+            table=self.table.name,
+            solution=name,
+            peer=peer,
+            scale=self.scale,
+            workers=self.workers,
+            turns=self.turns + WARMUP,
+            steps=self.steps,
+            device=self.device,
+            precision=precision_of(self.table.solutions[name], self.device),
+            address=str(folder / f"{number}.sock"),
+            nvme=str(folder / "nvme"),
+        )
+
+
+def measure(request: Request, advance: Advance = lambda text: None) -> Report:
+    """Run the solutions and their peers; ``advance`` is told of each that is done.
+
+    Raises:
+        RapidformerError: a part of DeepSpeed cannot be built.
+    """
+    solutions, device = request.table.solutions, request.device
+    sizes = request.table.scales[request.scale]
+    report = Report(request.table, request.scale, request.workers, device, facts_of(sizes))
+    for name in request.chosen:
+        why = _why_not(request, name)
+        if why:
+            report.absent[name] = why
+    able = [name for name in request.chosen if name not in report.absent]
+    for name in able:
+        formula = solutions[name].formula
+        if formula:
+            width = 4 if precision_of(solutions[name], device) == "fp32" else 2
+            report.expected[name] = formula(report.parameters, request.workers, width)
+    if able:
+        example = request.job(able[0], None, Path(), 0)
+        report.flops, report.global_batch = flops_of(example), example.global_batch
+    _build_parts([solutions[name] for name in able], device)
+    for repeat in range(request.repeats):
+        for name in (name for name in able if name not in report.absent):
+            with tempfile.TemporaryDirectory(prefix="rf-", dir=request.disk) as folder:
+                for jobs in _heats(request, report, name, Path(folder)):
+                    _add(report, jobs, repeat)
+            advance(f"{name}, repeat {repeat + 1}")
+    _check_losses(report)
+    return report
+
+
+def precision_of(solution: Solution, device: str) -> str:
+    """What a solution computes in on a device."""
+    if solution.precision == "fp32" or (solution.precision == "best" and device == "cpu"):
+        return "fp32"
+    capability = detect_gpu() if device == "cuda" else None
+    return "fp16" if capability and capability < (8, 0) else "bf16"
+
+
+@cache
+def _matrix_product(device: str, precision: str) -> Callable[[], float]:
+    from rapidformer_templates.commands.bench.flops import MatrixProduct
+
+    return MatrixProduct(device, precision).rate
+
+
+def _why_not(request: Request, name: str) -> str | None:
+    solution, device = request.table.solutions[name], request.device
+    sizes = request.table.scales[request.scale]
+    if solution.package and importlib.util.find_spec(solution.package) is None:
+        return f"{solution.package} is not installed"
+    if device == "cpu" and not request.everything:
+        if solution.precision == "mixed":
+            return "a CPU has no fast narrow type (--all runs it all the same)"
+        if "--torch-compile" in solution.flags:
+            return "compiling takes longer than it saves on a CPU (--all runs it all the same)"
+    if request.workers % solution.divides:
+        return f"one copy of the model needs {solution.divides} workers, there are {request.workers}"
+    samples = sizes.micro_batch * (request.workers // solution.divides)
+    if sizes.global_batch % samples:
+        return f"{sizes.global_batch} samples a step do not divide by {samples}"
+    for part in deepspeed_parts.needed_parts(solution.offload):
+        if problem := build_tools.problems(part, device):
+            return f"DeepSpeed's {part}: {problem}"
+    return None
+
+
+def _build_parts(solutions: list[Solution], device: str) -> None:
+    """What DeepSpeed compiles is compiled before anything is measured."""
+    if any(solution.package == "deepspeed" for solution in solutions):
+        deepspeed_parts.export(device)
+        needed = {part for solution in solutions for part in deepspeed_parts.needed_parts(solution.offload)}
+        deepspeed_parts.build(sorted(needed), device)
+
+
+def _heats(request: Request, report: Report, name: str, folder: Path) -> Iterator[list[Job]]:
+    """Jobs that take turns: a solution and its peers; on a GPU each alone, because the memory is what is short."""
+    others = [peer for peer in request.table.solutions[name].peers if request.peers and peer not in report.absent]
+    jobs = [request.job(name, peer, folder, number) for number, peer in enumerate([None, *others])]
+    if request.device == "cpu":
+        yield jobs
+    else:
+        yield from ([job] for job in jobs)
+
+
+def _add(report: Report, jobs: list[Job], repeat: int) -> None:
+    runs, reasons = run_together(jobs, repeat, _matrix_product(report.device, jobs[0].precision))
+    for name, run in runs.items():
+        report.runs.setdefault(name, []).append(run)
+    for name, why in reasons.items():
+        report.absent[name] = why
+        report.runs.pop(name, None)
+        if name in report.of.solutions and why != "out of memory":
+            report.failed.append(name)
+
+
+def _check_losses(report: Report) -> None:
+    """Who computes another loss does other work, and its speed means nothing: it is named and left out."""
+    solutions = report.of.solutions
+    for kind, allowed in SAME_LOSS.items():
+        losses = {
+            name: run.figures[0]["loss"]
+            for name, runs in report.runs.items()
+            for run in runs[-1:]
+            if (kind == "fp32") == (precision_of(solutions[report.of.solution_of(name)], report.device) == "fp32")
+        }
+        middle = statistics.median(losses.values()) if losses else 0.0
+        for name, loss in losses.items():
+            if abs(loss - middle) > allowed * middle:
+                report.absent[name] = f"its loss is {loss:.4f}, that of the others {middle:.4f}: it does other work"
+                report.runs.pop(name)
+                report.failed += [name] if name in solutions else []
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure, print and write; the exit status: 1 if a solution of ours failed."""
+    chosen_table = TABLES[options.table]
+    if options.scale not in chosen_table.scales:
+        raise ConfigError(
+            f"{chosen_table.name} has no scale {options.scale}",
+            where="--scale",
+            hint=f"there are: {', '.join(chosen_table.scales)}",
+        )
+    scale = chosen_table.scales[options.scale]
+    workers = options.workers or scale.workers
+    device = _device(options, scale, workers)
+    chosen = _chosen(options.solutions, chosen_table)
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    request = Request(
+        table=chosen_table,
+        scale=options.scale,
+        workers=workers,
+        device=device,
+        chosen=chosen,
+        repeats=options.repeats,
+        turns=options.steps,
+        steps=options.steps_a_turn or (10 if device == "cuda" else 1),
+        everything=options.all,
+        peers=options.peers,
+        disk=options.folder,
+    )
+    with progress(chosen_table.name, options.repeats * len(chosen)) as advance:
+        report = measure(request, advance)
+    name = chosen_table.name
+    put_out(options, name, report.to_json(), table(report), notes(report), lambda axes: draw(axes, report))
+    return 1 if report.failed else 0
+
+
+def _chosen(text: str | None, of: Table) -> list[str]:
+    """The solutions that were asked for, in the table's order.
+
+    Raises:
+        ConfigError: one of them does not exist.
+    """
+    asked = [word.strip() for word in text.split(",")] if text else list(of.solutions)
+    unknown = [word for word in asked if word not in of.solutions]
+    if unknown:
+        raise ConfigError(
+            f"there is no solution {', '.join(unknown)}",
+            where="--solutions",
+            hint=f"there are: {', '.join(of.solutions)}",
+        )
+    return [name for name in of.solutions if name in asked]
+
+
+def _device(options: argparse.Namespace, scale: Scale, workers: int) -> str:
+    """Where the workers compute, each on a GPU of its own or all on the CPU.
+
+    Raises:
+        RapidformerError: the scale, or what was asked for, needs more GPUs than there are.
+    """
+    gpus = 0
+    if options.device != "cpu" and detect_gpu() is not None:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    needed = scale.cuda_workers
+    if needed and (gpus < needed or workers != needed):
+        raise RapidformerError(
+            f"--scale {options.scale} is the published table: {needed} workers with a GPU each; "
+            f"there are {gpus} GPUs, and {workers} workers were asked for",
+            where=f"bench {options.table}",
+            hint="--scale small runs on any machine",
+        )
+    if options.device == "cuda" and gpus < workers:
+        raise RapidformerError(f"{workers} workers need a GPU each, there are {gpus}", where="--device cuda")
+    return "cuda" if gpus >= workers else "cpu"

@@ -1,0 +1,125 @@
+"""What a measured table holds."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from rapidformer_templates.commands.bench.output import spread
+from rapidformer_templates.commands.bench.runs import Run
+from rapidformer_templates.commands.bench.tables import Table
+from rapidformer_templates.switches.auto_strategy.state_bytes import Facts, Held
+
+
+@dataclass
+class Report:
+    """What was measured.
+
+    Attributes:
+        of: the table.
+        scale, workers, device: of the runs.
+        parameters: of the model.
+        flops: of the model, a sample.
+        runs: by solution or peer, one of each repeat.
+        absent: solutions and peers that could not run here, with the reason.
+        failed: those of ours among them that should have run.
+        expected: by solution, what each worker should hold.
+    """
+
+    of: Table
+    scale: str
+    workers: int
+    device: str
+    parameters: list[Facts] = field(default_factory=list)
+    flops: float = 0.0
+    global_batch: int = 0
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    expected: dict[str, list[Held]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return sum(parameter.count for parameter in self.parameters)
+
+    def rates(self, name: str) -> list[float]:
+        """Samples/s of each turn of all repeats."""
+        return [self.global_batch / seconds for run in self.runs[name] for seconds in run.seconds]
+
+    def samples_per_second(self, name: str) -> float:
+        seconds = [step for run in self.runs[name] for step in run.seconds]
+        return self.global_batch * len(seconds) / sum(seconds)
+
+    def utilisation(self, name: str) -> float | None:
+        """Model FLOP/s over those of the matrix products around the same turns, the median; None if not measured.
+
+        On a CPU the workers share the machine that the matrix product had; on GPUs each has its own.
+        """
+        machines = self.workers if self.device == "cuda" else 1
+        step = self.flops * self.global_batch
+        turns = [turn for run in self.runs[name] for turn in zip(run.seconds, run.peaks, strict=False)]
+        return (
+            statistics.median(step / seconds / peak / machines for seconds, peak in turns) if turns and step else None
+        )
+
+    def peak_mb(self, name: str) -> float:
+        """The greatest of the workers and repeats."""
+        return max(run.peak_mb for run in self.runs[name])
+
+    def memory_mb(self, name: str, when: str) -> float:
+        """The greatest likewise, ``before_mb`` or ``setup_mb``: see :class:`Run`."""
+        return max(float(worker[when]) for run in self.runs[name] for worker in run.figures)
+
+    def held(self, name: str) -> list[Held]:
+        """What each worker holds, by the receipts of the first run."""
+        ranks = self.runs[name][0].figures[0]["held"]
+        kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
+        return [Held(*(int(rank[kind]) for kind in kinds)) for rank in ranks]
+
+    def bucket_bytes(self, name: str) -> int:
+        """Memory in which gradients wait to be sent."""
+        return max(int(rank.get("bucket_bytes", 0)) for rank in self.runs[name][0].figures[0]["held"])
+
+    def ratios(self, solution: str, peer: str) -> list[float]:
+        """Our speed over a peer's: the median over the steps, which were made in turns, repeat by repeat."""
+        return [
+            statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))
+            for ours, theirs in zip(self.runs[solution], self.runs[peer], strict=True)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        pairs = [(name, peer) for name, solution in self.of.solutions.items() for peer in solution.peers]
+        return {
+            "scale": self.scale,
+            "workers": self.workers,
+            "device": self.device,
+            "parameters": self.count,
+            "global_batch": self.global_batch,
+            "flops_a_sample": self.flops,
+            "solutions": {name: self._row(name) for name in self.runs},
+            "ratios": {
+                peer: self.ratios(name, peer) for name, peer in pairs if name in self.runs and peer in self.runs
+            },
+            "absent": self.absent,
+            "failed": self.failed,
+            "published": {name: solution.published for name, solution in self.of.solutions.items()},
+        }
+
+    def _row(self, name: str) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "samples_per_second": self.samples_per_second(name),
+            "samples_per_second_sd": spread(self.rates(name)),
+            "peak_mb": self.peak_mb(name),
+            "before_mb": self.memory_mb(name, "before_mb"),
+            "setup_mb": self.memory_mb(name, "setup_mb"),
+            "utilisation": self.utilisation(name),
+            "matrix_product_flops_per_second": [run.peaks for run in self.runs[name]],
+            "seconds": [run.seconds for run in self.runs[name]],
+            "loss": [run.figures[0]["loss"] for run in self.runs[name]],
+        }
+        if name in self.expected:
+            row["held"] = [vars(held) for held in self.held(name)]
+            row["expected"] = [vars(held) for held in self.expected[name]]
+            row["bucket_bytes"] = self.bucket_bytes(name)
+        return row

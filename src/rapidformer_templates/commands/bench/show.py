@@ -1,0 +1,203 @@
+"""Tables, notes and picture of a measured table."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from rapidformer_templates.commands.bench.output import spread
+from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from rapidformer_templates.commands.bench.report import Report
+
+GOAL = 1.0
+"""Our samples a second over a peer's."""
+
+ALLOWED = 0.01
+"""Deviation from the formula that needs no explanation, as a share."""
+
+WHY_DIFFERENT = {
+    "oss": "a parameter lies whole with its owner, so the shares are uneven",
+    "oss-sdp": "a parameter lies whole with its owner, so the shares are uneven",
+    "zero-1": "DeepSpeed keeps the whole gradient of a parameter that two workers share",
+    "zero-2": "DeepSpeed keeps the whole gradient of a parameter that two workers share",
+    "zero-3": "parameters of fewer than 100,000 elements are kept whole beside their parts",
+    "zero-3-offload": "gradients are held twice, as they are reduced and as the update on the host takes them",
+    "zero-3-nvme": "masters and moments lie on the disk; what is held is what passes through memory",
+}
+"""What the even shares leave out."""
+
+
+def table(report: Report) -> Any:
+    """Speed and memory; the bytes that are held; the peers. One below the other."""
+    whole = Table.grid()
+    for part in (_solutions(report), _bytes(report), _peers(report)):
+        if part.row_count:
+            whole.add_row(part)
+            whole.add_row("")
+    return whole
+
+
+def _table(title: str, first: str, *headings: str) -> Table:
+    made = Table(title=title, title_justify="left")
+    made.add_column(first)
+    for heading in headings:
+        made.add_column(heading, justify="right")
+    return made
+
+
+def _solutions(report: Report) -> Table:
+    scale = report.of.scales[report.scale]
+    shape = f"{scale.layers} layers, hidden {scale.hidden}, {report.count:,} parameters, {scale.length} tokens"
+    batches = f"micro batch {scale.micro_batch}, global batch {report.global_batch}"
+    made = _table(
+        f"{scale.kind.upper()}, {shape}, {batches}, {report.workers} × {report.device}",
+        "solution",
+        "samples/s",
+        "peak MB a worker",
+        "until 1st step",
+        "without model",
+        "utilisation",
+        "published",
+        "peak MB",
+    )
+    for name, solution in report.of.solutions.items():
+        published = solution.published
+        reference = (published, "") if isinstance(published, str) else (f"{published[0]:.2f}", f"{published[1]:,}")
+        if name in report.runs:
+            made.add_row(name, *_figures(report, name), *reference)
+        elif name in report.absent:
+            made.add_row(name, "N/A", "", "", "", "", *reference)
+    for name in report.runs:
+        if name not in report.of.solutions:
+            made.add_row(name, *_figures(report, name), "", "")
+    return made
+
+
+def _figures(report: Report, name: str) -> tuple[str, ...]:
+    rates = report.rates(name)
+    return (
+        f"{report.samples_per_second(name):.2f} ± {spread(rates):.2f}",
+        f"{report.peak_mb(name):,.0f}",
+        f"{report.memory_mb(name, 'setup_mb'):,.0f}",
+        f"{report.memory_mb(name, 'before_mb'):,.0f}",
+        "" if (share := report.utilisation(name)) is None else f"{share:.3f}",
+    )
+
+
+def _bytes(report: Report) -> Table:
+    made = _table(
+        "bytes a parameter that a worker holds: parameters / gradients / optimizer state",
+        "solution",
+        "rank 0",
+        "most",
+        "should be (most)",
+        "deviation",
+        "bucket MB",
+    )
+    for name in report.expected:
+        if name in report.runs:
+            held, expected = report.held(name), report.expected[name]
+            made.add_row(
+                name,
+                _shares(held[0], report.count),
+                _shares(_most(held), report.count),
+                _shares(_most(expected), report.count),
+                f"{deviation(held, expected):.2%}",
+                f"{report.bucket_bytes(name) / 1e6:.0f}",
+            )
+    return made
+
+
+def _most(held: list[Held]) -> Held:
+    """The greatest of each kind over the workers."""
+    return Held(max(h.parameters for h in held), max(h.gradients for h in held), max(h.optimizer for h in held))
+
+
+def _shares(held: Held, count: int) -> str:
+    return " / ".join(f"{share:.2f}" for share in held.per_parameter(count))
+
+
+def deviation(held: list[Held], expected: list[Held]) -> float:
+    """The greatest difference of any worker and kind from what it should be, as a share."""
+    kinds = ("parameters", "gradients", "optimizer")
+    pairs = [
+        (getattr(one, kind), getattr(other, kind)) for one, other in zip(held, expected, strict=True) for kind in kinds
+    ]
+    return max(abs(a - b) / max(b, 1) for a, b in pairs)
+
+
+def _peers(report: Report) -> Table:
+    made = _table("samples/s over a peer's, median of paired steps, mean ± sd over repeats", "peer", "ours", "ratio")
+    for name, peer in _compared(report):
+        ratios = report.ratios(name, peer)
+        made.add_row(peer, name, f"{statistics.mean(ratios):.2f} ± {spread(ratios):.2f}")
+    return made
+
+
+def _compared(report: Report) -> list[tuple[str, str]]:
+    """(solution, peer) of all that ran."""
+    return [
+        (name, peer)
+        for name, solution in report.of.solutions.items()
+        for peer in solution.peers
+        if name in report.runs and peer in report.runs
+    ]
+
+
+def notes(report: Report) -> list[str]:
+    """Goals, who is absent, and what explains the differences."""
+    lines = []
+    for name, peer in _compared(report):
+        ratio = statistics.mean(report.ratios(name, peer))
+        reached = "reached" if ratio >= GOAL else "missed"
+        lines.append(f"{name}: {ratio:.2f} × {peer}; goal {GOAL:.1f} ×: {reached}")
+    for name, goal in ((name, report.of.utilisation.get(report.device)) for name in report.of.solutions):
+        share = report.utilisation(name) if name in report.runs else None
+        if goal and share is not None:
+            reached = "reached" if share >= goal else "missed"
+            lines.append(f"{name}: utilisation {share:.3f}; goal {goal:.2f}: {reached}")
+    lines += [f"{name} did not run: {_in_short(why)}" for name, why in report.absent.items()]
+    for name, why in WHY_DIFFERENT.items():
+        if name in report.runs and name in report.expected:
+            lines.append(f"{name}: {why}")
+    for name in report.runs:
+        if name in report.expected and (far := deviation(report.held(name), report.expected[name])) > ALLOWED:
+            lines.append(f"{name}: holds {far:.1%} more or less than its formula says")
+    if report.device == "cpu":
+        lines.append("peak MB is resident memory, the interpreter and its libraries included ('without model')")
+    return [*lines, *report.of.notes]
+
+
+def _in_short(why: str) -> str:
+    """The line of an error text that says what is wrong; all of it is in the JSON."""
+    lines = why.splitlines()
+    return next((line for line in lines if line.startswith("error")), lines[-1])
+
+
+def draw(axes: Axes, report: Report) -> None:
+    """Two panels: speed, and memory as it was before the model and on top of that."""
+    figure: Any = axes.figure
+    axes.remove()
+    ours = [name for name in report.of.solutions if name in report.runs]
+    names = ours + [name for name in report.runs if name not in ours]
+    figure.set_size_inches(11, 1.2 + 0.32 * len(names))
+    left, right = figure.subplots(1, 2, sharey=True)
+    colours = ["tab:orange" if name in ours else "tab:blue" for name in names]
+    spreads = [spread(report.rates(name)) for name in names]
+    speeds = left.barh(names, [report.samples_per_second(name) for name in names], xerr=spreads, color=colours)
+    left.bar_label(speeds, fmt="%.2f", label_type="center", color="white", fontsize=8)
+    left.set_xlabel("samples per second (orange: this library)")
+    before = [report.memory_mb(name, "before_mb") for name in names]
+    right.barh(names, before, color="lightgrey", label="without model")
+    above = [report.peak_mb(name) - start for name, start in zip(names, before, strict=True)]
+    peaks = right.barh(names, above, left=before, color=colours)
+    right.bar_label(peaks, [f"{report.peak_mb(name):,.0f}" for name in names], padding=3, fontsize=8)
+    right.set_xlabel("peak MB a worker (grey: before the model)")
+    right.margins(x=0.12)
+    left.invert_yaxis()

@@ -1,0 +1,202 @@
+"""The tables of ``rapidformer bench``: the solutions that stand in each, on what model, and what was published.
+
+Imports no torch. A table is data: :mod:`measure` runs it, :mod:`show` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rapidformer_templates.switches.auto_strategy.state_bytes import (
+    Formula,
+    cut_each,
+    cut_each_on_disk,
+    cut_each_on_host,
+    cut_groups,
+    cut_groups_on_host,
+    cut_in_rows,
+    owned,
+    owned_with_gradients,
+    replicated,
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the model and its batches are.
+
+    Attributes:
+        vocabulary: tokens, as padded.
+        length: tokens of a sample.
+        accumulation: micro batches that each worker adds up for a step.
+        cuda_workers: GPUs that it needs, one a worker; 0 runs anywhere with any number of workers.
+        micro_batch: samples of a micro batch.
+        kind: ``gpt`` (causal language model) or ``bert`` (masked tokens and sentence order).
+        workers: worker processes, if nobody says how many.
+        global_batch: samples of a step, whatever the number of workers; 0: as many as they have.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    accumulation: int
+    cuda_workers: int = 0
+    micro_batch: int = 1
+    kind: str = "gpt"
+    workers: int = 2
+    global_batch: int = 0
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A row of a table.
+
+    Attributes:
+        flags: what asks for it.
+        formula: what each worker should hold, where that is known.
+        peers: who has the same, by the names in ``job_peers``.
+        published: samples/s and peak MB on 4 GPUs of 32 GB, or why there are none.
+        offload: as in a plan's ``engine_options``; the folder of NVMe is added.
+        precision: ``fp32``, ``mixed`` (the narrow type), or ``best``: the narrow type on a GPU, which is fast at it.
+        divides: workers that one copy of the model needs.
+    """
+
+    flags: tuple[str, ...] = ()
+    formula: Formula | None = None
+    peers: tuple[str, ...] = ()
+    published: tuple[float, int] | str = "not published"
+    offload: str | None = None
+    precision: str = "best"
+    divides: int = 1
+
+    @property
+    def package(self) -> str | None:
+        """What must be installed."""
+        words = " ".join(self.flags)
+        return "deepspeed" if "--zero" in words else "fairscale" if "--oss" in words else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    Attributes:
+        name: of the table and its files.
+        solutions: by name, in the order of the rows.
+        scales: by name; ``paper`` is the published model.
+        utilisation: the goal for this library's model FLOPs utilisation, by device.
+        notes: what stands below it.
+    """
+
+    name: str
+    solutions: Mapping[str, Solution]
+    scales: Mapping[str, Scale]
+    utilisation: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def solution_of(self, name: str) -> str:
+        """The solution that a peer stands beside; of a solution, itself."""
+        return next((own for own, solution in self.solutions.items() if name in solution.peers), name)
+
+
+ZERO = "--zero-{}-memory-optimization"
+
+PARTITIONING = Table(
+    "partitioning",
+    {
+        "none": Solution((), replicated, ("accelerate DDP",), "out of memory", precision="fp32"),
+        "mixed": Solution((), replicated, (), (9.57, 25_061), precision="mixed"),
+        "oss": Solution(("--oss-memory-optimization",), owned, (), (6.02, 22_077)),
+        "oss-sdp": Solution(("--oss-sdp-memory-optimization",), owned_with_gradients, (), (7.01, 17_113)),
+        "fsdp": Solution(("--fsdp-memory-optimization",), cut_in_rows, ("accelerate FSDP", "torch fully_shard"), "N/A"),
+        "zero-1": Solution((ZERO.format(1),), cut_groups, ("accelerate ZeRO-1",), (12.88, 15_709)),
+        "zero-2": Solution((ZERO.format(2),), cut_groups, ("accelerate ZeRO-2",), (10.27, 15_693)),
+        "zero-3": Solution((ZERO.format(3),), cut_each, ("accelerate ZeRO-3",), "N/A"),
+        "zero-2-offload": Solution((ZERO.format(2), "--cpu-offload"), cut_groups_on_host, offload="cpu"),
+        "zero-3-offload": Solution((ZERO.format(3), "--cpu-offload"), cut_each_on_host, offload="cpu"),
+        "zero-3-nvme": Solution((ZERO.format(3), "--nvme-path"), cut_each_on_disk, offload="nvme:"),
+    },
+    {
+        "tiny": Scale(2, 32, 2, 128, 16, accumulation=2),
+        "small": Scale(8, 640, 10, 16_000, 128, accumulation=2),
+        "paper": Scale(24, 2048, 32, 50_304, 1024, accumulation=1, cuda_workers=4, workers=4),
+    },
+)
+"""``paper`` is the published GPT: GPT-2's vocabulary of 50,257, padded to a multiple of 128. The published rows
+below ``mixed`` stand on top of mixed precision, and so do these on a GPU."""
+
+HAND_WRITTEN, HF_TRAINER = "plain PyTorch", "transformers' Trainer"
+
+MIXED_PRECISION = Table(
+    "mixed-precision",
+    {
+        "fp32": Solution(peers=(HF_TRAINER,), published=(103.07, 17_025), precision="fp32"),
+        "mixed": Solution(peers=(f"{HF_TRAINER}, mixed",), published=(178.15, 12_698), precision="mixed"),
+    },
+    {
+        "tiny": Scale(2, 32, 2, 128, 16, 1, micro_batch=4, kind="bert", workers=1),
+        "small": Scale(4, 512, 8, 8_192, 128, 1, micro_batch=8, kind="bert", workers=1),
+        "paper": Scale(12, 768, 12, 30_522, 512, 4, micro_batch=16, kind="bert", workers=1, global_batch=64),
+    },
+    notes=("published: 4 GPUs of 32 GB, 64 samples a step; samples/s are those of all of them",),
+)
+
+
+def _layout(tensor: int, pipeline: int, published: tuple[float, int]) -> tuple[str, Solution]:
+    flags = []
+    if tensor > 1:
+        flags += ["--tensor-model-parallel-size", str(tensor)]
+    if pipeline > 1:
+        flags += ["--pipeline-model-parallel-size", str(pipeline)]
+    return f"tp {tensor}, pp {pipeline}", Solution(tuple(flags), published=published, divides=tensor * pipeline)
+
+
+PARALLEL = Table(
+    "parallel",
+    dict(
+        [
+            _layout(1, 1, (9.63, 25_061)),
+            _layout(2, 1, (7.59, 11_300)),
+            _layout(4, 1, (6.16, 5_673)),
+            _layout(1, 2, (8.46, 12_375)),
+            _layout(1, 4, (8.03, 8_141)),
+            _layout(2, 2, (7.37, 6_211)),
+        ]
+    ),
+    {
+        "tiny": Scale(4, 32, 4, 128, 16, 1, workers=4, global_batch=4),
+        "small": Scale(8, 640, 20, 16_000, 128, 1, workers=4, global_batch=4),
+        "paper": Scale(24, 2048, 32, 50_304, 1024, 1, cuda_workers=4, workers=4, global_batch=4),
+    },
+)
+
+UTILISATION = Table(
+    "mfu",
+    {
+        "rapidformer": Solution(peers=(HAND_WRITTEN, HF_TRAINER)),
+        "rapidformer, compiled": Solution(
+            ("--torch-compile",), peers=(f"{HAND_WRITTEN}, compiled", f"{HF_TRAINER}, compiled")
+        ),
+    },
+    {
+        "tiny": Scale(2, 32, 2, 128, 16, 1, micro_batch=2, workers=1),
+        "small": Scale(4, 768, 12, 8_192, 128, 1, micro_batch=8, kind="bert", workers=1),
+        "bert-base": Scale(12, 768, 12, 30_522, 512, 1, micro_batch=32, kind="bert", workers=1),
+        "gpt-124m": Scale(12, 768, 12, 50_304, 1024, 1, micro_batch=16, workers=1),
+        "paper": Scale(24, 2048, 32, 50_304, 1024, 1, micro_batch=8, workers=1),
+    },
+    utilisation={"cpu": 0.70, "cuda": 0.45},
+    notes=(
+        "FLOPs: matrix products and attention of a forward and its backward, as torch counts them for the plain "
+        "model; no discount for a causal mask",
+    ),
+)
+"""``paper`` is the published GPT of 1.3 billion parameters."""
+
+RUN = "run"
+"""The table of one configuration, whose flags the user gives."""
+
+TABLES = {table.name: table for table in (PARTITIONING, MIXED_PRECISION, PARALLEL, UTILISATION)}

@@ -1,0 +1,204 @@
+"""What every run of a table shares: the job, the line to the benchmark, the model and its data."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from rapidformer_templates.commands.bench.tables import TABLES, Scale
+from rapidformer_templates.errors import RapidformerError
+
+LR, WEIGHT_DECAY, CLIP, SEED = 1e-4, 0.01, 1.0, 1234
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of one run are to do.
+
+    Attributes:
+        table: a key of ``TABLES``, or ``run``: what the flags in ``words`` say.
+        solution: a key of the table's solutions.
+        peer: a key of ``PEERS``, or None for this library.
+        scale: a key of the table's scales.
+        workers: how many.
+        turns: of optimizer steps, those of the warm-up among them.
+        steps: optimizer steps a turn.
+        device: ``cpu`` or ``cuda``.
+        precision: ``fp32``, or the narrow type to compute in.
+        address: of the benchmark's socket.
+        nvme: folder for what is offloaded to a disk.
+        words: flags of a training command, for a table of one configuration.
+    """
+
+    table: str
+    solution: str
+    peer: str | None
+    scale: str
+    workers: int
+    turns: int
+    steps: int
+    device: str
+    precision: str
+    address: str
+    nvme: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> Scale:
+        return TABLES[self.table].scales[self.scale]
+
+    @property
+    def data(self) -> int:
+        """Copies of the model."""
+        return self.workers // TABLES[self.table].solutions[self.solution].divides
+
+    @property
+    def accumulation(self) -> int:
+        """Micro batches that a copy adds up for a step."""
+        sizes = self.sizes
+        return sizes.global_batch // (self.data * sizes.micro_batch) if sizes.global_batch else sizes.accumulation
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.data * self.sizes.micro_batch * self.accumulation
+
+    @property
+    def total_steps(self) -> int:
+        return self.turns * self.steps
+
+
+class Absent(RapidformerError):
+    """The peer has no such thing here: a fact for the table, and not a failure."""
+
+
+class Line:
+    """A worker's line to the benchmark; it takes the time from the end of one turn's last step to that of the next.
+
+    Attributes:
+        before_mb: memory of the process before it has a model: the interpreter and its libraries.
+        setup_mb: peak memory until the first step.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._connection = Client(job.address)
+        self._connection.send({"rank": int(os.environ["RANK"]), "pid": os.getpid()})
+        self._mark = 0.0
+        self._left = job.total_steps
+        self.before_mb = self.setup_mb = 0.0
+
+    def model_comes(self) -> None:
+        """To be called before the model is built."""
+        from transformers import GPT2LMHeadModel  # noqa: F401  (a library, and not part of the model's memory)
+
+        self.before_mb = resident_mb() if self._job.device == "cpu" else 0.0
+
+    def training_starts(self) -> None:
+        self.setup_mb = peak_mb(self._job.device)
+        self._wait()
+
+    def step_ends(self) -> None:
+        self._left -= 1
+        if self._left % self._job.steps:
+            return
+        if self._job.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        self._connection.send({"seconds": (time.perf_counter() - self._mark) / self._job.steps})
+        if self._left:
+            self._wait()
+
+    def end(self, loss: float, receipts: dict[str, Any] | None, **more: Any) -> None:
+        """Tell what came of it: the loss of the last step, the receipts of a run of ours, and other figures."""
+        memory = {"peak_mb": peak_mb(self._job.device), "before_mb": self.before_mb, "setup_mb": self.setup_mb}
+        held = (receipts or {}).get("held_bytes_by_rank")
+        self._connection.send({"figures": {"loss": loss, **memory, "held": held, **more}})
+
+    def absent(self, why: str) -> None:
+        self._connection.send({"absent": why})
+
+    def _wait(self) -> None:
+        self._connection.recv()  # EOFError: the benchmark is gone, and so are we
+        self._mark = time.perf_counter()
+
+
+def peak_mb(device: str) -> float:
+    """Greatest memory so far, MB (10^6 bytes): allocated on the GPU, or resident on a CPU."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 1e6
+    return _of_status("VmHWM")  # ru_maxrss would begin with the size of the process that started this one
+
+
+def resident_mb() -> float:
+    """Memory that this process takes now, MB."""
+    return _of_status("VmRSS")
+
+
+def _of_status(field: str) -> float:
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = re.search(rf"^{field}:\s*(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024 / 1e6
+    import torch
+
+    from rapidformer_templates.run.meter import peak_memory_mb
+
+    return peak_memory_mb(torch.device("cpu"))
+
+
+def build_model(scale: Scale) -> Any:
+    """A GPT-2 or a BERT without dropout, so that all solutions can be seen to compute the same loss."""
+    from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
+
+    if scale.kind == "bert":
+        settings = BertConfig(
+            vocab_size=scale.vocabulary,
+            hidden_size=scale.hidden,
+            num_hidden_layers=scale.layers,
+            num_attention_heads=scale.heads,
+            intermediate_size=4 * scale.hidden,
+            max_position_embeddings=scale.length,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        return BertForPreTraining(settings)
+    sizes: dict[str, Any] = {"n_embd": scale.hidden, "n_layer": scale.layers, "n_head": scale.heads}
+    dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens: dict[str, Any] = {"vocab_size": scale.vocabulary, "bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(n_positions=scale.length, use_cache=False, **sizes, **dropouts, **tokens))
+    model.loss_type = "ForCausalLM"  # or transformers warns that it guesses so
+    return model
+
+
+class RandomTokens:
+    """Samples that are drawn when they are asked for; each is the same one every time."""
+
+    def __init__(self, job: Job) -> None:
+        self._sizes = job.sizes
+        self._count = job.total_steps * job.global_batch
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        draw = torch.Generator().manual_seed(SEED + index)
+        tokens = torch.randint(self._sizes.vocabulary, (self._sizes.length,), generator=draw)
+        if self._sizes.kind == "gpt":
+            return {"input_ids": tokens, "labels": tokens}
+        # As many targets in each sample: then the mean over the batch is the same in every way to divide it.
+        labels = torch.where(torch.arange(self._sizes.length) % 7 == 0, tokens, -100)
+        return {"input_ids": tokens, "labels": labels, "next_sentence_label": tokens[0] % 2}

@@ -1,0 +1,178 @@
+"""The command line of the data tools. Imports no torch, and nothing else that is slow until a tool starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.planning.config import dashed
+from rapidformer_templates.system.signals import interruptible
+
+TOKENIZER_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "HuggingFaceTokenizer")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one tool.
+
+    Args:
+        argv: the words after ``rapidformer data``; by default those of this process.
+
+    Returns:
+        The exit status: 0; 1 if ``verify`` found damage; 2 for a mistake or a file that cannot be used; 75 if
+        it was interrupted.
+    """
+    words = dashed(sys.argv[1:] if argv is None else argv)
+    try:
+        options = _parser().parse_args(words)
+        with interruptible("interrupted; nothing was written", "run it again: it starts anew"):
+            status: int = options.run(options)
+    except RapidformerError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_status
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in the way of all other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"{self.prog} --help lists what there is")
+
+
+def _preprocess(options: argparse.Namespace) -> int:
+    from rapidformer_templates.commands import data_preprocess as preprocess_command
+
+    return preprocess_command.main(options)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from rapidformer_templates.commands import data_sets as indexed_commands
+
+    return indexed_commands.merge_main(options)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from rapidformer_templates.commands import data_sets as indexed_commands
+
+    return indexed_commands.inspect_main(options)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from rapidformer_templates.commands import data_sets as indexed_commands
+
+    return indexed_commands.verify_main(options)
+
+
+def _tokenizer(options: argparse.Namespace) -> int:
+    from rapidformer_templates.data.text import train_tokenizer
+
+    return train_tokenizer.main(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="rapidformer data", description="Make, join and look at data sets for pretraining.")
+    commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
+
+    preprocess = commands.add_parser("preprocess", help="raw text to Megatron's indexed data sets")
+    _add_text(preprocess)
+    preprocess.add_argument("--output-prefix", required=True, metavar="P", help="gives P_KEY_document.bin and .idx")
+    preprocess.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="the format: mmap")
+    preprocess.add_argument("--append-eod", action="store_true", help="an end token after each document")
+    preprocess.add_argument("--split-sentences", action="store_true", help="a sequence a sentence, for pairs of them")
+    preprocess.add_argument("--workers", type=_positive, metavar="N", help="processes (default: all cores)")
+    preprocess.add_argument(
+        "--chunk-size", type=_positive, default=1000, metavar="N", help="documents a worker gets at a time (1000)"
+    )
+    _add_tokenizer(preprocess)
+    preprocess.add_argument(
+        "--tokenizer-backend",
+        choices=("auto", "gigatoken", "transformers"),
+        default="auto",
+        help="auto: gigatoken where it is installed and proves equal, else transformers (default)",
+    )
+    preprocess.add_argument(
+        "--tokenizer-check",
+        choices=("sample", "all"),
+        default="sample",
+        help="on how much of the text the fast way is compared with the plain one (sample: 1 part in 64)",
+    )
+    _add_output(preprocess)
+    preprocess.set_defaults(run=_preprocess)
+
+    merge = commands.add_parser("merge", help="several indexed data sets to one")
+    merge.add_argument("--input", nargs="+", required=True, metavar="P", help="prefixes in order, or folders of sets")
+    merge.add_argument("--output-prefix", required=True, metavar="P", help="of the new set")
+    _add_output(merge)
+    merge.set_defaults(run=_merge)
+
+    inspect = commands.add_parser("inspect", help="what is in indexed data sets")
+    inspect.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
+    inspect.add_argument(
+        "--show", type=_positive, default=0, metavar="N", help="the first N documents, as text if a tokenizer is named"
+    )
+    inspect.add_argument(
+        "--split", metavar="T,V,T", help="the loss of a unigram model of the training part on the validation part"
+    )
+    _add_tokenizer(inspect)
+    _add_json(inspect)
+    inspect.set_defaults(run=_inspect)
+
+    verify = commands.add_parser("verify", help="compare indexed data sets with their checksums")
+    verify.add_argument("input", nargs="+", metavar="P", help="prefixes, or folders of sets")
+    verify.add_argument("--write-sums", action="store_true", help="write checksums for sets that have none")
+    _add_json(verify)
+    verify.set_defaults(run=_verify)
+
+    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on raw text")
+    _add_text(tokenizer)
+    tokenizer.add_argument("--output", required=True, metavar="DIR", help="folder for transformers")
+    tokenizer.add_argument(
+        "--type",
+        choices=("bpe", "wordpiece"),
+        default="bpe",
+        help="bpe: of bytes, as GPT-2's (default); wordpiece: as BERT's",
+    )
+    tokenizer.add_argument("--vocab-size", type=_positive, default=50257, metavar="N", help="tokens in all (50257)")
+    tokenizer.add_argument("--min-frequency", type=_positive, default=2, metavar="N", help="of a pair to be joined (2)")
+    tokenizer.add_argument("--lower-case", action="store_true", help="wordpiece: without case and accents")
+    _add_output(tokenizer)
+    tokenizer.set_defaults(run=_tokenizer)
+    return parser
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs: .jsonl, .txt, .parquet"
+    )
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="columns with text (text)")
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and list them"
+    )
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: HuggingFaceTokenizer")
+    parser.add_argument("--vocab-file", metavar="FILE", help="of the first three types")
+    parser.add_argument("--merge-file", metavar="FILE", help="of GPT2BPETokenizer")
+    parser.add_argument("--tokenizer-path", metavar="DIR", help="folder of a HuggingFaceTokenizer")
+    parser.add_argument("--pretrained-model-name-or-path", metavar="DIR", help="the same: a model's folder")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model folder")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number

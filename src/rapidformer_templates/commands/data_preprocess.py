@@ -1,0 +1,124 @@
+"""``rapidformer data preprocess``: the options, and the summary."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rapidformer_templates.data.indexed.dataset import type_for
+from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.files import text_files
+from rapidformer_templates.data.text.preprocess import TITLES, Made, preprocess, usable_cores
+from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.models.tokenizers import (
+    end_token_id,
+    load_tokenizer,
+    padded_vocab_size,
+    vocabulary_id,
+    vocabulary_size,
+)
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.system.files import to_json
+
+FOLDER = frozenset({"tokenizer_path", "pretrained_model_name_or_path", "trust_remote_code"})
+TOKENIZER_FLAGS = {
+    "HuggingFaceTokenizer": FOLDER,
+    "GPT2BPETokenizer": frozenset({"vocab_file", "merge_file"}),
+    "BertWordPieceCase": frozenset({"vocab_file"}),
+    "BertWordPieceLowerCase": frozenset({"vocab_file"}),
+}
+"""By type, the flags that say where the tokenizer is."""
+
+
+def is_tokenizer_named(options: argparse.Namespace) -> bool:
+    """Whether any option about a tokenizer is given."""
+    return any(getattr(options, name) for name in ("tokenizer_type", *set().union(*TOKENIZER_FLAGS.values())))
+
+
+def tokenizer_of(options: argparse.Namespace) -> Any:
+    """The tokenizer that the options name; see :func:`~rapidformer_templates.models.tokenizers.load_tokenizer`.
+
+    Raises:
+        ConfigError: a flag that another type of tokenizer has.
+        ModelError: a file is missing or is not what the type needs.
+    """
+    kind = options.tokenizer_type or "HuggingFaceTokenizer"
+    asked = {name: value for name in set().union(*TOKENIZER_FLAGS.values()) if (value := getattr(options, name))}
+    for name in sorted(asked.keys() - TOKENIZER_FLAGS[kind]):
+        kinds = [other for other, flags in TOKENIZER_FLAGS.items() if name in flags]
+        hint = f"leave it out, or choose --tokenizer-type {' or '.join(kinds)}"
+        raise ConfigError(f"{spelling(name)} does not act on a {kind}", where=spelling(name), hint=hint)
+    return load_tokenizer(RunConfig().replace("command line", tokenizer_type=kind, **asked))
+
+
+def main(options: argparse.Namespace) -> int:
+    """Preprocess and print the summary; the exit status."""
+    files = text_files(options.input, "--input")
+    keys = tuple(dict.fromkeys(options.json_keys))
+    if any("/" in key for key in keys):
+        raise DataError("a key that holds '/' can be no part of a file's name", where="--json-keys", hint="rename it")
+    tokenizer = tokenizer_of(options)
+    vocabulary = vocabulary_size(tokenizer)
+    recipe = Recipe(
+        tokenizer.backend_tokenizer.to_str(),
+        type_for(vocabulary).name,
+        end_token_id(tokenizer) if options.append_eod else None,
+        keys,
+        sentences=options.split_sentences,
+        skip=options.skip_bad_lines,
+        vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
+    )
+    made = preprocess(
+        files,
+        options.output_prefix,
+        recipe,
+        workers=options.workers or usable_cores(),
+        chunk_size=options.chunk_size,
+        backend=options.tokenizer_backend,
+        check_all=options.tokenizer_check == "all",
+        overwrite=options.overwrite,
+    )
+    if options.json:
+        print(to_json(_facts(made, vocabulary)), end="")
+    else:
+        _show(made, vocabulary)
+    return 0
+
+
+def _show(made: Made, vocabulary: int) -> None:
+    for key, prefix in made.prefix.items():
+        documents, tokens, empty = made.documents[key], made.tokens[key], made.empty[key]
+        left_out = f"; {empty:,} empty document{'s' if empty > 1 else ''} left out" if empty else ""
+        print(f"{prefix}: {documents:,} documents, {tokens:,} tokens ({made.dtype}){left_out}")
+    print(f"vocabulary: {vocabulary:,} tokens, padded to {padded_vocab_size(vocabulary):,} in the model")
+    equal = (
+        ""
+        if made.way == "whole"
+        else f", equal to the plain one on hard texts and on {made.compared:,} of these tokens"
+    )
+    print(f"tokenizer: {TITLES[made.way]}{equal}")
+    for note in made.notes:
+        print(f"note: {note}")
+    if made.skipped_file:
+        print(f"{made.skipped:,} bad lines left out, listed in {made.skipped_file}:")
+        for line in made.examples:
+            print(f"  {line}")
+    tokens, documents = sum(made.tokens.values()), sum(made.documents.values())
+    print(f"{made.seconds:.1f} s, {tokens / made.seconds:,.0f} tokens/s, {documents / made.seconds:,.0f} documents/s")
+
+
+def _facts(made: Made, vocabulary: int) -> dict[str, Any]:
+    return {
+        "sets": [
+            {"prefix": prefix, "documents": made.documents[key], "tokens": made.tokens[key], "empty": made.empty[key]}
+            for key, prefix in made.prefix.items()
+        ],
+        "dtype": made.dtype,
+        "vocabulary": vocabulary,
+        "padded_vocabulary": padded_vocab_size(vocabulary),
+        "skipped": made.skipped,
+        "way": made.way,
+        "compared_tokens": made.compared,
+        "notes": made.notes,
+        "seconds": made.seconds,
+    }

@@ -1,0 +1,181 @@
+"""``rapidformer data merge``, ``inspect`` and ``verify``: what they print."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.indexed.tools import Damage, Facts, add_sums, facts_of, merge, prefixes_of, verify
+from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.system.files import to_json
+
+SHOWN_TOKENS = 24
+"""Tokens of a document that ``inspect --show`` prints; its text is that of ten times as many."""
+
+
+def merge_main(options: argparse.Namespace) -> int:
+    """Join sets and print what came of it; the exit status."""
+    prefixes = prefixes_of(options.input, leave_out=options.output_prefix)
+    merge(prefixes, options.output_prefix, overwrite=options.overwrite)
+    facts = facts_of(options.output_prefix)
+    if options.json:
+        print(to_json({"inputs": prefixes, "output": dataclasses.asdict(facts)}), end="")
+    else:
+        counts = f"{facts.documents:,} documents, {facts.tokens:,} tokens ({facts.dtype})"
+        print(f"{facts.prefix}: {counts} of {len(prefixes)} sets")
+        for prefix in prefixes:
+            print(f"  {prefix}")
+    return 0
+
+
+def inspect_main(options: argparse.Namespace) -> int:
+    """Print what is in sets; the exit status."""
+    decode = _decoder(options)
+    prefixes = prefixes_of(options.input)
+    found = [facts_of(prefix) for prefix in prefixes]
+    shown = {prefix: _first_documents(prefix, options.show, decode) for prefix in prefixes}
+    losses = {prefix: _unigram_loss(prefix, options.split) for prefix in prefixes} if options.split else {}
+    if options.json:
+        sets = [
+            dataclasses.asdict(facts)
+            | {"first": shown[facts.prefix]}
+            | ({"unigram_loss": losses[facts.prefix]} if losses else {})
+            for facts in found
+        ]
+        print(to_json({"sets": sets}), end="")
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    for facts in found:
+        console.print(_table(facts))
+        if len(facts.shares) > 1:
+            console.print(_histogram(facts))
+        for number, document in enumerate(shown[facts.prefix]):
+            more = " …" if document["length"] > SHOWN_TOKENS else ""
+            print(f"document {number:,}, {document['length']:,} tokens: {' '.join(map(str, document['tokens']))}{more}")
+            if decode:
+                print(f"  {document['text']!r}")
+        if losses:
+            loss = losses[facts.prefix]
+            print(f"validation loss of a unigram model (split {options.split}): {loss:.4f} nats a token")
+    return 0
+
+
+def _unigram_loss(prefix: str, split: str) -> float:
+    """What a language model must beat on the validation part to have learned more than how often tokens are."""
+    from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
+    from rapidformer_templates.data.pretraining.unigram import unigram_loss
+
+    dataset = IndexedDataset(prefix)
+    train, valid, _ = split_sequences(split_shares(split), len(dataset))
+    if train[0] == train[1] or valid[0] == valid[1]:
+        message = "the training or the validation part has no document"
+        raise DataError(message, where=f"--split {split}", hint="use other shares, such as 9,1")
+    return unigram_loss(dataset, train, valid)
+
+
+def _decoder(options: argparse.Namespace) -> Any:
+    """The tokenizer whose text is shown; None if none is named."""
+    from rapidformer_templates.commands.data_preprocess import is_tokenizer_named, tokenizer_of
+
+    if not is_tokenizer_named(options):
+        return None
+    if not options.show:
+        raise ConfigError("a tokenizer acts with --show only", where="inspect", hint="add --show N, or leave it out")
+    return tokenizer_of(options)
+
+
+def _first_documents(prefix: str, count: int, tokenizer: Any) -> list[dict[str, Any]]:
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.documents[: count + 1]
+    found = []
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        length = int(dataset.lengths[first:last].sum())
+        start = int(dataset.pointers[first]) // dataset.dtype.itemsize
+        tokens = dataset.tokens[start : start + min(length, 10 * SHOWN_TOKENS)].tolist()
+        text = {"text": tokenizer.decode(tokens)} if tokenizer else {}
+        found.append({"length": length, "tokens": tokens[:SHOWN_TOKENS], **text})
+    return found
+
+
+def _table(facts: Facts) -> Table:
+    table = Table(title=facts.prefix, title_justify="left", show_header=False)
+    rows = {
+        "documents": f"{facts.documents:,}",
+        "sequences": f"{facts.sequences:,}",
+        "tokens": f"{facts.tokens:,}  ({facts.dtype})",
+        "tokens a document": f"{facts.mean:,.1f} mean, {facts.shortest:,} least, {facts.longest:,} most",
+        "largest token": "unknown: no checksums" if facts.largest is None else f"{facts.largest:,}",
+        "on the disk": f"{facts.bytes / 1e6:,.2f} MB",
+    }
+    for name, fact in rows.items():
+        table.add_row(name, fact)
+    return table
+
+
+def _histogram(facts: Facts) -> Table:
+    table = Table("tokens", title="Lengths of documents", title_justify="left")
+    for heading in ("documents", "share", "share of the tokens"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    most = max(documents for _, documents, _ in facts.shares)
+    for bound, documents, tokens in facts.shares:
+        table.add_row(
+            f"{bound // 2:,} to {bound - 1:,}" if bound > 2 else "1",
+            f"{documents:,}",
+            f"{documents / facts.documents:.1%}",
+            f"{tokens / facts.tokens:.1%}",
+            "█" * max(round(30 * documents / most), 1),
+        )
+    return table
+
+
+def verify_main(options: argparse.Namespace) -> int:
+    """Check sets and print the damage; 1 if there is some."""
+    found = {prefix: _verified(prefix) for prefix in prefixes_of(options.input)}
+    written = []
+    if options.write_sums:
+        written = [str(add_sums(prefix)) for prefix, damage in found.items() if damage is None]
+    if options.json:
+        sets = [
+            {
+                "prefix": prefix,
+                "checked": damage is not None,
+                "damage": [{"file": str(part.file), "what": part.what} for part in damage or ()],
+            }
+            for prefix, damage in found.items()
+        ]
+        print(to_json({"ok": not any(found.values()), "sets": sets, "written": written}), end="")
+    else:
+        for prefix, damage in found.items():
+            _show(prefix, damage)
+        for path in written:
+            print(f"{path} written")
+    return 1 if any(found.values()) else 0
+
+
+def _verified(prefix: str) -> list[Damage] | None:
+    """:func:`verify`, with what does not even fit together as damage: the other sets are looked at all the same."""
+    try:
+        return verify(prefix)
+    except DataError as error:
+        return [Damage(Path(error.where or prefix), error.message)]
+
+
+def _show(prefix: str, damage: list[Damage] | None) -> None:
+    if damage is None:
+        print(f"{prefix}: the two files fit together; there are no checksums, so that the tokens cannot be checked")
+    elif not damage:
+        print(f"{prefix}: whole")
+    else:
+        print(f"{prefix}: damaged")
+        for part in damage:
+            print(f"  {part.file}: {part.what}")
+        print("  help: copy the file again, or make the set anew with rapidformer data preprocess")

@@ -1,0 +1,307 @@
+"""``rapidformer doctor``: what this machine has, what does not work, and what to do about it.
+
+Imports nothing that may fail: packages are imported in a child process, so that a crash or a hang is a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.planning import environment
+from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.switches.optimizer.declaration import OPTIMIZERS
+from rapidformer_templates.switches.zero import build_tools
+from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
+
+REQUIRED_PACKAGES = ("torch", "transformers", "datasets", "accelerate")
+IMPORT_SECONDS = 120
+"""How long all imports together may take before the one under way counts as hanging."""
+
+# What the declarations of the switches do not tell.
+MODULES = {"apex": "apex.optimizers", "fairscale": "fairscale.optim.oss"}  # what the engines import, if not the top
+HELPS = {"onnx": "onnx-runtime", "onnxscript": "onnx-runtime", "flash_attn": "flash-attention"}
+INSTALL = {
+    "apex": "from source: github.com/NVIDIA/apex",  # the declared text is too long for a table
+    "flash_attn": "pip install flash-attn --no-build-isolation",
+    "onnx": "pip install 'rapidformer_templates[onnx]'",
+    "onnxscript": "pip install 'rapidformer_templates[onnx]'",
+}
+NEEDS_GPU = ("apex", "bitsandbytes", "flash_attn")
+
+PROBE = """
+import importlib, json, sys
+def tell(**facts): print("\\n" + json.dumps(facts), file=told, flush=True)
+told, sys.stdout = sys.stdout, sys.stderr
+for name, module in json.loads(sys.argv[1]).items():
+    tell(start=name)
+    try:
+        importlib.import_module(module)
+        facts = {}
+        if name == "torch":
+            import torch
+            gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+            facts["cuda"] = torch.version.cuda
+            facts["gpus"] = [[p.name, f"{p.major}.{p.minor}", p.total_memory] for p in
+                             map(torch.cuda.get_device_properties, gpus)]
+        tell(end=name, error=None, **facts)
+    except BaseException as error:
+        lines = str(error).strip().splitlines() or [""]
+        tell(end=name, error=f"{type(error).__name__}: {lines[0]}")
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A line of the table.
+
+    Attributes:
+        name: of a package or a compiled part.
+        state: ``ok`` or ``built``, or in a few words why not.
+        version: of the package, or empty.
+        detail: the error or what to do; empty where all is well.
+        serves: the switches and optimizers of this version that use it.
+    """
+
+    name: str
+    state: str
+    version: str = ""
+    detail: str = ""
+    serves: tuple[str, ...] = ()
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; ``words`` are those after ``rapidformer doctor``.
+
+    Raises:
+        ConfigError: a word that is no argument of this command.
+        PartError: a part that was asked for by ``--build`` cannot be built.
+    """
+    parser = argparse.ArgumentParser(prog="rapidformer doctor", add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--build", nargs="*", metavar="PART")
+    asked, unknown = parser.parse_known_args(words)
+    names = asked.build or []
+    if wrong := [*unknown, *(name for name in names if name not in deepspeed_parts.PARTS)]:
+        hint = f"rapidformer doctor [--json] [--build [{' | '.join(deepspeed_parts.PARTS)} …]]"
+        raise ConfigError(f"unexpected argument '{wrong[0]}'", hint=hint)
+    device = "cpu" if environment.detect_gpu() is None else "cuda"
+    if asked.build is not None:
+        _build(names or [part for part in deepspeed_parts.PARTS if not build_tools.problems(part, device)], device)
+    report = examine(device)
+    if asked.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
+    return 0
+
+
+def _build(parts: Sequence[str], device: str) -> None:
+    if find_spec("deepspeed") is None:
+        raise ConfigError("deepspeed is not installed: it has no parts to build", hint=build_tools.INSTALL)
+    if not parts:
+        reason = build_tools.problems(next(iter(deepspeed_parts.PARTS)), device)
+        raise ConfigError(f"DeepSpeed's parts cannot be built here: {reason}")
+    deepspeed_parts.export(device)
+    deepspeed_parts.build(parts, device)
+
+
+def examine(device: str) -> dict[str, Any]:
+    """All findings, as ``--json`` prints them."""
+    names = [name for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES) if find_spec(name) is not None]
+    probed = probe({name: MODULES.get(name, name) for name in names})
+    torch = probed.get("torch", {})
+    has_gpu = bool(torch.get("gpus"))
+    packages = [_package(name, probed.get(name), has_gpu) for name in (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)]
+    parts, root = _parts(device)
+    return {
+        "machine": _machine(torch),
+        "packages": [dataclasses.asdict(found) for found in packages],
+        "deepspeed_parts": {"folder": root, "parts": [dataclasses.asdict(found) for found in parts]},
+    }
+
+
+def _machine(torch: dict[str, Any]) -> dict[str, Any]:
+    gpus = [
+        {"name": name, "compute_capability": capability, "memory_gb": round(size / 2**30, 1)}
+        for name, capability, size in torch.get("gpus", ())
+    ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of the container that we may be in
+    if limit.exists() and (given := limit.read_text(encoding="utf-8").strip()).isdigit():
+        memory = min(memory, int(given))
+    return {
+        "python": platform.python_version(),
+        "rapidformer_templates": _version("rapidformer_templates"),
+        "torch_cuda": torch.get("cuda"),
+        "gpus": gpus,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory / 2**30, 1),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def serves(package: str) -> tuple[str, ...]:
+    """The switches and optimizers that use a package."""
+    names = [switch.name for switch in REGISTRY.switches if switch.needs_package == package]
+    if package in HELPS:
+        names.append(HELPS[package])
+    for name, facts in OPTIMIZERS.items():
+        if facts.package == package or facts.implementation.startswith(f"{package}."):
+            names.append(name)
+    return tuple(names)
+
+
+def _install(package: str) -> str:
+    if package in INSTALL:
+        return INSTALL[package]
+    declared = [switch.install for switch in REGISTRY.switches if switch.needs_package == package]
+    declared += [facts.install for facts in OPTIMIZERS.values() if facts.package == package]
+    return next((text for text in declared if text), f"pip install {package}")
+
+
+def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding:
+    needed_by = ("everything",) if name in REQUIRED_PACKAGES else serves(name)
+    if probed is None:
+        return Finding(name, "not installed", detail=_install(name), serves=needed_by)
+    found = _version(name)
+    if name == "apex" and not _is_nvidia_apex():
+        return Finding(name, "not Nvidia's", found, _install(name), needed_by)
+    if name in NEEDS_GPU and not has_gpu:
+        return Finding(name, "needs a GPU", found, "torch sees none here", needed_by)
+    if probed["error"]:
+        return Finding(name, "does not import", found, probed["error"], needed_by)
+    return Finding(name, "ok", found, serves=needed_by)
+
+
+def _is_nvidia_apex() -> bool:
+    spec = find_spec("apex")
+    places = spec.submodule_search_locations if spec else None
+    return any(Path(place, "optimizers").is_dir() for place in places or ())
+
+
+def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Import modules in a child process; what it tells of each by its package's name, ``error`` among it.
+
+    A module that crashes or hangs is left out of a second round, in which the others are tried again.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    left = dict(modules)
+    while left:
+        lines, end = _import_all(left)
+        told = [json.loads(line) for line in lines if line.startswith(('{"start": ', '{"end": '))]
+        found |= {line["end"]: line for line in told if "end" in line}
+        left = {name: module for name, module in left.items() if name not in found}
+        if left:
+            started = [line["start"] for line in told if line.get("start") in left]
+            found[started[0] if started else next(iter(left))] = {"error": f"{end} while it was imported"}
+            left = {name: module for name, module in left.items() if name not in found}
+    return found
+
+
+def _import_all(modules: dict[str, str]) -> tuple[list[str], str]:
+    """(the child's lines, how it ended)."""
+    path = os.pathsep.join(place for place in sys.path if place)  # the packages that this process would import
+    command = [sys.executable, "-P", "-W", "ignore", "-c", PROBE, json.dumps(modules)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+    ) as child:
+        try:
+            text, _ = child.communicate(timeout=IMPORT_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            text, _ = child.communicate()
+            return text.splitlines(), f"hung for {IMPORT_SECONDS} s"
+    status = child.returncode
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended Python with status {status}"
+    return text.splitlines(), how
+
+
+def _parts(device: str) -> tuple[list[Finding], str | None]:
+    """DeepSpeed's compiled parts and the folder that they lie in; nothing without DeepSpeed."""
+    try:
+        root = deepspeed_parts.folder(device)
+    except RapidformerError:
+        return [], None  # the table of packages says so
+    return [_part(name, root, device) for name in deepspeed_parts.PARTS], str(root)
+
+
+def _part(name: str, root: Path, device: str) -> Finding:
+    part = deepspeed_parts.PARTS[name]
+    built = deepspeed_parts.is_built(name, root)
+    reason = build_tools.problems(name, device)
+    locks = [lock for lock in deepspeed_parts.locks([name], root) if lock.parent.name in part.folders]
+    if reason:
+        return Finding(name, "cannot be used" if built else "cannot be built", "", reason, part.serves)
+    for lock in locks:
+        builder = deepspeed_parts.holder(lock)
+        if builder is not None:
+            return Finding(name, "in use", "", f"process {builder} is building or loading it", part.serves)
+        mend = "the next run removes it" if deepspeed_parts.is_ours(root) else "delete it if nothing is building there"
+        return Finding(name, "stale lock", "", f"{lock}: {mend}", part.serves)
+    if not built:
+        mend = f"built at first use ({part.takes}), or now by rapidformer doctor --build {name}"
+        return Finding(name, "not built yet", "", mend, part.serves)
+    return Finding(name, "built", serves=part.serves)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    machine = report["machine"]
+    gpus = [f"{g['name']}, compute capability {g['compute_capability']}, {g['memory_gb']} GB" for g in machine["gpus"]]
+    cuda = f"built for CUDA {machine['torch_cuda']}" if machine["torch_cuda"] else "built for CPUs only"
+    about = Table(title="Machine", title_justify="left", show_header=False)
+    about.add_row("python", machine["python"])
+    about.add_row("rapidformer_templates", machine["rapidformer_templates"])
+    about.add_row("device", "\n".join(gpus) or f"CPU (torch is {cuda})")
+    about.add_row("cores", str(machine["cores"]))
+    about.add_row("memory", f"{machine['memory_gb']} GB")
+    console = Console()
+    console.print(about)
+    console.print(_table("Packages", report["packages"]))
+    parts = report["deepspeed_parts"]
+    if parts["folder"]:
+        console.print(_table("DeepSpeed's compiled parts", parts["parts"]))
+        print(f"in {parts['folder']}")
+
+
+def _table(title: str, findings: Sequence[dict[str, Any]]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "state", "what to know", "serves"):
+        table.add_column(heading, overflow="fold")
+    for found in findings:
+        state = f"{found['version']} {found['state']}".strip()
+        fine, absent = found["state"] in ("ok", "built"), found["state"].startswith("not ")
+        cells = (found["name"], state, found["detail"], ", ".join(found["serves"]) or "nothing in this version")
+        table.add_row(*(escape(cell) for cell in cells), style=None if fine else "dim" if absent else "yellow")
+    return table

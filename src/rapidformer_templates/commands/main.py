@@ -1,0 +1,287 @@
+"""The ``rapidformer`` command. Imports no torch: planning and help answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib.metadata
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused
+from rapidformer_templates.planning import environment
+from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split
+from rapidformer_templates.planning.deepspeed_file.file import adopt
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.tasks import check_data_flags, check_task_flags
+from rapidformer_templates.planning.templates import choose_template, with_template_defaults
+from rapidformer_templates.run import handover
+from rapidformer_templates.run.best import check_metric
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+HELP = """Train transformers; each acceleration is one switch.
+
+commands:
+  rapidformer --task TASK …     train
+  rapidformer plan …            resolve the flags of a training command and start nothing;
+                                with --auto-strategy: list the layouts that fit, best first;
+                                with --user-script: of what the script would run
+  rapidformer switches          catalogue of the switches and their compatibility
+  rapidformer explain RF002     a rule, its reason, and an example that breaks it
+  rapidformer doctor            what this machine has, what does not work, and what to do about it
+  rapidformer data …            make, join and check data sets for pretraining
+  rapidformer bench …           measure
+
+Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """Plan"""
+
+    json: bool = flag(False, "print the plan as JSON")
+    world_size: int | None = flag(
+        None, "workers to plan for (default: --nproc-per-node, else 1)", metavar="N", minimum=1
+    )
+    local_world_size: int | None = flag(None, "workers on one node (default: all)", metavar="N", minimum=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; a user's mistake is one message on standard error, without a stack trace.
+
+    Args:
+        argv: the words after ``rapidformer``; by default those of this process.
+
+    Returns:
+        The exit status: 0, or that of the error (2 for what the user asked, others in ``errors.py``).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _read_no_further():
+            return _dispatch(words)
+    except RapidformerError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:  # while modules are imported; afterwards it is a request to save and end
+        print("interrupted", file=sys.stderr)
+        return Interrupted.LOST
+
+
+@contextmanager
+def _read_no_further() -> Iterator[None]:
+    """Whoever reads our output may go when he has seen enough, as ``head`` does: no error, and nobody to tell."""
+    try:
+        yield
+        sys.stdout.flush()  # here, and not when Python ends
+    except BrokenPipeError as error:
+        watch = select.poll()
+        watch.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in watch.poll(0)):
+            raise  # another pipe, of the body's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what waits to be written
+        raise SystemExit(128 + signal.SIGPIPE) from error  # what a shell says of a program that it has ended
+
+
+def _dispatch(words: list[str]) -> int:
+    command, rest = words[0] if words else "--help", words[1:]
+    if command == "bench":
+        from rapidformer_templates.commands.bench.cli import main as bench
+
+        return bench(rest)
+    if command == "data":
+        from rapidformer_templates.commands.data import main as data
+
+        return data(rest)
+    if command == "--version":
+        print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
+        return 0
+    if {"-h", "--help"}.intersection(words or ["--help"]):
+        print(help_text())
+        return 0
+    commands = {"plan": _plan, "switches": _switches, "explain": _explain, "doctor": _doctor}
+    if command in commands:
+        return commands[command](rest)
+    if not command.startswith("-"):
+        near = difflib.get_close_matches(command, [*commands, "data", "bench"], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join([*commands, 'data', 'bench'])}"
+        raise ConfigError(f"unknown command '{command}'", hint=hint)
+    from rapidformer_templates.commands.train import run
+
+    return run(words)
+
+
+def help_text() -> str:
+    """Commands, then every flag by topic."""
+    parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
+    parser.usage = "rapidformer [plan | switches | explain | doctor | data | bench] [flags]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    return parser.format_help()
+
+
+def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlags]:
+    """The configuration and the environment that ``rapidformer plan`` resolves.
+
+    Raises:
+        ConfigError: a flag or a value that cannot be used.
+    """
+    config = parse(words, switch_options(), user=PlanFlags)
+    asked: PlanFlags = config.user
+    own = {field.name for field in dataclasses.fields(PlanFlags)}
+    origins = {name: origin for name, origin in config.origins.items() if name not in own}
+    config = adopt(dataclasses.replace(config, user=None, origins=origins))
+    template, origin = choose_template(config)
+    place = environment.detect(
+        template,
+        origin,
+        device=config.launch.device,
+        world_size=asked.world_size or config.launch.nproc_per_node,
+        local_world_size=asked.local_world_size,
+    )
+    return with_template_defaults(config, template), place, asked
+
+
+def _plan(words: list[str]) -> int:
+    script, rest = handover.take_script(words)
+    if script is not None:
+        return _plan_script(script, rest)
+    config, place, asked = plan_request(words)
+    if config.launch.user_script:
+        raise ConfigError("--user-script stands on the command line", where=config.origin("user_script"))
+    checks = [check_task_flags, check_data_flags, check_metric] if config.training.task else []
+    return _show_resolved(config, place, asked, checks)
+
+
+def _plan_script(script: str, words: list[str]) -> int:
+    """What a script would run with these words: its class, its values, its own flags, its hooks."""
+    from rapidformer_templates.run import configure
+    from rapidformer_templates.run.own_hooks import idle_flags
+
+    asked, rest = split(words, PlanFlags)
+
+    def look(template: Trainer) -> tuple[Trainer, Environment, tuple[str, ...]]:
+        kind, config = type(template), template.config
+        world, local = asked.world_size or config.launch.nproc_per_node, asked.local_world_size
+        return template, configure.place_of(kind, config, world, local), idle_flags(kind, config)
+
+    template, place, notes = handover.ask(script, rest, look)
+    kind, config = type(template), template.config
+    checks: list[Check] = []
+    if config.training.task and template.reads_task_data:
+        checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
+    found = {"file": script, "template": kind.__name__, "hooks": configure.own_hooks(kind)}
+    return _show_resolved(config, place, asked, checks, found, notes)
+
+
+Check = Callable[[RunConfig], object]
+
+
+def _show_resolved(
+    config: RunConfig,
+    place: Environment,
+    asked: PlanFlags,
+    checks: Iterable[Check],
+    script: Mapping[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
+) -> int:
+    """Resolve, check and print; the exit status."""
+    try:
+        if config.get("auto_strategy"):
+            from rapidformer_templates.switches.auto_strategy.command import plan_command
+
+            return plan_command(config, place, as_json=asked.json)
+        plan = resolve(config, place)
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    except Refused as refused:
+        if not asked.json:
+            raise
+        print(json.dumps({"ok": False, "errors": [found.to_json() for found in refused.diagnostics]}, indent=2))
+        return refused.exit_status
+    for check in checks:
+        check(config)
+    if asked.json:
+        print(json.dumps({"ok": True, "plan": plan.to_json(), **({"script": script} if script else {})}, indent=2))
+    else:
+        show_plan(plan)
+        if script:
+            print(f"script: {script['file']}: {script['template']}, own hooks: {', '.join(script['hooks']) or 'none'}")
+    return 0
+
+
+def show_plan(plan: Plan) -> None:
+    """Print a plan as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    sizes = plan.sizes
+    layout = f"{sizes.world} = tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}"
+    batch = f"{sizes.global_batch} = micro {sizes.micro_batch} × data {sizes.data} × accumulation {sizes.accumulation}"
+    facts = {
+        "template": f"{plan.template}  ({plan.values['template']['origin']})",
+        "switches": " → ".join(plan.switches),
+        "workers": layout,
+        "global batch": f"{batch}  (samples)",
+        "engine": plan.engine.partition(":")[2],
+        "device": plan.device,
+        "precision": plan.precision,
+        "optimizer": f"{plan.optimizer}: {plan.optimizer_implementation}",
+        "rules": f"{len(plan.rules)} consulted, none broken",
+    }
+    table = Table(title="Plan", title_justify="left", show_header=False)
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    values = Table("flag", "value", "from", title="Values that are no defaults", title_justify="left")
+    for name, given in plan.values.items():
+        if name != "template":
+            values.add_row(name, str(given["value"]), given["origin"])
+    console = Console()
+    console.print(table)
+    if values.row_count:
+        console.print(values)
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+def _switches(words: list[str]) -> int:
+    from rapidformer_templates.commands import catalogue as _document
+
+    parser = argparse.ArgumentParser(prog="rapidformer switches", add_help=False)
+    parser.add_argument("--markdown", action="store_true")
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ConfigError(f"unexpected argument '{unknown[0]}'", hint="rapidformer switches [--markdown]")
+    if given.markdown:
+        print(_document.markdown(REGISTRY), end="")
+    else:
+        _document.show(REGISTRY)
+    return 0
+
+
+def _explain(words: list[str]) -> int:
+    from rapidformer_templates.commands import catalogue as _document
+
+    codes = [rule.code for rule in REGISTRY.all_rules]
+    if len(words) != 1 or words[0].upper() not in codes:
+        asked = f"there is no rule {words[0]}" if words else "which rule?"
+        raise ConfigError(asked, hint=f"rapidformer explain CODE, one of {', '.join(codes)}")
+    print(_document.explain(words[0].upper(), REGISTRY))
+    return 0
+
+
+def _doctor(words: list[str]) -> int:
+    from rapidformer_templates.commands.doctor import main as doctor
+
+    return doctor(words)

@@ -1,0 +1,38 @@
+"""Runs without any code of the user's: the template is chosen from the task and the switches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rapidformer_templates.run.handover import run_script, take_script
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train with the flags of ``argv``, or run the script that ``--user-script`` names with the others.
+
+    Raises:
+        RapidformerError: whatever the run refuses.
+    """
+    script, rest = take_script(argv)
+    if script is not None:
+        run_script(script, rest)
+        return 0
+
+    template_of(argv)(argv).fit()
+    return 0
+
+
+def template_of(argv: Sequence[str]) -> type[Trainer]:
+    """The template that a black-box run with these flags has."""
+    from rapidformer_templates.finetuner import Finetuner
+    from rapidformer_templates.pretrainer import Pretrainer
+    from rapidformer_templates.run import configure
+    from rapidformer_templates.trainer import Trainer
+
+    name, _ = configure.choose(argv)
+    kinds: dict[str, type[Trainer]] = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}
+    return kinds[name]

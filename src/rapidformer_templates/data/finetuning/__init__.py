@@ -1,0 +1,1 @@
+"""Tables, conversations and labels."""

@@ -1,0 +1,234 @@
+"""Chat and instruction data: which columns hold them, and what a row must be.
+
+A row is a list of messages (``messages``, or the older ``conversations``), a prompt with its
+completion (both texts, which are put together as they are, or both lists of messages), or an
+instruction with its input and its answer, which are rendered as a conversation.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.tasks.base import TEXT_COLUMNS
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.flags import DataFlags
+
+Message = dict[str, Any]
+"""``role`` and ``content``, and what else the chat template may use."""
+
+CHAT_COLUMNS = ("messages", "conversations")
+PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
+"""Columns of what is asked, with the usual ones of what is answered."""
+
+BESIDE_INSTRUCTIONS = (("input", "context"), ("system",))
+"""Columns that belong to an instruction: what it is about, and a system prompt."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OLDER_ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles under the key ``from`` of the older form, whose text stands under ``value``; others are called as today."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the data set holds, and where.
+
+    Attributes:
+        kind: plain text, conversations, prompts with their completions, or instructions with their answers.
+        names: the column, or those of what is asked and what is answered.
+        beside: those of an instruction's input and system prompt; None where there is none.
+    """
+
+    kind: Literal["text", "chat", "prompt", "instruction"]
+    names: tuple[str, ...]
+    beside: tuple[str | None, ...] = ()
+
+    def of(self, part: Part) -> Columns:
+        """The same columns, once it was seen that another part has them.
+
+        Raises:
+            DataError: it has not.
+        """
+        for flag, name in zip(("text_column", "label_column"), self.names, strict=False):
+            part.column(flag, name, ())
+        return self
+
+
+def find_columns(part: Part, flags: DataFlags) -> Columns:
+    """The columns that ``--text-column`` and ``--label-column`` name, else those with a usual name.
+
+    Of several usual ones conversations win over prompts and instructions, and these over plain text. A column of
+    prompts or instructions brings that of its answers along: alone it would be learned as plain text.
+
+    Raises:
+        DataError: there is none.
+    """
+    there = set(part.table.column_names)
+    for asked, usual in PROMPTS.items():
+        named = flags.text_column == asked
+        found = flags.text_column is None and asked in there and (flags.label_column or not there & set(CHAT_COLUMNS))
+        if (named or found) and (flags.label_column or there.intersection(usual)):
+            return asked_and_answered(part, asked, part.column("label_column", flags.label_column, usual))
+    if flags.label_column:
+        asked = part.column("text_column", flags.text_column, tuple(PROMPTS))
+        return asked_and_answered(part, asked, part.column("label_column", flags.label_column, ()))
+    name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *TEXT_COLUMNS))
+    kind = part.table.data.schema.field(name).type
+    is_chat = name in CHAT_COLUMNS or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return Columns("chat" if is_chat else "text", (name,))
+
+
+def asked_and_answered(part: Part, asked: str, answer: str) -> Columns:
+    """Prompts with completions, or instructions with what belongs to them."""
+    if asked != "instruction":
+        return Columns("prompt", (asked, answer))
+    there = [name for name in part.table.column_names if name != answer]
+    beside = tuple(next((name for name in usual if name in there), None) for usual in BESIDE_INSTRUCTIONS)
+    return Columns("instruction", (asked, answer), beside)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, of which the first ``given`` are a prompt: nothing in them is learned."""
+
+    messages: list[Message]
+    given: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and what follows it, as texts."""
+
+    prompt: str
+    completion: str
+
+
+Example = Conversation | Completion
+
+
+def rows_of(part: Part, columns: Columns) -> Iterator[tuple[Any, ...]]:
+    """For each row what stands in ``columns``, as :func:`read_example` takes it.
+
+    Raises:
+        DataError: a row describes tools or earlier turns.
+    """
+    _refuse(part, "tools", "tools are not in this version", "if the conversations use none")
+    if columns.kind == "instruction":
+        hint = "if they are not to be learned from; conversations stand in messages"
+        _refuse(part, "history", "earlier turns in 'history' are not in this version", hint)
+    there = part.table.column_names
+    names = [name if name in there else None for name in (*columns.names, *columns.beside)]
+    yield from zip(*(part.table[name][:] if name else [None] * len(part) for name in names), strict=True)
+
+
+def _refuse(part: Part, column: str, message: str, unless: str) -> None:
+    if column in part.table.column_names:
+        row = next((row for row, value in enumerate(part.table[column][:]) if value), None)
+        if row is not None:
+            raise DataError(message, where=part.where(row), hint=f"take the column '{column}' out, {unless}")
+
+
+def read_example(fields: tuple[Any, ...]) -> Example:
+    """The conversation (one field), prompt and completion (two), or instruction (four) of a row.
+
+    Raises:
+        DataError: it cannot be used; where it stands is left for the caller to say.
+    """
+    if len(fields) == 1:
+        return Conversation(_messages(fields[0], "conversation"))
+    return _completion(*fields) if len(fields) == 2 else _instruction(*fields)
+
+
+def _instruction(instruction: Any, answer: Any, given: Any, system: Any) -> Conversation:
+    user = {"role": "user", "content": instruction_text(instruction, given)}
+    if not _text(answer, "answer"):
+        raise DataError("the answer is empty")
+    before = [{"role": "system", "content": system}] if _text(system or "", "system prompt") else []
+    return Conversation([*before, user, {"role": "assistant", "content": answer}], given=len(before) + 1)
+
+
+def instruction_text(instruction: Any, given: Any) -> str:
+    """An instruction, and after a blank line the input that it is about, if there is one.
+
+    Raises:
+        DataError: the instruction is empty, or one of them is no text.
+    """
+    if not _text(instruction, "instruction"):
+        raise DataError("the instruction is empty")
+    text: str = instruction
+    return f"{text}\n\n{given}" if _text(given or "", "input") else text
+
+
+def _text(value: Any, what: str) -> bool:
+    """Whether a text holds anything."""
+    if not isinstance(value, str):
+        raise DataError(f"the {what} is {_what(value)}")
+    return bool(value.strip())
+
+
+def _completion(prompt: Any, completion: Any) -> Example:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion.strip():
+            raise DataError("the completion is empty")
+        return Completion(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        given = _messages(prompt, "prompt") if prompt else []
+        return Conversation([*given, *_messages(completion, "completion")], given=len(given))
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, (str, list)):
+            raise DataError(f"the {name} is {_what(value)}", hint="write a text or a list of messages")
+    message = f"the prompt is {_what(prompt)} and the completion is {_what(completion)}"
+    raise DataError(message, hint="write both as texts, or both as lists of messages")
+
+
+def _messages(value: Any, what: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise DataError(f"the {what} is {_what(value)}, not a list of messages")
+    if not value:
+        raise DataError(f"the {what} has no message")
+    return [_message(message, f"message {number} of the {what}") for number, message in enumerate(value, start=1)]
+
+
+def _message(value: Any, what: str) -> Message:
+    """One message with the keys of today; those that are None (a table fills them in) are left out.
+
+    Raises:
+        DataError: it has no role or no text, an unknown role, or an answer that is empty.
+    """
+    if not isinstance(value, dict):
+        raise DataError(f"{what} is {_what(value)}", hint='write {"role": …, "content": …}')
+    message = {key: entry for key, entry in value.items() if entry is not None}
+    if "role" not in message and "from" in message:
+        role = message.pop("from")
+        message = {"role": OLDER_ROLES.get(role, role), "content": message.pop("value", None), **message}
+    role, content = message.get("role"), message.get("content")
+    if role is None:
+        raise DataError(f"{what} has no role", hint=f"roles are {', '.join(ROLES)}")
+    if role not in ROLES:
+        raise DataError(f"{what} has the unknown role {role!r}", hint=_roles_hint(str(role)))
+    if message.get("tool_calls"):
+        raise DataError(f"{what} calls tools, which is not in this version")
+    if not isinstance(content, str):
+        raise DataError(f"{what} has no content" if content is None else f"the content of {what} is {_what(content)}")
+    if role == "assistant" and not content.strip():
+        raise DataError(f"{what} is an empty answer")
+    return {**message, "role": role, "content": content}
+
+
+def _roles_hint(role: str) -> str:
+    known: Sequence[str] = (*ROLES, *OLDER_ROLES)
+    near = difflib.get_close_matches(role.lower(), known, n=1)
+    guess = f"did you mean {OLDER_ROLES.get(near[0], near[0])}? " if near else ""
+    return f"{guess}roles are {', '.join(ROLES)}"
+
+
+def _what(value: Any) -> str:
+    if value is None:
+        return "empty"
+    names = {"list": "a list", "dict": "an object", "str": "a text"}
+    return names.get(type(value).__name__, f"of type {type(value).__name__}")

@@ -1,0 +1,123 @@
+"""Samples of chat and instruction data: tokens, and labels on the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, read_example, rows_of
+from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, Encoded, Rendered, encode
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.errors import DataError
+
+
+@dataclass
+class ChatReader:
+    """Reads, renders and tokenizes the rows of a data set of conversations or completions.
+
+    Attributes:
+        tokenizer: one without a chat template is given the plain one.
+        seq_length: tokens that a sample is cut to, at its end.
+        answers_only: only answers are learned; else every token is.
+        skip_bad: leave rows out that cannot be used, instead of ending with an error.
+        skipped: ``file:line: reason`` of each that was left out.
+        notes: what people should know of the data.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    seq_length: int
+    answers_only: bool
+    skip_bad: bool = False
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        template = ChatTemplate(self.tokenizer)
+        if template.is_plain:
+            self.notes.append("the tokenizer has no chat template: a plain one is used, and exported with it")
+        return template
+
+    def samples(self, name: str, part: Part, columns: Columns) -> TokenizedSamples:
+        """``input_ids`` and, where only answers are learned, ``labels``, which are -100 elsewhere.
+
+        Args:
+            name: of the part, for the notes.
+
+        Raises:
+            DataError: a row that cannot be used, or no row with a token of an answer within the length.
+        """
+        texts = self._texts(part, columns)
+        counts = _Counts(len(texts))
+        encoded = encode(self.tokenizer, texts, special=texts[0].bare)  # a column holds one kind of value
+        cut = [self._cut(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)]
+        kept = [tokens for tokens in cut if not self.answers_only or tokens.learned[1:].any()]
+        self._tell(name, part, counts, len(kept))
+        samples = {"input_ids": Ragged(tokens.ids for tokens in kept)}
+        if self.answers_only:
+            labels = (np.where(tokens.learned, tokens.ids, IGNORED) for tokens in kept)
+            # Nothing predicts a sample's first token.
+            samples["labels"] = Ragged(np.append(IGNORED, row[1:]) for row in labels)
+        return TokenizedSamples(samples)
+
+    def _texts(self, part: Part, columns: Columns) -> list[Rendered]:
+        texts: list[Rendered] = []
+        for row, fields in enumerate(rows_of(part, columns)):
+            try:
+                texts.append(self._render(read_example(fields)))
+            except DataError as error:
+                if not self.skip_bad:
+                    hint = error.hint or "mend the row, or leave such rows out with --skip-bad-lines"
+                    raise DataError(error.message, where=part.where(row), hint=hint) from error
+                self.skipped.append(f"{part.where(row)}: {error.message}")
+        if not texts:
+            message = f"none of the {len(part)} rows can be used; the last: {self.skipped[-1]}"
+            raise DataError(message, where=part.files[0], hint="mend the rows")
+        return texts
+
+    def _render(self, example: Example) -> Rendered:
+        if isinstance(example, Completion):
+            text = example.prompt + example.completion
+            return Rendered(text, [(len(example.prompt), len(text))], bare=True)
+        if self.answers_only:
+            return self._template.answers(example.messages, example.given)
+        return Rendered(self._template.render(example.messages))
+
+    def _cut(self, text: Rendered, tokens: Encoded, counts: _Counts) -> Encoded:
+        """The tokens with an end token, if the text has no template to give one, cut to the length."""
+        ids, learned, end = tokens.ids, tokens.learned, self.tokenizer.eos_token_id
+        if text.bare and end is not None and end not in ids[-1:]:
+            ids, learned = np.append(ids, end), np.append(learned, True)
+        counts.cut += len(ids) > self.seq_length
+        counts.split += tokens.split
+        return Encoded(ids[: self.seq_length], learned[: self.seq_length], tokens.split)
+
+    def _tell(self, name: str, part: Part, counts: _Counts, kept: int) -> None:
+        lost, length = counts.texts - kept, self.seq_length
+        if not kept:
+            message = f"no token of an answer is within the first {length} tokens of any of the {counts.texts} samples"
+            raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
+        if counts.cut:
+            note = f"{name}: {counts.cut:,} of {counts.texts:,} samples are cut to {length} tokens"
+            self.notes.append(note + (f"; {lost:,}, of whose answers nothing is left, are not used" if lost else ""))
+        elif lost:
+            self.notes.append(f"{name}: {lost:,} of {counts.texts:,} samples are not used: their answers have no token")
+        if counts.split and self.answers_only:
+            self.notes.append(
+                f"{name}: {counts.split:,} answers begin inside a token that begins in their prompt; "
+                "let the space or line break between them stand in the answer"
+            )
+
+
+@dataclass
+class _Counts:
+    """Texts of a part; those that are cut; answers that begin inside a token."""
+
+    texts: int
+    cut: int = 0
+    split: int = 0

@@ -1,0 +1,131 @@
+"""Names of labels, and their numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import datasets
+from transformers import PreTrainedConfig
+
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.data.text.files import nearest
+from rapidformer_templates.errors import DataError
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+def label_text(value: Any) -> str | None:
+    """A label as text, the same from every file format (1, 1.0 and "1" are one label); None if it is empty."""
+    if value is None or value != value:  # NaN is how tables of numbers spell an empty cell
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value).strip() or None
+
+
+def sorted_names(names: Iterable[str], model_config: PreTrainedConfig) -> list[str]:
+    """Label names in an order that depends on the set of names only.
+
+    Whole numbers are sorted as numbers. A pretrained model that knows exactly these labels keeps
+    its order, so that its head stays valid.
+    """
+    found = set(names)
+    own = [str(name) for _, name in sorted((model_config.id2label or {}).items())]
+    if set(own) == found:
+        return own
+    numbers = all(name.lstrip("-").isdigit() for name in found)
+    return sorted(found, key=int) if numbers else sorted(found)
+
+
+def declared_names(part: Part, column: str) -> list[str] | None:
+    """The names that a saved data set declares for a column of labels or of lists of labels."""
+    feature = part.table.features[column]
+    inner = getattr(feature, "feature", feature)
+    return list(inner.names) if isinstance(inner, datasets.ClassLabel) else None
+
+
+def stands_for_none(value: Any, declared: Sequence[str] | None) -> bool:
+    """Whether a number stands for no label: -100, which losses leave out; -1, too, where names are declared."""
+    return label_text(value) in ((str(IGNORED),) if declared is None else (str(IGNORED), "-1"))
+
+
+def label_name(value: Any, declared: Sequence[str] | None, column: str, part: Part, row: int) -> str | None:
+    """The name of a label, None if it is empty.
+
+    Raises:
+        DataError: names are declared, and the label is none of theirs.
+    """
+    if declared is None or value is None:
+        return label_text(value)
+    if not 0 <= value < len(declared):
+        message = f"the label in column '{column}' is {value}; {len(declared)} names are declared"
+        raise DataError(message, where=part.where(row), hint="save the data set with the names of all of its labels")
+    return declared[value]
+
+
+def label_names(parts: Sequence[Part], column: str, model_config: PreTrainedConfig) -> list[str]:
+    """The labels that the parts hold, in their order.
+
+    Raises:
+        DataError: a label is empty or stands for none, or the labels are measures.
+    """
+    found = [_names(part, column) for part in parts]
+    declared = declared_names(parts[0], column)
+    if declared is not None:
+        return declared
+    for part, names in zip(parts, found, strict=True):
+        _refuse_measures(part, column, names, set().union(*found))
+    return sorted_names((name for names in found for name in names), model_config)
+
+
+def _refuse_measures(part: Part, column: str, names: Sequence[str], of_all: set[str]) -> None:
+    """A column of numbers that are not whole holds measures: each would be a class of its own."""
+    if not all(NUMBER.fullmatch(name) for name in of_all):
+        return
+    row = next((row for row, name in enumerate(names) if not float(name).is_integer()), None)
+    if row is not None:
+        raise DataError(
+            f"the column '{column}' holds measures, such as {names[row]}, not classes",
+            where=part.where(row),
+            hint="regression is not in this version; if these numbers are classes, give them names, "
+            f"such as 'class {names[row]}'",
+        )
+
+
+def encode_labels(part: Part, column: str, names: Sequence[str]) -> list[int]:
+    """The number of each row's label.
+
+    Raises:
+        DataError: a label is empty or is not among ``names``.
+    """
+    numbers = {name: i for i, name in enumerate(names)}
+    found = _names(part, column)
+    for row, name in enumerate(found):
+        if name not in numbers:
+            unknown_label(name, names, part.where(row))
+    return [numbers[name] for name in found]
+
+
+def unknown_label(name: str, names: Sequence[str], where: str) -> None:
+    """Raise the error about a label that the training part does not have."""
+    hint = f"{nearest(name, names)}the training part has: {', '.join(names)}"
+    raise DataError(f"unknown label '{name}'", where=where, hint=hint)
+
+
+def _names(part: Part, column: str) -> list[str]:
+    declared = declared_names(part, column)
+    names: list[str] = []
+    for row, value in enumerate(part.table[column][:]):
+        if stands_for_none(value, declared):
+            message = f"the label in column '{column}' is {value}, which stands for no label"
+            raise DataError(message, where=part.where(row), hint="fill it, or take the row out")
+        name = label_name(value, declared, column, part, row)
+        if name is None:
+            raise DataError(
+                f"the label in column '{column}' is empty", where=part.where(row), hint="fill it, or take the row out"
+            )
+        names.append(name)
+    return names

@@ -1,0 +1,155 @@
+"""Where a fine-tuning data set is, and how many rows it trains on. Imports no torch: a plan looks, too.
+
+What is looked for, in this order, with EXT one of csv, tsv, json, jsonl, parquet:
+
+1. ``DIR/NAME/``, or ``DIR`` itself without a name: a folder saved by ``datasets``, else files called
+   ``train.EXT``, ``validation.EXT`` (or valid, val, dev) and ``test.EXT``, also in shards
+   (``train-00000-of-00002.parquet``); else its only file.
+2. ``DIR/NAME`` with its extension, or ``DIR/NAME.EXT``: one file.
+3. ``DIR/NAME-train.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from rapidformer_templates.data.text.files import ROW_READERS, BadLines, nearest, parquet_row_count
+from rapidformer_templates.errors import DataError, RapidformerError
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.flags import DataFlags
+
+PART_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid", "test": "test"}
+STEM = re.compile(r"^(?:(?P<name>.+)[-_.])?(?P<part>train|validation|valid|val|dev|test)(?:-\d+-of-\d+)?$")
+SHARD = re.compile(r"-\d+-of-\d+$")
+READ = ("train", "valid")
+"""The parts that a run uses."""
+
+SAVED = ("dataset_dict.json", "state.json")
+"""Files by which ``datasets`` marks a folder that it saved."""
+
+COUNTED_BYTES = 200_000_000
+"""Files of rows that are larger in sum are not read to count them."""
+
+WHOLE_ROWS = ("sequence_classification", "token_classification", "masked_lm", "causal_lm", "seq2seq_lm")
+"""Tasks of which each row is a sample."""
+
+
+def locate(flags: DataFlags) -> Path | dict[str, list[Path]]:
+    """Where the data set is: a folder that ``datasets`` saved, or the files of each part.
+
+    Raises:
+        DataError: nothing is there, or more than one thing fits.
+    """
+    if flags.data_dir is None:
+        raise DataError("no data is named", where="--data-dir", hint="give --data-dir DIR and --data-name NAME")
+    folder = Path(flags.data_dir)
+    if not folder.is_dir():
+        siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        hint = nearest(str(folder), siblings) + "give the folder that holds the files"
+        raise DataError(f"the folder {folder} does not exist", where="--data-dir", hint=hint)
+    name = flags.data_name
+    if name is not None and (folder / name).is_dir():
+        folder, name = folder / name, None
+    if name is None and any((folder / mark).is_file() for mark in SAVED):
+        return folder
+    return _locate(folder, name)
+
+
+def _locate(folder: Path, name: str | None) -> dict[str, list[Path]]:
+    """The files of each part, by the rules at the head of this module."""
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in ROW_READERS)
+    parts: dict[str, list[Path]] = {}
+    for path in files:
+        match = STEM.match(path.stem)
+        if match and match["name"] == name:
+            parts.setdefault(PART_NAMES[match["part"]], []).append(path)
+    if "train" not in parts:
+        whole = [p for p in files if name in (p.name, p.stem)] if name else ([] if parts else files)
+        if whole:
+            parts["train"] = whole
+    for part, fitting in parts.items():
+        if part in READ and len(fitting) > 1 and not all(SHARD.search(path.stem) for path in fitting):
+            hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in fitting)
+            raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
+    if not parts:
+        there = sorted(p.name for p in folder.iterdir())
+        what = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
+        listed = ", ".join(there[:20]) or "nothing"
+        hint = f"{nearest(name or '', there)}the folder holds: {listed}; files can be {', '.join(ROW_READERS)}"
+        raise DataError(what, where="--data-name" if name else "--data-dir", hint=hint)
+    return parts
+
+
+def saved_parts(folder: Path) -> dict[str, list[Path]]:
+    """The folder of each part of what ``datasets`` saved; of a set without parts, the folder itself.
+
+    Raises:
+        DataError: its list of parts cannot be read.
+    """
+    listed = folder / "dataset_dict.json"
+    if not listed.is_file():
+        return {"train": [folder]}
+    try:
+        names = [str(name) for name in json.loads(listed.read_text(encoding="utf-8"))["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise cannot_be_read(folder, error) from error
+    return {PART_NAMES[name]: [folder / name] for name in names if name in PART_NAMES}
+
+
+def cannot_be_read(folder: Path, error: Exception) -> DataError:
+    return DataError(f"the saved data set cannot be read: {error}", where=str(folder), hint="save it anew")
+
+
+def held_out_rows(rows: int, fraction: float) -> int:
+    """How many rows ``--validation-fraction`` holds out: at least one, and not all."""
+    return min(max(1, round(rows * fraction)), rows - 1)
+
+
+def training_samples(config: RunConfig) -> int | None:
+    """The samples of an epoch where they can be counted cheaply; None where only reading the data tells."""
+    flags = config.data
+    if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.data_dir is None:
+        return None
+    try:
+        found = locate(flags)
+        files = saved_parts(found) if isinstance(found, Path) else found
+        parts = tuple((path, path.stat().st_size) for path in files.get("train", ()))
+        rows = _rows(parts, saved=isinstance(found, Path))
+    except (RapidformerError, OSError, ValueError):
+        return None  # training speaks about it
+    if not rows:
+        return None
+    if "valid" not in files and flags.validation_fraction > 0:
+        rows -= held_out_rows(rows, flags.validation_fraction)
+    return min(rows, flags.max_train_samples or rows)
+
+
+@cache
+def _rows(files: Sequence[tuple[Path, int]], *, saved: bool) -> int | None:
+    """The rows of files of such sizes, or of a saved folder; None where counting would take long."""
+    if saved:
+        return sum(_saved_rows(folder) for folder, _ in files)
+    text = sum(size for path, size in files if path.suffix.lower() != ".parquet")
+    if text > COUNTED_BYTES:
+        return None
+    return sum(
+        parquet_row_count(path)
+        if path.suffix.lower() == ".parquet"
+        else sum(1 for _ in ROW_READERS[path.suffix.lower()](path, BadLines(skip=True)))
+        for path, _ in files
+    )
+
+
+def _saved_rows(folder: Path) -> int:
+    """The rows of a part that ``datasets`` saved, from the heads of its batches."""
+    import pyarrow as pa
+
+    rows = 0
+    for name in json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+        with pa.memory_map(str(folder / name["filename"])) as file, pa.ipc.open_stream(file) as batches:
+            rows += sum(batch.num_rows for batch in batches)
+    return rows

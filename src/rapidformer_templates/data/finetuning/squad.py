@@ -1,0 +1,174 @@
+"""Answers of extractive question answering: reading them, finding them in logits, scoring them."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.errors import DataError
+
+MAX_ANSWER_TOKENS = 30
+"""Longest answer that is looked for, as in BERT's SQuAD setting."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question about a context; ``answers`` are (text, first character), none if it has no answer."""
+
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A window of an example's context.
+
+    Attributes:
+        example: number of the example.
+        offsets: first and last character of each token of the context, -1 for other tokens; shape (tokens, 2).
+            Token 0, which is never of the context, stands for "no answer".
+    """
+
+    example: int
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The best starts and ends of a feature, by their scores."""
+
+    starts: np.ndarray
+    start_scores: np.ndarray
+    ends: np.ndarray
+    end_scores: np.ndarray
+    null_score: float
+
+
+def flattened(part: Part) -> Part:
+    """SQuAD's own nested file (articles, paragraphs, questions) as one row a question; other parts as they are."""
+    if "paragraphs" not in part.table.column_names:
+        return part
+    rows, articles = [], []
+    for article, paragraphs in enumerate(part.table["paragraphs"][:]):
+        for paragraph in paragraphs:
+            for qa in paragraph["qas"]:
+                rows.append({"question": qa["question"], "context": paragraph["context"], "answers": qa["answers"]})
+                articles.append(article)
+    return Part(datasets.Dataset.from_list(rows), part.origins[articles], part.files)
+
+
+def read_examples(part: Part, question: str, context: str, answers: str) -> list[Example]:
+    """The examples of a part.
+
+    Raises:
+        DataError: a text is missing, or an answer does not stand where it is said to.
+    """
+    examples = []
+    for row, (asked, text, found) in enumerate(_rows(part, question, context, answers)):
+        if not isinstance(asked, str) or not isinstance(text, str):
+            column = context if isinstance(asked, str) else question
+            raise DataError(
+                f"the column '{column}' is not text", where=part.where(row), hint="fill it, or take the row out"
+            )
+        try:
+            pairs = tuple(_pairs(json.loads(found) if isinstance(found, str) else found))
+        except (KeyError, TypeError, ValueError):
+            hint = 'write {"text": ["…"], "answer_start": [0]}'
+            raise DataError(f"the column '{answers}' holds no answers", where=part.where(row), hint=hint) from None
+        for answer, start in pairs:
+            if text[start : start + len(answer)] != answer:
+                message = f"the answer '{answer}' is not at character {start} of the context"
+                raise DataError(message, where=part.where(row), hint="answer_start counts characters from 0")
+        examples.append(Example(asked, text, pairs))
+    return examples
+
+
+def _rows(part: Part, *columns: str) -> Iterator[tuple[Any, ...]]:
+    return zip(*(part.table[column][:] for column in columns), strict=True)
+
+
+def _pairs(answers: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(answers, dict):
+        yield from zip(answers["text"], map(int, answers["answer_start"]), strict=True)
+    else:
+        for answer in answers:
+            yield answer["text"], int(answer["answer_start"])
+
+
+def answer_tokens(feature: Feature, example: Example) -> tuple[int, int]:
+    """First and last token of the first answer; token 0 twice if the window does not hold it whole."""
+    tokens = np.flatnonzero(feature.offsets[:, 0] >= 0)
+    if not example.answers or not len(tokens) or not example.answers[0][0]:
+        return 0, 0
+    text, first = example.answers[0]
+    last = first + len(text)
+    starts, ends = feature.offsets[tokens].T
+    if first < starts[0] or last > ends[-1]:
+        return 0, 0
+    return int(tokens[np.flatnonzero(ends > first)[0]]), int(tokens[np.flatnonzero(starts < last)[-1]])
+
+
+def best_answers(
+    candidates: Sequence[Candidates], features: Sequence[Feature], examples: Sequence[Example], *, may_be_null: bool
+) -> dict[int, str]:
+    """The best answer of each example that has a feature among the candidates, by its number.
+
+    Args:
+        candidates: of the first features.
+        features, examples: all of the data set.
+        may_be_null: an example may have no answer; it has none if token 0 scores best.
+    """
+    best: dict[int, tuple[float, str]] = {}
+    null: dict[int, float] = {}
+    for found, feature in zip(candidates, features, strict=False):
+        number = feature.example
+        score, text = _best_span(found, feature, examples[number].context)
+        null[number] = min(null.get(number, np.inf), found.null_score)
+        if number not in best or score > best[number][0]:
+            best[number] = (score, text)
+    return {n: "" if may_be_null and null[n] > score else text for n, (score, text) in best.items()}
+
+
+def _best_span(found: Candidates, feature: Feature, context: str) -> tuple[float, str]:
+    """(score, text) of the best span that lies in the context and is not too long."""
+    first, last = found.starts[:, None], found.ends[None, :]
+    scores = found.start_scores[:, None] + found.end_scores[None, :]
+    inside = (feature.offsets[first, 0] >= 0) & (feature.offsets[last, 0] >= 0)
+    fits = inside & (last >= first) & (last - first < MAX_ANSWER_TOKENS)
+    if not fits.any():
+        return -np.inf, ""
+    i, j = np.unravel_index(np.where(fits, scores, -np.inf).argmax(), scores.shape)
+    return float(scores[i, j]), context[feature.offsets[found.starts[i], 0] : feature.offsets[found.ends[j], 1]]
+
+
+def normalized(text: str) -> str:
+    """Lower case, without punctuation, articles and extra spaces (SQuAD's evaluation, Rajpurkar et al. 2016)."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def exact_match(prediction: str, references: Sequence[str]) -> float:
+    """1 if the prediction is one of the references after normalisation; no reference means no answer."""
+    return float(any(normalized(prediction) == normalized(truth) for truth in references or [""]))
+
+
+def f1(prediction: str, references: Sequence[str]) -> float:
+    """Greatest F1 over the references, of the words as bags; no reference means no answer."""
+    return max(_f1(normalized(prediction).split(), normalized(truth).split()) for truth in references or [""])
+
+
+def _f1(guess: list[str], truth: list[str]) -> float:
+    if not guess or not truth:
+        return float(guess == truth)
+    common = sum((Counter(guess) & Counter(truth)).values())
+    return 2 * common / (len(guess) + len(truth))

@@ -1,0 +1,187 @@
+"""Reading of a fine-tuning data set from ``--data-dir`` and ``--data-name``.
+
+Where it is looked for stands in :mod:`rapidformer_templates.data.finetuning.locating`.
+Without a validation part, ``--validation-fraction`` of the training part is held out. A test part is not read:
+no run uses it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from rapidformer_templates.data.finetuning.locating import READ, cannot_be_read, held_out_rows, locate, saved_parts
+from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, ROW_READERS, BadLines, Row, nearest
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flags import DataFlags
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of the training or the validation part.
+
+    Attributes:
+        table: the rows.
+        origins: the file of each row (an index into ``files``) and its line or place there, shape (rows, 2).
+        files: the files, as the user would name them.
+    """
+
+    table: datasets.Dataset
+    origins: np.ndarray
+    files: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def where(self, row: int) -> str:
+        """Where a row stands: ``file:line``, or ``file, row N`` in files that have no lines."""
+        file, number = self.origins[row]
+        name = self.files[file]
+        return f"{name}:{number}" if Path(name).suffix.lower() in NUMBERED_BY_LINE else f"{name}, row {number}"
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> Part:
+        return Part(self.table.select(rows), self.origins[rows], self.files)
+
+    def column(self, flag: str, value: str | None, usual: Sequence[str]) -> str:
+        """The column that the flag names, else the first of the usual names that is there.
+
+        Raises:
+            DataError: there is none; the columns are listed.
+        """
+        columns = self.table.column_names
+        where = f"{spelling(flag)} {value}" if value else self.files[0]
+        if value is None:
+            found = next((name for name in usual if name in columns), None)
+            if found is not None:
+                return found
+            message = f"none of the columns is called {', '.join(usual)} in {self.files[0]}"
+            raise DataError(message, where=where, hint=f"choose one with {spelling(flag)}: {', '.join(columns)}")
+        if value in columns:
+            return value
+        message = f"there is no column '{value}' in {self.files[0]}"
+        raise DataError(message, where=where, hint=f"{nearest(value, columns)}columns: {', '.join(columns)}")
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A data set as it was read.
+
+    Attributes:
+        train, valid: its parts.
+        held_out: the validation part was held out of the training part here.
+        skipped: ``file:line: reason`` of the lines that were left out.
+    """
+
+    train: Part
+    valid: Part | None = None
+    held_out: bool = False
+    skipped: list[str] = field(default_factory=list)
+
+    def parts(self) -> dict[str, Part]:
+        """The parts that are there, by name."""
+        return {"train": self.train} if self.valid is None else {"train": self.train, "valid": self.valid}
+
+
+def read_dataset(config: RunConfig) -> Raw:
+    """Read, check and cut the data set that the flags name.
+
+    Raises:
+        DataError: a folder, file, line or part that is missing or cannot be read.
+    """
+    flags = config.data
+    bad = BadLines(skip=flags.skip_bad_lines)
+    parts = _read_parts(flags, bad)
+    for part in parts.values():
+        if not len(part):
+            raise DataError("the data set is empty", where=part.files[0], hint="it needs at least one row")
+    train, valid = parts["train"], parts.get("valid")
+    held_out = valid is None and flags.validation_fraction > 0
+    if held_out:
+        train, valid = _hold_out(train, flags.validation_fraction, config.training.seed)
+    return Raw(
+        train=_first(train, flags.max_train_samples),
+        valid=valid and _first(valid, flags.max_eval_samples),
+        held_out=held_out,
+        skipped=bad.skipped,
+    )
+
+
+def _first(part: Part, count: int | None) -> Part:
+    return part if count is None or count >= len(part) else part.select(np.arange(count))
+
+
+def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
+    """(training, validation) rows, each in their order; at least one row is left in both."""
+    if fraction >= 1 or len(part) < 2:
+        message = f"nothing is left to train on when {fraction:g} of {len(part)} rows is held out"
+        raise DataError(message, where="--validation-fraction", hint="hold out less, or 0 for no validation")
+    count = held_out_rows(len(part), fraction)
+    held = np.zeros(len(part), dtype=bool)
+    held[np.random.default_rng(seed).permutation(len(part))[:count]] = True
+    return part.select(np.flatnonzero(~held)), part.select(np.flatnonzero(held))
+
+
+def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
+    found = locate(flags)
+    files = saved_parts(found) if isinstance(found, Path) else found
+    if "train" not in files:
+        there = ", ".join(str(path) for paths in files.values() for path in paths)
+        raise DataError(
+            "the data set has no training part", where=flags.data_dir, hint=f"name a file train; there is: {there}"
+        )
+    read = {name: paths for name, paths in files.items() if name in READ}
+    if isinstance(found, Path):
+        return {name: _read_saved(folder) for name, (folder,) in read.items()}
+    return {name: _read_files(paths, bad) for name, paths in read.items()}
+
+
+def _read_saved(folder: Path) -> Part:
+    try:
+        table = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
+        raise cannot_be_read(folder, error) from error
+    assert isinstance(table, datasets.Dataset)
+    origins = np.stack([np.zeros(len(table), int), np.arange(1, len(table) + 1)], axis=1)
+    return Part(table.with_format(None), origins, (str(folder),))
+
+
+def _read_files(files: Sequence[Path], bad: BadLines) -> Part:
+    """The rows of one or more files; a key that some rows lack is None there."""
+    rows: list[Row] = []
+    origins: list[tuple[int, int]] = []
+    for index, path in enumerate(files):
+        for number, row in ROW_READERS[path.suffix.lower()](path, bad):
+            rows.append(row)
+            origins.append((index, number))
+    names = tuple(str(path) for path in files)
+    if not rows:
+        note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
+        raise DataError(f"the data set is empty{note}", where=names[0], hint="it needs at least one row")
+    columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    untabled = Part(datasets.Dataset.from_dict({}), np.asarray(origins), names)
+    for key, values in columns.items():
+        _check_kinds(key, values, untabled)
+    return Part(datasets.Dataset.from_dict(columns), untabled.origins, names)
+
+
+def _check_kinds(key: str, values: list[object], part: Part) -> None:
+    """A column holds one kind of value; name the first row where it does not."""
+
+    def mixed(count: int) -> bool:
+        try:
+            pa.array(values[:count])
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            return True
+        return False
+
+    if mixed(len(values)):
+        row = bisect_left(range(len(values) + 1), True, key=mixed) - 1
+        message = f"the column '{key}' holds {str(values[row])[:40]!r}, which is of another kind than the rows before"
+        raise DataError(message, where=part.where(row), hint="a column holds one kind of value")

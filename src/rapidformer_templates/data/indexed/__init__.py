@@ -1,0 +1,1 @@
+"""Megatron-LM's indexed data sets."""

@@ -1,0 +1,151 @@
+"""Weighted blends: which of several sets each sample comes from.
+
+After any number of samples, each set has had its share to within one sample: the quota method of
+Balinski and Young (1975). At each sample, of the sets that are behind their share, the one whose next
+sample is due first comes. Megatron-LM takes the set that is furthest behind, which keeps no such bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+
+from rapidformer_templates.data.indexed.cache import IndexCache, Tables, key_of
+from rapidformer_templates.errors import DataError
+
+LONGEST_PERIOD = 2**20
+"""Weights whose order does not repeat within so many samples are rounded to parts of it."""
+
+
+def whole_weights(weights: Sequence[str | float]) -> list[int]:
+    """The smallest whole numbers in the proportion of the weights, which are taken as they are written.
+
+    Weights that need a sum above :data:`LONGEST_PERIOD` are rounded to such a sum, each to the nearest.
+
+    Raises:
+        DataError: a weight is no number above 0.
+    """
+    try:
+        shares = [Fraction(str(weight)) for weight in weights]
+    except (ValueError, ZeroDivisionError):
+        shares = []
+    if not shares or min(shares) <= 0:
+        hint = "write a weight above 0 before each corpus: 0.3 A 0.7 B"
+        raise DataError(f"these are no weights: {', '.join(map(str, weights))}", where="--data-path", hint=hint)
+    scale = lcm(*(share.denominator for share in shares))
+    counts = [int(share * scale) for share in shares]
+    divisor = gcd(*counts)
+    counts = [count // divisor for count in counts]
+    if sum(counts) <= LONGEST_PERIOD:
+        return counts
+    total = sum(counts)
+    return [max(1, round(Fraction(count * LONGEST_PERIOD, total))) for count in counts]
+
+
+def quota_order(weights: Sequence[int]) -> np.ndarray:
+    """The set of each sample of one period, int16 of shape (sum of the weights,)."""
+    total, sets = sum(weights), range(len(weights))
+    order = np.empty(total, np.int16)
+    taken = [0] * len(weights)
+    due = [-(-total // weight) for weight in weights]
+    for sample in range(total):
+        best, soonest = -1, total + 1
+        for i in sets:
+            # Behind its share of the samples up to and with this one, and due first.
+            if due[i] < soonest and taken[i] * total < weights[i] * (sample + 1):
+                best, soonest = i, due[i]
+        order[sample] = best
+        taken[best] += 1
+        due[best] = -(-(taken[best] + 1) * total // weights[best])
+    return order
+
+
+class Blend(Sequence[Any]):
+    """Several sets in their own order as one. Item ``p`` is there for every ``p`` from 0 on.
+
+    A set that is short for its weight begins its next epoch earlier than the others.
+
+    Args:
+        sets: each in its own order, none of them empty.
+        weights: their shares of the samples; see :func:`whole_weights`.
+        repeats: ``len`` is the number of samples that the sets have together; otherwise the number that
+            can be had before one of them begins anew, as for an evaluation.
+        cache: keeps the order of a long period.
+    """
+
+    in_order = True
+    lengths = None
+
+    def __init__(
+        self,
+        sets: Sequence[Any],
+        weights: Sequence[str | float],
+        *,
+        repeats: bool = True,
+        cache: IndexCache | None = None,
+    ) -> None:
+        self.sets = list(sets)
+        self.weights = whole_weights(weights)
+        self.cache = cache or IndexCache()
+        self.period = sum(self.weights)
+        self.samples = sum(map(len, self.sets)) if repeats else self._until_one_ends()
+
+    @cached_property
+    def _tables(self) -> Tables:
+        """``order``: the set of each sample of a period; ``ranks``: how many of that set come before it."""
+        return self.cache("blend-" + key_of(self.weights), self._make_tables)
+
+    def _make_tables(self) -> Tables:
+        order = quota_order(self.weights)
+        ranks = np.empty(self.period, np.int32)
+        for i in range(len(self.weights)):
+            here = order == i
+            ranks[here] = np.arange(self.weights[i])
+        return {"order": order, "ranks": ranks}
+
+    @property
+    def identity(self) -> str:
+        """What the samples depend on beside the seed; a resumed run must have the same."""
+        return ", ".join(f"{w} of ({s.identity})" for w, s in zip(self.weights, self.sets, strict=True))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def _until_one_ends(self) -> int:
+        ends = []
+        for i, samples in enumerate(self.sets):
+            periods, rest = divmod(len(samples), self.weights[i])
+            ends.append(periods * self.period + int(np.flatnonzero(self._tables["order"] == i)[rest]))
+        return min(ends)
+
+    def __getitem__(self, position: Any) -> Any:
+        if position < 0:
+            position = range(len(self))[position]
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Several items at once."""
+        sources, places = self.origin(np.asarray(positions, np.int64))
+        items: list[Any] = [None] * len(places)
+        for source in np.unique(sources):
+            here = np.flatnonzero(sources == source)
+            chosen, wanted = self.sets[source], places[here].tolist()
+            many = getattr(chosen, "__getitems__", None)
+            found = many(wanted) if many else [chosen[place] for place in wanted]
+            for i, item in zip(here, found, strict=True):
+                items[i] = item
+        return items
+
+    def origin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(set, position in that set) of each position."""
+        periods, places = np.divmod(positions, self.period)
+        sources = self._tables["order"][places].astype(np.int64)
+        return sources, periods * np.asarray(self.weights)[sources] + self._tables["ranks"][places]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tables"}

@@ -1,0 +1,207 @@
+"""The corpora of ``--data-path``: indexed data sets, and raw text that becomes one on first use."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from rapidformer_templates.data.indexed.cache import IndexCache, cache_root, identity, key_of, make_once
+from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
+from rapidformer_templates.data.indexed.writer import read_sums
+from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.files import text_files
+from rapidformer_templates.data.text.preprocess import preprocess
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
+from rapidformer_templates.planning.config import RunConfig, spelling
+
+CACHE_VERSION = 3
+"""Part of a cache's name: raise it when the files in a cache change their meaning."""
+
+NAME = "corpus"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One corpus of ``--data-path``.
+
+    Attributes:
+        paths: the prefix of an indexed set, or the files, folders and globs of raw text.
+        indexed: which of the two.
+        weight: its weight in a blend, as it was written; None without weights.
+    """
+
+    paths: tuple[str, ...]
+    indexed: bool
+    weight: str | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """An open corpus.
+
+    Attributes:
+        dataset: its tokens.
+        weight: see :class:`Entry`.
+        skipped: ``file:line: reason`` of the lines that were left out when it was tokenized.
+        notes: what people should know of it.
+    """
+
+    dataset: IndexedDataset
+    weight: str | None = None
+    skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def parse_data_path(words: Sequence[str]) -> list[Entry]:
+    """The corpora of ``--data-path``: ``A``, ``A B``, or with weights ``0.3 A 0.7 B``.
+
+    Raw text without weights is one corpus, its files one after another; each indexed set is one.
+
+    Raises:
+        DataError: nothing is named, or weights and paths do not alternate.
+    """
+    if not words:
+        raise DataError("no corpus is named", where="--data-path", hint="give files, a folder, a glob or a prefix")
+    if _is_weight(words[0]) and len(words) > 1:
+        pairs = list(zip(words[::2], words[1::2], strict=False))
+        if len(words) % 2 or not all(_is_weight(weight) and not _is_weight(path) for weight, path in pairs):
+            hint = "write a weight before each corpus: 0.3 A 0.7 B"
+            raise DataError("weights and corpora do not alternate", where=f"--data-path {' '.join(words)}", hint=hint)
+        return [Entry((path,), is_indexed(path), weight) for weight, path in pairs]
+    raw = tuple(word for word in words if not is_indexed(word))
+    entries = [Entry((word,), indexed=True) for word in words if is_indexed(word)]
+    return [Entry(raw, indexed=False), *entries] if raw else entries
+
+
+def _is_weight(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return not Path(word).exists()
+
+
+def check_corpora(config: RunConfig) -> None:
+    """Look at what can be seen to be wrong with ``--data-path`` before anything is tokenized.
+
+    Raises:
+        DataError: a flag about raw text where there is none; or see :func:`parse_data_path`, :func:`text_files`
+            and :class:`IndexedDataset`.
+    """
+    entries = parse_data_path(config.data.data_path or ())
+    for entry in entries:
+        if entry.indexed:
+            IndexedDataset(entry.paths[0])
+        else:
+            text_files(entry.paths, "--data-path")
+    for flag in ("text_column", "skip_bad_lines"):
+        if all(entry.indexed for entry in entries) and getattr(config.data, flag):
+            where = f"{spelling(flag)} ({config.origin(flag)})"
+            hint = "leave it out; an indexed data set holds tokens"
+            raise DataError(f"there is no raw text for {spelling(flag)}", where=where, hint=hint)
+
+
+def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> list[Corpus]:
+    """The corpora of ``--data-path``, open. Raw text is tokenized on first use.
+
+    Several processes may call this at once: the first tokenizes, the others wait for it.
+
+    Raises:
+        DataError: a file that cannot be read, a corpus without a document, a damaged indexed set, or
+            one with tokens beyond the vocabulary.
+    """
+    corpora = []
+    for entry in parse_data_path(config.data.data_path or ()):
+        if entry.indexed:
+            dataset = IndexedDataset(entry.paths[0], config.data.data_impl)
+            _check_vocabulary(dataset, tokenizer)
+            _check_tokens(dataset, vocabulary_size(tokenizer), IndexCache(cache_root(config)))
+            corpora.append(Corpus(dataset, entry.weight))
+        else:
+            corpora.append(_tokenized(entry, config, tokenizer, end_token_id))
+    return corpora
+
+
+def _check_vocabulary(dataset: IndexedDataset, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Refuse tokens whose numbers mean other words here; a set that another program made does not tell."""
+    made_with = (read_sums(dataset.prefix) or {}).get("vocabulary")
+    if made_with not in (None, vocabulary_id(tokenizer.backend_tokenizer)):
+        raise DataError(
+            "the set was tokenized with another vocabulary than this run's",
+            where=dataset.prefix,
+            hint="name the tokenizer that made it (--tokenizer-type, --tokenizer-path), or tokenize the text again",
+        )
+
+
+def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -> None:
+    """Refuse tokens beyond the vocabulary; a set without checksums of its own is read once to see."""
+    sums = read_sums(dataset.prefix)
+    if sums is not None and sums["bin"]["bytes"] == bin_path(dataset.prefix).stat().st_size:
+        check_vocabulary(dataset, vocabulary, int(sums["largest_token"]))
+        return
+    name = "largest-" + key_of(identity(dataset.prefix))
+    known = cache(name, lambda: {"largest": np.array([check_vocabulary(dataset, vocabulary)])})
+    check_vocabulary(dataset, vocabulary, int(known["largest"][0]))
+
+
+def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Corpus:
+    """Raw text, from the cache."""
+    files = text_files(entry.paths, "--data-path")
+    column, skip = config.data.text_column or "text", config.data.skip_bad_lines
+    root = cache_root(config)
+    folder = root / _cache_key(files, tokenizer, [end_token_id, column, skip])
+    notes = []
+    began = time.perf_counter()
+    if not folder.is_dir():
+        recipe = Recipe(
+            tokenizer=tokenizer.backend_tokenizer.to_str(),
+            dtype=type_for(vocabulary_size(tokenizer)).name,
+            end=end_token_id,
+            keys=(column,),
+            skip=skip,
+            keys_flag="--text-column",
+            vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
+        )
+        try:
+            make_once(folder, lambda temporary: _write_corpus(files, recipe, temporary))
+            notes.append(_tokenized_in(time.perf_counter() - began, files, folder))
+        except OSError as error:
+            hint = "check the folder and its rights, or choose another one with --data-cache-dir"
+            raise DataError(f"the corpus cannot be tokenized: {error}", where=str(root), hint=hint) from error
+    try:
+        dataset = IndexedDataset(folder / f"{NAME}_{column}_document", config.data.data_impl)
+    except DataError as error:
+        message = f"the cache of the tokenized corpus is damaged: {error.message}"
+        raise DataError(message, where=str(folder), hint="delete this folder; it is made anew") from error
+    skipped = folder / f"{NAME}.skipped.txt"
+    lines = skipped.read_text(encoding="utf-8").splitlines() if skipped.is_file() else []
+    return Corpus(dataset, entry.weight, tuple(lines), tuple(notes))
+
+
+def _tokenized_in(seconds: float, files: Sequence[Path], folder: Path) -> str:
+    size = sum(file.stat().st_size for file in files) / 1e6
+    faster = "; rapidformer data preprocess does it with all cores" if seconds > 30 else ""
+    return f"{size:,.1f} MB of raw text were tokenized in {seconds:.0f} s, and are kept in {folder}{faster}"
+
+
+def _cache_key(files: Sequence[Path], tokenizer: PreTrainedTokenizerFast, options: list[Any]) -> str:
+    """A name that changes when a file, the tokenizer or an option does."""
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    # Truncation and padding are state of the last call on the tokenizer, not part of what it is.
+    model = {
+        k: v for k, v in json.loads(tokenizer.backend_tokenizer.to_str()).items() if k not in ("truncation", "padding")
+    }
+    return "text-" + key_of([CACHE_VERSION, stats, model, options])
+
+
+def _write_corpus(files: Sequence[Path], recipe: Recipe, folder: Path) -> None:
+    """Tokenize, in this process: others would be started from the user's script, which may have no guard for that."""
+    preprocess(files, str(folder / NAME), recipe, workers=0)

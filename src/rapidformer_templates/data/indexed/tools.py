@@ -1,0 +1,254 @@
+"""Joining, checking and summing up indexed data sets, all in flat memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rapidformer_templates.data.indexed.dataset import CHUNK, IndexedDataset, bin_path, idx_path, prefix_of
+from rapidformer_templates.data.indexed.writer import (
+    IndexedWriter,
+    block_sums,
+    disk_errors,
+    read_sums,
+    sums_path,
+    write_sums,
+)
+from rapidformer_templates.data.text.files import nearest
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.system.files import crc32
+
+
+def prefixes_of(inputs: Sequence[str], leave_out: str | None = None) -> list[str]:
+    """The prefixes of the data sets that the inputs name: prefixes as they are, and all sets of a folder by name.
+
+    Args:
+        inputs: folders and prefixes.
+        leave_out: a prefix that is taken from no folder, such as that of the output.
+
+    Raises:
+        DataError: an input is neither, or a folder holds no set.
+    """
+    found: list[str] = []
+    for name in inputs:
+        if Path(name).is_dir():
+            inside = sorted(_prefixes_in(Path(name)))
+            inside = [prefix for prefix in inside if leave_out is None or Path(prefix) != Path(leave_out)]
+            if not inside:
+                hint = "rapidformer data preprocess makes PREFIX.bin and PREFIX.idx"
+                raise DataError(f"there is no indexed data set in {name}", where=name, hint=hint)
+            found += inside
+        else:
+            found.append(_existing(name))
+    return found
+
+
+def _prefixes_in(folder: Path) -> set[str]:
+    """By their index, or, so that a lost one is not passed over in silence, by their checksums beside tokens."""
+    lost = [str(path).removesuffix(".sums.json") for path in folder.glob("*.sums.json")]
+    return {prefix_of(path) for path in folder.glob("*.idx")} | {name for name in lost if bin_path(name).is_file()}
+
+
+def _existing(name: str) -> str:
+    prefix = prefix_of(name)
+    if not (idx_path(prefix).is_file() or bin_path(prefix).is_file()):
+        parent = Path(prefix).parent
+        beside = [prefix_of(path) for path in parent.glob("*.idx")] if parent.is_dir() else []
+        hint = f"{nearest(prefix, beside)}give the path of PREFIX.bin and PREFIX.idx without their endings"
+        raise DataError(f"there is no indexed data set {prefix}", where=name, hint=hint)
+    return prefix
+
+
+def merge(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> IndexedDataset:
+    """Write the documents of several sets, one set after another, as one.
+
+    Their types of tokens may differ: numpy's common type holds them all, and is one of the format's.
+
+    Args:
+        prefixes: of the sets, in order.
+        output: prefix of the new one, which is none of them.
+        overwrite: replace a set that is there.
+
+    Raises:
+        DataError: a set is damaged, holds modes or has another vocabulary than one before it; or the output is
+            one of the inputs or there already.
+    """
+    if any(Path(prefix).resolve() == Path(prefix_of(output)).resolve() for prefix in prefixes):
+        raise DataError("the output is one of the inputs", where="--output-prefix", hint="choose another prefix")
+    sets = [IndexedDataset(prefix) for prefix in prefixes]
+    for one in sets:
+        if one.has_modes:
+            hint = "join such sets with the tools that made them"
+            raise DataError(
+                "the set holds modes (images beside text), which are not joined", where=one.prefix, hint=hint
+            )
+    dtype = np.result_type(*(one.dtype for one in sets))
+    vocabulary = _common_vocabulary(prefixes)
+    with IndexedWriter(output, dtype, overwrite=overwrite, vocabulary=vocabulary) as writer:
+        for one in sets:
+            for first, last in _document_spans(one):
+                _copy(one, first, last, writer)
+    return IndexedDataset(output)
+
+
+def _common_vocabulary(prefixes: Sequence[str]) -> str | None:
+    """The vocabulary of all sets; None where one of them does not tell its own."""
+    known = {prefix: (read_sums(prefix) or {}).get("vocabulary") for prefix in prefixes}
+    told = {prefix: name for prefix, name in known.items() if name}
+    if len(set(told.values())) > 1:
+        first, other = next((a, b) for a in told for b in told if told[a] != told[b])
+        hint = "tokenize the text of one of them again"
+        raise DataError(f"{first} was tokenized with another vocabulary", where=other, hint=hint)
+    return None if None in known.values() else next(iter(told.values()), None)
+
+
+def _document_spans(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
+    """Spans of documents with up to :data:`CHUNK` tokens each, or one document."""
+    first, count = 0, len(dataset.documents) - 1
+    while first < count:
+        start = dataset.pointers[dataset.documents[first]]
+        sequence = np.searchsorted(dataset.pointers, start + CHUNK * dataset.dtype.itemsize, side="right") - 1
+        last = int(np.searchsorted(dataset.documents, sequence, side="right")) - 1
+        last = max(last, first + 1)
+        yield first, last
+        first = last
+
+
+def _copy(dataset: IndexedDataset, first: int, last: int, writer: IndexedWriter) -> None:
+    bounds = dataset.documents[first : last + 1]
+    lengths = dataset.lengths[bounds[0] : bounds[-1]]
+    start = int(dataset.pointers[bounds[0]]) // dataset.dtype.itemsize
+    tokens = dataset.tokens[start : start + int(lengths.sum(dtype=np.int64))]
+    writer.add(tokens.astype(writer.dtype, copy=False), lengths, np.diff(bounds))
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A part of a set whose bytes are not those that were written.
+
+    Attributes:
+        file: where.
+        what: the part, and the documents in it.
+    """
+
+    file: Path
+    what: str
+
+
+def verify(prefix: str) -> list[Damage] | None:
+    """Compare the bytes of a set with the checksums beside it.
+
+    The set is opened first, which finds what does not fit together.
+
+    Returns:
+        What is damaged; None where the set has no checksums, so that its contents cannot be checked.
+
+    Raises:
+        DataError: the two files do not fit together, or the checksums are damaged or of another set.
+    """
+    dataset = IndexedDataset(prefix)
+    sums = read_sums(prefix)
+    if sums is None:
+        return None
+    path, size = bin_path(prefix), sums["bin"]["block_bytes"]
+    if sums["bin"]["bytes"] != path.stat().st_size:
+        hint = "delete them, or make them anew with --write-sums if you trust the set"
+        raise DataError("the checksums are those of another set", where=str(sums_path(prefix)), hint=hint)
+    found = []
+    if crc32(idx_path(prefix)) != sums["idx"]["crc32"]:
+        found.append(Damage(idx_path(prefix), "the index is not what was written: documents may end elsewhere"))
+    for block, (right, own) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
+        if right != own:
+            found.append(Damage(path, _describe(dataset, block, size)))
+    return found
+
+
+def _describe(dataset: IndexedDataset, block: int, size: int) -> str:
+    start, stop = block * size, min((block + 1) * size, dataset.token_count * dataset.dtype.itemsize)
+    inside = np.searchsorted(dataset.pointers, [start, stop - 1], side="right") - 1
+    first, last = np.searchsorted(dataset.documents, inside, side="right") - 1
+    documents = f"document {first:,}" if first == last else f"documents {first:,} to {last:,}"
+    return f"bytes {start:,} to {stop - 1:,} are not what was written: {documents}"
+
+
+def add_sums(prefix: str) -> Path:
+    """Write ``PREFIX.sums.json`` for a set that another program made; it reads all tokens.
+
+    Raises:
+        DataError: the set is damaged, or cannot be written to.
+    """
+    dataset = IndexedDataset(prefix)
+    largest = -1
+    for start in range(0, dataset.token_count, CHUNK):
+        part = dataset.tokens[start : min(start + CHUNK, dataset.token_count)]
+        largest = max(largest, int(part.max()))
+        if int(part.min()) < 0:
+            hint = "a token is a number from 0 on: the set is damaged, or of another kind"
+            raise DataError(f"there are negative tokens, such as {int(part.min())}", where=prefix, hint=hint)
+    with disk_errors(sums_path(prefix)):
+        write_sums(prefix, largest)
+    return sums_path(prefix)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is in a set.
+
+    Attributes:
+        documents, sequences, tokens: how many.
+        dtype: type of the tokens.
+        bytes: of both files.
+        mean, longest, shortest: tokens of a document.
+        shares: documents below each power of two: (upper bound of the length, documents, tokens).
+        largest: the largest token, where the checksums tell it.
+    """
+
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    bytes: int
+    mean: float
+    longest: int
+    shortest: int
+    shares: list[tuple[int, int, int]]
+    largest: int | None
+
+
+def facts_of(prefix: str) -> Facts:
+    """Sum up a set; only its index is read.
+
+    Raises:
+        DataError: the set is damaged.
+    """
+    dataset = IndexedDataset(prefix)
+    count = len(dataset.documents) - 1
+    documents, tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
+    longest, shortest = 0, 0
+    for first in range(0, count, CHUNK):
+        bounds = dataset.documents[first : first + CHUNK + 1]
+        lengths = np.add.reduceat(dataset.lengths[bounds[0] : bounds[-1]], bounds[:-1] - bounds[0], dtype=np.int64)
+        powers = np.frexp(lengths.astype(np.float64))[1]  # length < 2 ** power
+        documents += np.bincount(powers, minlength=64)
+        tokens += np.bincount(powers, weights=lengths, minlength=64).astype(np.int64)
+        longest = max(longest, int(lengths.max()))
+        shortest = min(shortest or int(lengths.min()), int(lengths.min()))
+    shares = [(1 << power, int(documents[power]), int(tokens[power])) for power in np.flatnonzero(documents).tolist()]
+    sums = read_sums(prefix)
+    return Facts(
+        dataset.prefix,
+        count,
+        len(dataset),
+        dataset.token_count,
+        dataset.dtype.name,
+        bin_path(dataset.prefix).stat().st_size + idx_path(dataset.prefix).stat().st_size,
+        dataset.token_count / max(count, 1),
+        longest,
+        shortest,
+        shares,
+        sums["largest_token"] if sums else None,
+    )

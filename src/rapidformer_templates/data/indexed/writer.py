@@ -1,0 +1,292 @@
+"""Writing Megatron's indexed data sets: streamed, and either whole or not there.
+
+Beside the two files of Megatron's format stands ``PREFIX.sums.json``: by it a flipped bit is found, and
+the largest token is known without reading them all.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from rapidformer_templates.data.indexed.dataset import (
+    CHUNK,
+    HEADER,
+    MAGIC,
+    TYPES,
+    VERSION,
+    bin_path,
+    idx_path,
+    prefix_of,
+)
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.system.files import crc32, sync, to_json, write_at, write_json, write_synced
+
+BLOCK = 1 << 22
+"""Bytes of ``.bin`` that one checksum covers."""
+
+
+def sums_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.sums.json")
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Put what goes wrong with a disk in the body into words."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message, hint = "the disk is full", "free some space, or write to another disk, and run it again"
+        else:
+            message, hint = f"cannot write: {error.strerror}", "check the folder, its rights and limits"
+        raise DataError(message, where=str(path), hint=f"{hint}; nothing was left behind") from error
+
+
+class IndexedWriter:
+    """Writes one set. Use it as a context: what is left without an error is renamed to its final names.
+
+    The memory is flat: the tables of the index wait in temporary files without a name.
+
+    Args:
+        prefix: the path without ``.bin`` or ``.idx``.
+        dtype: type of the tokens; see :func:`~rapidformer_templates.data.indexed.dataset.type_for`.
+        overwrite: replace a set that is there.
+        vocabulary: name of what the tokens mean; see :func:`~rapidformer_templates.models.tokenizers.vocabulary_id`.
+
+    Attributes:
+        sequences, documents, tokens: how many were added.
+        largest: the largest token, -1 before the first.
+
+    Raises:
+        DataError: a set is there already, somebody else is writing it, or it cannot be written.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: np.dtype[Any],
+        *,
+        overwrite: bool = False,
+        vocabulary: str | None = None,
+    ) -> None:
+        self.prefix = prefix_of(prefix)
+        self.vocabulary = vocabulary
+        self.dtype = np.dtype(dtype)
+        self.codes = {known: code for code, known in TYPES.items()}
+        if self.dtype not in self.codes:
+            raise DataError(f"the format has no tokens of type {self.dtype}", where=self.prefix, hint="use int32")
+        there = _is_there(self.prefix)
+        if there and not overwrite:
+            raise DataError(f"{there} exists", where=self.prefix, hint="choose another prefix, or add --overwrite")
+        self.sequences = self.documents = 0
+        self.largest = -1
+        self._sums = _BlockSums()
+        self._sealed = False
+
+    @property
+    def tokens(self) -> int:
+        return self._sums.bytes // self.dtype.itemsize
+
+    def __enter__(self) -> Self:
+        path = bin_path(self.prefix)
+        if path.parent.is_file():
+            raise DataError(f"{path.parent} is a file, not a folder", where=self.prefix, hint="choose another prefix")
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = _open_locked(_temporary(path))
+            try:
+                self._lengths, self._ends = (tempfile.TemporaryFile(dir=path.parent) for _ in range(2))  # noqa: SIM115
+            except OSError:
+                os.close(self._descriptor)
+                raise
+        return self
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> None:
+        """Add documents.
+
+        Args:
+            tokens: all their tokens, one after another; every one must fit the type.
+            lengths: tokens of each sequence, none of them 0; shape (sequences,).
+            sequences: sequences of each document; None means one each.
+
+        Raises:
+            DataError: the disk is full, or cannot be written to.
+        """
+        if not len(tokens):
+            return
+        assert int(lengths.min()) > 0
+        assert int(lengths.sum()) == len(tokens)
+        self.largest = max(self.largest, int(tokens.max()))
+        data = np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B")
+        counts = np.ones(len(lengths), np.int64) if sequences is None else np.asarray(sequences, np.int64)
+        with disk_errors(bin_path(self.prefix)):
+            write_at(self._descriptor, data, self._sums.bytes)
+            self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
+            self._ends.write((self.sequences + np.cumsum(counts)).astype("<i8").data)
+        self._sums.add(data)
+        self.sequences += len(lengths)
+        self.documents += len(counts)
+
+    def seal(self) -> None:
+        """Write all that is left, still under the temporary names.
+
+        Where several sets belong together, seal all of them before the first is renamed.
+        """
+        names = [_temporary(path(self.prefix)) for path in (idx_path, sums_path)]
+        with disk_errors(bin_path(self.prefix)):
+            os.fsync(self._descriptor)
+            self._write_index(names[0])
+            write_synced(names[1], to_json(_facts(self._sums, names[0], self.largest, self.vocabulary)))
+        self._sealed = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The index is the last to get its name: a set without it is not there.
+        finals = [path(self.prefix) for path in (sums_path, bin_path, idx_path)]
+        try:
+            if kind is None:
+                if not self._sealed:
+                    self.seal()
+                with disk_errors(finals[1]):
+                    finals[2].unlink(missing_ok=True)
+                    for path in finals:
+                        _temporary(path).rename(path)
+                    sync(finals[1].parent)
+        finally:
+            for path in finals:
+                _temporary(path).unlink(missing_ok=True)
+            self._lengths.close()
+            self._ends.close()
+            os.close(self._descriptor)
+
+    def _write_index(self, path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, self.codes[self.dtype], self.sequences, self.documents + 1))
+            self._lengths.seek(0)
+            shutil.copyfileobj(self._lengths, file)
+            self._lengths.seek(0)
+            end = 0
+            while part := self._lengths.read(4 * CHUNK):
+                ends = end + np.cumsum(np.frombuffer(part, "<i4"), dtype=np.int64) * self.dtype.itemsize
+                file.write(np.concatenate([[end], ends[:-1]]).astype("<i8").data)
+                end = int(ends[-1])
+            file.write(np.zeros(1, "<i8").data)
+            self._ends.seek(0)
+            shutil.copyfileobj(self._ends, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _is_there(prefix: str) -> Path | None:
+    """The file by which a set is there. Tokens and sums without an index are what a killed writer left."""
+    if idx_path(prefix).exists():
+        return idx_path(prefix)
+    return bin_path(prefix) if bin_path(prefix).exists() and not sums_path(prefix).exists() else None
+
+
+def _open_locked(path: Path) -> int:
+    """The descriptor of an empty file that this process alone writes to; the lock goes with the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+    except BlockingIOError:
+        os.close(descriptor)
+        hint = "wait for it, or choose another prefix"
+        raise DataError("another process is writing this set", where=str(path), hint=hint) from None
+    return descriptor
+
+
+class _BlockSums:
+    """CRC-32 of each block of a stream."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
+        self.bytes = 0
+        self._blocks: list[int] = []
+        self._crc = 0
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            room = self.block - self.bytes % self.block
+            part, data = data[:room], data[room:]
+            self._crc = zlib.crc32(part, self._crc)
+            self.bytes += len(part)
+            if self.bytes % self.block == 0:
+                self._blocks.append(self._crc)
+                self._crc = 0
+
+    def done(self) -> list[int]:
+        return self._blocks + ([self._crc] if self.bytes % self.block else [])
+
+
+def block_sums(path: Path, block: int = BLOCK) -> list[int]:
+    """CRC-32 of each block of so many bytes of a file."""
+    return _sums_of(path, block).done()
+
+
+def _sums_of(path: Path, block: int = BLOCK) -> _BlockSums:
+    sums = _BlockSums(block)
+    with path.open("rb") as file:
+        while part := file.read(1 << 22):
+            sums.add(memoryview(part))
+    return sums
+
+
+def _facts(sums: _BlockSums, index: Path, largest: int, vocabulary: str | None = None) -> dict[str, Any]:
+    return {
+        "bin": {"bytes": sums.bytes, "block_bytes": BLOCK, "crc32": sums.done()},
+        "idx": {"crc32": crc32(index)},
+        "largest_token": largest,
+        "vocabulary": vocabulary,
+    }
+
+
+def write_sums(prefix: str | Path, largest: int) -> None:
+    """Write the checksums of a set that another program made, whose largest token is ``largest``."""
+    write_json(sums_path(prefix), _facts(_sums_of(bin_path(prefix)), idx_path(prefix), largest))
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def read_sums(prefix: str | Path) -> dict[str, Any] | None:
+    """What ``PREFIX.sums.json`` holds; None where there is none (a set that another program wrote).
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = sums_path(prefix_of(prefix))
+    if not path.is_file():
+        return None
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        facts = None
+    if not _is_whole(facts):
+        hint = "delete it, and make it anew with rapidformer data verify --write-sums if you trust the set"
+        raise DataError("the file of checksums is damaged", where=str(path), hint=hint)
+    assert isinstance(facts, dict)
+    return facts
+
+
+def _is_whole(facts: Any) -> bool:
+    try:
+        blocks = facts["bin"]["crc32"]
+        count = -(-facts["bin"]["bytes"] // facts["bin"]["block_bytes"])
+        numbers = [*blocks, facts["idx"]["crc32"], facts["largest_token"]]
+    except (KeyError, TypeError, ZeroDivisionError):
+        return False
+    return len(blocks) == count and all(isinstance(number, int) for number in numbers)

@@ -1,0 +1,1 @@
+"""Samples and objectives of pretraining."""

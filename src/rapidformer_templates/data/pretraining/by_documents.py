@@ -1,0 +1,74 @@
+"""Pretraining document by document: the objectives of dynamic shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rapidformer_templates.data.collate import Collate, DocumentCollate, PadCollate
+from rapidformer_templates.data.indexed.cache import IndexCache
+from rapidformer_templates.data.indexed.corpora import parse_data_path
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.pretraining.documents import Documents
+from rapidformer_templates.data.pretraining.objectives import Augment, Causal, Masked, MaskWindows, Objective
+from rapidformer_templates.errors import DataError, NoSamples
+
+
+class ByDocuments(Objective):
+    """Each document is a sample, cut at the sequence length into several if it is longer."""
+
+    def check(self) -> None:
+        super().check()
+        words = self.options.data_path or ()
+        if any(entry.weight is not None for entry in parse_data_path(words)):
+            hint = "leave the weights out: each corpus then has the share that its size gives it"
+            raise DataError("dynamic shapes take no weighted blend", where=f"--data-path {' '.join(words)}", hint=hint)
+
+    @property
+    def short_probability(self) -> float:
+        """Share of the samples that are cut in two."""
+        return 0.0
+
+    def samples(self, dataset: IndexedDataset, part: tuple[int, int], cache: IndexCache) -> Documents:
+        samples = Documents(
+            dataset,
+            part,
+            self.window,
+            overlap=self.overlap,
+            short_probability=self.short_probability,
+            seed=self.task.config.training.seed,
+        )
+        if not len(samples):
+            message = f"{part[1] - part[0]} documents have no sample"
+            raise NoSamples(message, where=dataset.prefix, hint="use other shares or more text")
+        return samples
+
+
+class CausalDocuments(ByDocuments, Causal):
+    """Each token of a document from those before it."""
+
+    def batches(self, train: Any) -> tuple[Collate, Augment | None]:
+        return DocumentCollate(self._padding["input_ids"]), None
+
+    def lengths(self, train: Any) -> np.ndarray:
+        return train.sizes - self.overlap
+
+
+class MaskedDocuments(ByDocuments, Masked):
+    """Hidden tokens of ``[CLS]`` document ``[SEP]``."""
+
+    @property
+    def short_probability(self) -> float:
+        return self.options.short_seq_prob
+
+    def batches(self, train: Any) -> tuple[Collate, Augment | None]:
+        around = (self.token("cls"), self.token("sep"))
+        return PadCollate(self._padding), MaskWindows(self.mask, around, 0.0)
+
+    def lengths(self, train: Any) -> np.ndarray:
+        return train.sizes + 2
+
+
+BY_DOCUMENTS: dict[type[Objective], type[Objective]] = {Causal: CausalDocuments, Masked: MaskedDocuments}
+"""The objectives that can take documents of any length."""

@@ -1,0 +1,326 @@
+"""What a model is pretrained on: one class an objective, with its samples, its batches and its loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from rapidformer_templates.data.collate import Collate, PadCollate, WindowCollate
+from rapidformer_templates.data.indexed.blend import Blend
+from rapidformer_templates.data.indexed.cache import IndexCache
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.packing import check_packable, check_packable_model
+from rapidformer_templates.data.pretraining.documents import Documents
+from rapidformer_templates.data.pretraining.gpt import GPTSamples
+from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability, check_short_probability
+from rapidformer_templates.data.pretraining.pair_loss import pair_loss
+from rapidformer_templates.data.pretraining.sentence_pairs import SentencePairs
+from rapidformer_templates.data.pretraining.spans import SpanCorruption, sentinels_of, span_sizes
+from rapidformer_templates.data.targets import IGNORED, shifted_left
+from rapidformer_templates.errors import DataError, ModelError, NoSamples
+from rapidformer_templates.models.architectures import pair_label_of
+from rapidformer_templates.models.label_use import LabelUse, check_causal
+from rapidformer_templates.models.loading import model_type_of
+
+if TYPE_CHECKING:
+    from rapidformer_templates.data.tasks.base import Task
+
+Samples = GPTSamples | SentencePairs | Documents
+Augment = Callable[[Any, np.random.Generator], Any]
+
+
+class Objective(ABC):
+    """What the tasks of pretraining differ in. Samples are windows of the corpus unless it says otherwise.
+
+    Attributes:
+        auto_class: transformers' class of the model.
+        flags: fields of the data flags that act with this objective and not with every one.
+    """
+
+    auto_class: ClassVar[str]
+    flags: ClassVar[tuple[str, ...]]
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.options = task.config.data
+
+    def check(self) -> None:
+        """Look at what can be seen to be wrong before a worker starts."""
+        assert self.window > 0
+
+    def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most objectives suit every model
+        """See :meth:`Task.check_model`."""
+
+    @property
+    @abstractmethod
+    def end_token(self) -> int:
+        """What stands after each document of raw text."""
+
+    @property
+    @abstractmethod
+    def window(self) -> int:
+        """Tokens from the beginning of one window of the corpus to that of the next."""
+
+    overlap: ClassVar[int] = 0
+
+    def units(self, dataset: IndexedDataset) -> int:
+        """How many there are of what ``--split`` shares out."""
+        return len(dataset)
+
+    def samples(self, dataset: IndexedDataset, part: tuple[int, int], cache: IndexCache) -> Samples:
+        """The samples of a part of a corpus, ``[first, last)`` of its units.
+
+        Raises:
+            NoSamples: it is too small for one.
+        """
+        samples = GPTSamples(
+            dataset,
+            part,
+            self.window,
+            self.task.config.training.seed,
+            overlap=self.overlap,
+            marks_documents=self.options.keep_documents_apart,
+            cache=cache,
+        )
+        if not len(samples):
+            message = f"{part[1] - part[0]} documents with {samples.tokens} tokens are less than one sample"
+            hint = f"use a --seq-length below {self.task.seq_length}, other shares or more text"
+            raise NoSamples(message, where=dataset.prefix, hint=hint)
+        return samples
+
+    @abstractmethod
+    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+        """How samples become a batch, and what changes a sample each time that it is used."""
+
+    def lengths(self, train: Samples | Blend) -> np.ndarray | None:
+        """Tokens of each training sample in a batch; None where all are alike."""
+        return None
+
+    def use_labels(self, use: LabelUse) -> bool:
+        """See :meth:`Task.use_labels`."""
+        return use.shifts
+
+    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        """See :meth:`Task.compute_loss`."""
+        return model(**batch).loss
+
+    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, targets) that belong together: (samples, tokens, vocabulary) and (samples, tokens)."""
+        return outputs.logits, batch["labels"]
+
+    def token(self, name: str) -> int:
+        """A special token of the tokenizer, such as ``eos``.
+
+        Raises:
+            DataError: it has none.
+        """
+        token = getattr(self.task.tokenizer, f"{name}_token_id")
+        if token is None:
+            hint = "use a tokenizer that has one"
+            raise DataError(f"the tokenizer has no {name.upper()} token", where="--tokenizer-type", hint=hint)
+        return int(token)
+
+    @property
+    def _eos_or_sep(self) -> int:
+        return self.token("sep" if self.task.tokenizer.eos_token_id is None else "eos")
+
+    @property
+    def _padding(self) -> dict[str, int]:
+        pad = self.task.tokenizer.pad_token_id
+        assert isinstance(pad, int)
+        return {"input_ids": pad, "token_type_ids": 0, "labels": IGNORED}
+
+
+class Causal(Objective):
+    """Each token from those before it. Windows have one token more, so that each position has a target."""
+
+    auto_class = "AutoModelForCausalLM"
+    flags = ("keep_documents_apart",)
+    overlap = 1
+    _model_shifts = True
+
+    def check(self) -> None:
+        super().check()
+        if self.options.keep_documents_apart:
+            check_packable(self.task.model_config.model_type, "--keep-documents-apart")
+
+    def check_model(self, model: nn.Module) -> None:
+        if self.options.keep_documents_apart:
+            check_packable_model(model, "--keep-documents-apart")
+
+    def use_labels(self, use: LabelUse) -> bool:
+        check_causal(use, "--task pretraining")
+        if use.shifts and not use.takes_shifted:
+            raise ModelError(
+                f"{use.model} takes no shift_labels, by which windows of a corpus lose no target",
+                where="--task pretraining",
+                hint="fine-tune it with --task causal_lm, whose labels it shifts itself",
+            )
+        self._model_shifts = use.shifts
+        return True
+
+    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        if not self._model_shifts:
+            batch = dict(batch)
+            labels = batch["labels"]
+            batch["labels"] = batch.pop("shift_labels") if "shift_labels" in batch else shifted_left(labels)
+        return model(**batch).loss
+
+    @property
+    def end_token(self) -> int:
+        return self._eos_or_sep
+
+    @property
+    def window(self) -> int:
+        return self.task.seq_length
+
+    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+        return WindowCollate(keeps_documents_apart=self.options.keep_documents_apart), None
+
+    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if "shift_labels" in batch:
+            return outputs.logits, batch["shift_labels"]
+        return outputs.logits[:, :-1], batch["labels"][:, 1:]  # batches of a user's own, which the model shifts
+
+
+class Masked(Objective):
+    """Hidden tokens of ``[CLS]`` window ``[SEP]`` (RoBERTa's FULL-SENTENCES, Liu et al. 2019)."""
+
+    auto_class = "AutoModelForMaskedLM"
+    flags: ClassVar[tuple[str, ...]] = ("mask_prob", "whole_word_mask", "short_seq_prob")
+    at_least_one: ClassVar[bool] = False
+
+    def check(self) -> None:
+        super().check()
+        check_mask_probability(self.options.mask_prob)
+        assert self.mask
+
+    @cached_property
+    def mask(self) -> MaskTokens:
+        """What hides tokens."""
+        options = self.options
+        words = options.whole_word_mask
+        return MaskTokens(self.task.tokenizer, options.mask_prob, whole_words=words, at_least_one=self.at_least_one)
+
+    @property
+    def end_token(self) -> int:
+        return self.token("sep")
+
+    @property
+    def window(self) -> int:
+        if self.task.seq_length < 3:
+            message = f"a sequence of {self.task.seq_length} tokens is too short"
+            raise DataError(message, where="--seq-length", hint="use at least 3")
+        return self.task.seq_length - 2
+
+    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+        short = self.options.short_seq_prob
+        around = (self.token("cls"), self.token("sep"))
+        # Windows of one length need no padding mask, so that the flash kernel can be used.
+        return PadCollate(self._padding, mask=short > 0), MaskWindows(self.mask, around, short)
+
+
+class Pairs(Masked):
+    """Hidden tokens, and whether two texts belong together; see :class:`SentencePairs`."""
+
+    auto_class = "AutoModelForPreTraining"
+    flags = (*Masked.flags, "sentence_pairs")
+    at_least_one = True
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.label = pair_label_of(model_type_of(task.config))
+
+    def units(self, dataset: IndexedDataset) -> int:
+        return len(dataset.documents) - 1
+
+    def samples(self, dataset: IndexedDataset, part: tuple[int, int], cache: IndexCache) -> Samples:
+        return SentencePairs(
+            dataset,
+            part,
+            self.task.seq_length,
+            self.mask,
+            cls_token_id=self.token("cls"),
+            sep_token_id=self.token("sep"),
+            short_probability=self.options.short_seq_prob,
+            seed=self.task.config.training.seed,
+            label=self.label,
+            cache=cache,
+        )
+
+    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+        self._weight = self.options.mask_prob * _mean_tokens(train)
+        return PadCollate(self._padding), None
+
+    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        return pair_loss(model, batch, self.label, self._weight)
+
+    def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return outputs.prediction_logits, batch["labels"]
+
+
+class Spans(Objective):
+    """Hidden spans of a window, for encoder-decoders; see :class:`SpanCorruption`."""
+
+    auto_class = "AutoModelForSeq2SeqLM"
+    flags = ("mask_prob", "mean_span_length")
+
+    def check(self) -> None:
+        super().check()
+        assert self.spans
+
+    @cached_property
+    def spans(self) -> SpanCorruption:
+        """What hides spans."""
+        sizes = span_sizes(self.task.seq_length, self.options.mask_prob, self.options.mean_span_length)
+        return SpanCorruption(sizes, sentinels_of(self.task.tokenizer), self.token("eos"))
+
+    @property
+    def end_token(self) -> int:
+        return self._eos_or_sep
+
+    @property
+    def window(self) -> int:
+        return self.spans.sizes.window
+
+    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+        return PadCollate(self._padding, mask=False), self.spans
+
+
+OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "seq2seq": Spans}
+"""By what :func:`~rapidformer_templates.models.architectures.objective_of` says of an architecture."""
+
+
+def _mean_tokens(samples: Any) -> float:
+    if isinstance(samples, Blend):
+        return float(np.average([part.mean_tokens for part in samples.sets], weights=samples.weights))
+    return float(samples.mean_tokens)
+
+
+class MaskWindows:
+    """``[CLS]`` window ``[SEP]``, masked. Some windows are cut short: to 1 to all of their tokens, evenly drawn.
+
+    Args:
+        mask: hides tokens.
+        around: ids of ``[CLS]`` and ``[SEP]``.
+        short_probability: share of the windows that are cut short.
+    """
+
+    def __init__(self, mask: MaskTokens, around: tuple[int, int], short_probability: float) -> None:
+        check_short_probability(short_probability)
+        self.mask = mask
+        self.around = around
+        self.short_probability = short_probability
+
+    def __call__(self, sample: Mapping[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+        tokens = sample["input_ids"].astype(np.int64)
+        if generator.random() < self.short_probability:
+            tokens = tokens[: int(generator.integers(1, len(tokens) + 1))]
+        first, last = self.around
+        return self.mask({"input_ids": np.concatenate([[first], tokens, [last]])}, generator)

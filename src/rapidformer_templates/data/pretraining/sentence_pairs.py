@@ -1,0 +1,265 @@
+"""Sentence pairs, the pretraining objective of BERT (Devlin et al. 2019, section 3.1 and appendix A.2).
+
+Consecutive sentences of a document are gathered into chunks, and a chunk is cut into A and B. In half
+of the samples B is replaced (next sentence: a text of another document) or A and B change places
+(sentence order: Lan et al. 2020, section 3.1), and a second head learns to tell.
+
+Chunks are laid out once, so that every sentence of a document with two or more stands in exactly one and
+an epoch has always the same samples. Where a chunk is cut, what B becomes, and the masks are drawn anew
+at each position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity, key_of
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.pretraining.masking import MaskTokens, check_short_probability
+from rapidformer_templates.errors import DataError, NoSamples
+from rapidformer_templates.models.architectures import PairLabel
+
+TABLES_VERSION = 1
+"""Part of the tables' names: raise it when their meaning changes."""
+
+SAMPLES, CHUNKS, ORDERS = 18, 19, 20
+"""Set these draws apart from one another, and from others with the same seed."""
+
+BLOCK = 1 << 20
+"""Sentences that are laid out at a time (or one document, if it has more); it bounds the memory."""
+
+
+class SentencePairs(Sequence[dict[str, Any]]):
+    """Pairs ``[CLS] A [SEP] B [SEP]`` of a set whose sequences are sentences.
+
+    ``len`` is the number of samples of an epoch; item ``p`` ≥ 0 is of epoch ``p // len``. A sample is a
+    dict of ``input_ids``, ``token_type_ids`` (0 up to the first ``[SEP]``, then 1), ``labels`` (-100 where
+    nothing is masked) and the label of the pair: 0 if B follows A, 1 if not. It depends on the seed and
+    its position only.
+
+    Args:
+        dataset: sentences, several a document.
+        documents: the first document and the one after the last.
+        seq_length: tokens of the longest sample.
+        mask: hides tokens.
+        cls_token_id, sep_token_id: put around A and B.
+        short_probability: share of chunks with a shorter target, from 2 tokens up, evenly drawn.
+        label: ``next_sentence_label``: B is of another document where it does not follow;
+            ``sentence_order_label``: A and B changed places.
+        seed: of everything random.
+        cache: keeps the chunks and the order of each epoch.
+
+    Attributes:
+        single: documents of one sentence, which give no pair (but may be a B of another document's A).
+
+    Raises:
+        DataError: the length is too short, or the share is none.
+        NoSamples: no document has two sentences, or there is no second document to take a B from.
+    """
+
+    in_order = True
+    lengths = None
+    """Not known beforehand: a B of another document may be shorter."""
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        documents: tuple[int, int],
+        seq_length: int,
+        mask: MaskTokens,
+        *,
+        cls_token_id: int,
+        sep_token_id: int,
+        short_probability: float,
+        seed: int,
+        label: PairLabel = "next_sentence_label",
+        cache: IndexCache | None = None,
+    ) -> None:
+        if seq_length < 5:
+            message = f"a pair of sentences does not fit into {seq_length} tokens"
+            raise DataError(message, where="--seq-length", hint="use at least 5")
+        check_short_probability(short_probability)
+        self.dataset = dataset
+        self.documents = documents
+        self.content = seq_length - 3
+        self.mask = mask
+        self.cls, self.sep = [cls_token_id], [sep_token_id]
+        self.short_probability = short_probability
+        self.seed = seed
+        self.label = label
+        self.cache = cache or IndexCache()
+        self._orders: dict[int, np.ndarray] = {}
+        self._check()
+
+    def _check(self) -> None:
+        first, last = self.documents
+        sizes = np.diff(self.dataset.documents[first : last + 1])
+        self.single = int((sizes == 1).sum())
+        if self.single == last - first:
+            message = f"none of the {last - first:,} documents has two sentences"
+            hint = "make the set with rapidformer data preprocess --split-sentences, or train on windows of the text"
+            raise NoSamples(message, where=self.dataset.prefix, hint=hint)
+        if last - first < 2 and self.label == "next_sentence_label":
+            message = "there is one document only, so that none is left to take another second sentence from"
+            raise NoSamples(message, where=self.dataset.prefix, hint="use more documents or other shares of --split")
+
+    @cached_property
+    def chunks(self) -> np.ndarray:
+        """First sentence, the one after the last, and target length of each chunk; int64, shape (chunks, 3)."""
+
+        def make() -> Tables:
+            return {"chunks": lay_out(self.dataset, self.documents, self.content, self.short_probability, self.seed)}
+
+        return self.cache(self._name("chunks"), make)["chunks"]
+
+    def _name(self, *table: Any) -> str:
+        facts = [identity(self.dataset.prefix), self.documents, self.content, self.short_probability, self.seed]
+        return "pairs-" + key_of([TABLES_VERSION, *facts, *table])
+
+    @property
+    def identity(self) -> str:
+        """What the samples depend on beside the seed; a resumed run must have the same."""
+        return f"{len(self)} sentence pairs of up to {self.content + 3} tokens{contents(self.dataset)}"
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of the samples without special tokens, as if B always followed A."""
+        first, end, target = self.chunks.T
+        return float(np.minimum(self._tokens_between(first, end), target).mean())
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, position: Any) -> Any:
+        if position < 0:
+            position = range(len(self))[position]
+        first, end, target = self.chunks[self._order(position // len(self))[position % len(self)]].tolist()
+        generator = np.random.default_rng((self.seed, SAMPLES, position))
+        cut = int(generator.integers(first + 1, end))
+        other = bool(generator.random() < 0.5)
+        a, b = self._read(first, cut), self._read(cut, end)
+        if other and self.label == "next_sentence_label":
+            b = self._elsewhere(first, max(target - len(a), 1), generator)
+        elif other:
+            a, b = b, a
+        keep_a, keep_b = truncated_lengths(len(a), len(b), target)
+        a, b = _cut_at_random(a, keep_a, generator), _cut_at_random(b, keep_b, generator)
+        types = np.repeat([0, 1], [len(a) + 2, len(b) + 1])
+        sample = {"input_ids": np.concatenate([self.cls, a, self.sep, b, self.sep]), "token_type_ids": types}
+        return self.mask(sample, generator) | {self.label: int(other)}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            for old in [e for e in self._orders if e < epoch - 1]:  # a batch may reach over the border of two
+                del self._orders[old]
+            generator = np.random.default_rng((self.seed, ORDERS, epoch))
+            tables = self.cache(self._name("order", epoch), lambda: {"order": generator.permutation(len(self))})
+            self._orders[epoch] = tables["order"]
+        return self._orders[epoch]
+
+    def _read(self, first: int, end: int) -> np.ndarray:
+        """The tokens of sentences [first, end), which lie one after another."""
+        start = int(self.dataset.pointers[first]) // self.dataset.dtype.itemsize
+        return self.dataset.tokens[start : start + int(self._tokens_between(first, end))]
+
+    def _tokens_between(self, first: Any, end: Any) -> Any:
+        pointers = self.dataset.pointers
+        # The last sentence's own length: behind it there may be no pointer.
+        return (pointers[end - 1] - pointers[first]) // self.dataset.dtype.itemsize + self.dataset.lengths[end - 1]
+
+    def _elsewhere(self, sentence: int, tokens: int, generator: np.random.Generator) -> np.ndarray:
+        """Sentences of another document than that of ``sentence``, from a random one on, up to about ``tokens``."""
+        (low, high), table = self.documents, self.dataset.documents
+        own = int(np.searchsorted(table, sentence, side="right")) - 1
+        document = int(generator.integers(low, high - 1))
+        document += document >= own
+        begin, limit = int(table[document]), int(table[document + 1])
+        first = int(generator.integers(begin, limit))
+        lengths = self.dataset.lengths[first : min(limit, first + tokens)]
+        count = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), tokens)) + 1
+        return self._read(first, first + min(count, len(lengths)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tables would travel to a loader process as copies; there they come from the cache, or are made again.
+        return {**{name: value for name, value in self.__dict__.items() if name != "chunks"}, "_orders": {}}
+
+
+def lay_out(
+    dataset: IndexedDataset, documents: tuple[int, int], content: int, short_probability: float, seed: int
+) -> np.ndarray:
+    """The chunks of sentences of some documents, in their order.
+
+    A chunk has two sentences or more and ends as soon as it holds its target: ``content`` tokens, or with
+    ``short_probability`` from 2 to as many. It takes the last sentence of its document too where that
+    would be left alone. Time is O(sentences × log of the chunks in a document), without a loop over them.
+
+    Returns:
+        First sentence, the one after the last, target; int64, shape (chunks, 3).
+    """
+    bounds = dataset.documents[documents[0] : documents[1] + 1]
+    generator = np.random.default_rng((seed, CHUNKS))
+    blocks = [_lay_out_block(dataset, block, content, short_probability, generator) for block in _blocks(bounds)]
+    return np.concatenate(blocks)
+
+
+def _blocks(bounds: np.ndarray) -> Iterator[np.ndarray]:
+    first, last = 0, len(bounds) - 1
+    while first < last:
+        stop = max(int(np.searchsorted(bounds, bounds[first] + BLOCK, side="right")) - 1, first + 1)
+        yield bounds[first : stop + 1]
+        first = stop
+
+
+def _lay_out_block(
+    dataset: IndexedDataset, bounds: np.ndarray, content: int, short_probability: float, generator: np.random.Generator
+) -> np.ndarray:
+    begin, count = int(bounds[0]), int(bounds[-1] - bounds[0])
+    sizes = np.diff(bounds)
+    starts = dataset.pointers[begin : begin + count] // dataset.dtype.itemsize
+    # For every sentence, the chunk that would begin there; those that do are found after.
+    target = np.full(count, content)
+    short = generator.random(count) < short_probability
+    target[short] = generator.integers(2, content + 1, size=int(short.sum()))
+    limit = np.repeat(bounds[1:] - begin, sizes)
+    end = np.maximum(np.searchsorted(starts, starts + target), np.arange(count) + 2)
+    end = np.where(end >= limit - 1, limit, end)
+    following = np.append(np.where(end == limit, count, end), count)  # ``count`` stands for none
+    first = np.flatnonzero(_reached((bounds[:-1] - begin)[sizes > 1], following))
+    return np.stack([first + begin, end[first] + begin, target[first]], axis=1)
+
+
+def _reached(roots: np.ndarray, following: np.ndarray) -> np.ndarray:
+    """Which nodes are on a chain from ``roots``, bool; the last node ends all chains and does not count.
+
+    Chains are followed by steps that double in length, so that the rounds are log2 of the longest.
+    """
+    reached = np.zeros(len(following), dtype=bool)
+    reached[roots] = True
+    known = 0
+    while known != (known := int(reached[:-1].sum())):
+        reached[following[reached]] = True
+        following = following[following]
+    return reached[:-1]
+
+
+def truncated_lengths(a: int, b: int, limit: int) -> tuple[int, int]:
+    """The lengths of two texts after a token is taken from the longer one (the second, if equal) until they fit."""
+    if a + b <= limit:
+        return a, b
+    if 2 * a <= limit:
+        return a, limit - a
+    if 2 * b <= limit:
+        return limit - b, b
+    return limit - limit // 2, limit // 2
+
+
+def _cut_at_random(tokens: np.ndarray, length: int, generator: np.random.Generator) -> np.ndarray:
+    """``length`` tokens; each one too many goes from the front or the back, by the toss of a coin."""
+    if len(tokens) == length:
+        return tokens
+    front = int(generator.binomial(len(tokens) - length, 0.5))
+    return tokens[front : front + length]

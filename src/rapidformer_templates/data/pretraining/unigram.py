@@ -1,0 +1,44 @@
+"""The loss of a unigram model: what a language model of a corpus must beat to have learned more than word counts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rapidformer_templates.data.indexed.dataset import CHUNK, IndexedDataset
+from rapidformer_templates.errors import DataError
+
+
+def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
+    """How often each token stands in the sequences [first, last); shape (largest token + 1,). Reads them once.
+
+    Raises:
+        DataError: a token is negative.
+    """
+    first, last = part
+    counts = np.zeros(0, np.int64)
+    if first >= last:
+        return counts
+    size = dataset.dtype.itemsize
+    begin, end = int(dataset.pointers[first]) // size, int(dataset.pointers[last - 1]) // size
+    end += int(dataset.lengths[last - 1])
+    for start in range(begin, end, CHUNK):
+        tokens = dataset.tokens[start : min(start + CHUNK, end)]
+        if int(tokens.min()) < 0:
+            raise DataError(f"there are negative tokens, such as {int(tokens.min())}", where=dataset.prefix)
+        found = np.bincount(tokens)
+        longer, shorter = (found, counts) if len(found) > len(counts) else (counts, found)
+        counts = longer.astype(np.int64)
+        counts[: len(shorter)] += shorter
+    return counts
+
+
+def unigram_loss(dataset: IndexedDataset, train: tuple[int, int], held_out: tuple[int, int]) -> float:
+    """Mean negative log-likelihood of the held-out tokens, nats a token, under the counts of the training part.
+
+    One is added to each count (Laplace), so that a token that the training part lacks has a probability.
+    """
+    known, asked = counts_of(dataset, train), counts_of(dataset, held_out)
+    size = max(len(known), len(asked))
+    known, asked = (np.pad(counts, (0, size - len(counts))) for counts in (known, asked))
+    likelihood = np.log(known + 1) - np.log(known.sum() + size)
+    return float(-(asked * likelihood).sum() / asked.sum())

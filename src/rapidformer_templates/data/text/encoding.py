@@ -1,0 +1,199 @@
+"""From lines of raw text to the tokens of documents, in a worker process.
+
+Imports neither torch nor transformers, so that a worker starts in a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rapidformer_templates.data.text.fast_tokenizers import Way, compare, proven
+from rapidformer_templates.data.text.files import BadLines, Row, Span, jsonl_rows, report_column, text_documents
+from rapidformer_templates.data.text.sentences import split_sentences
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done with the text; the same for all of it.
+
+    Attributes:
+        tokenizer: contents of its ``tokenizer.json``.
+        dtype: name of the type of the tokens.
+        end: token after each document; None puts none.
+        keys: columns with text.
+        sentences: whether a document is split into sentences.
+        skip: whether bad lines are left out.
+        vocabulary: name of what the tokens mean, which is kept beside them.
+        way: how the tokenizer is run; see :mod:`~rapidformer_templates.data.text.fast_tokenizers`.
+        keys_flag: the flag that names the columns, for messages.
+    """
+
+    tokenizer: str
+    dtype: str
+    end: int | None
+    keys: tuple[str, ...] = ("text",)
+    sentences: bool = False
+    skip: bool = False
+    vocabulary: str | None = None
+    way: Way = "whole"
+    keys_flag: str = "--json-keys"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part of the corpus.
+
+    Attributes:
+        path: its file.
+        part: lines of it, or rows that were read already, each with its place.
+        bytes: its size, for the progress.
+        check: whether a fast way is compared with the reference on it.
+    """
+
+    path: Path
+    part: Span | list[tuple[int, Row]]
+    bytes: int
+    check: bool
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The documents of one column.
+
+    Attributes:
+        tokens: of all sequences, one after another.
+        lengths: tokens of each sequence, none of them 0.
+        sequences: of each document; None means one each.
+        empty: documents without a token, which were left out.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray | None
+    empty: int
+
+
+@dataclass
+class Encoded:
+    """A job's result.
+
+    Attributes:
+        columns: the documents by key, in the order of the keys.
+        skipped: ``file:line: reason`` of the lines that were left out.
+        compared: tokens that a fast way and the reference gave alike.
+    """
+
+    columns: list[Tokens] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    compared: int = 0
+
+
+class Encoder:
+    """Does jobs.
+
+    Raises:
+        Differs: the way is not that of transformers' tokenizer.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.encode, self.reference = proven(recipe.way, recipe.tokenizer)
+
+    def __call__(self, job: Job) -> Encoded:
+        """The tokens of a job.
+
+        Raises:
+            DataError: a line that cannot be used.
+            Differs: the way gave other tokens than the reference.
+        """
+        bad = BadLines(skip=self.recipe.skip)
+        rows = [texts for number, row in self._rows(job, bad) if (texts := self._texts(row, job.path, number, bad))]
+        done = Encoded(skipped=bad.skipped)
+        for column in range(len(self.recipe.keys)):
+            texts = [row[column] for row in rows]
+            if job.check and self.encode is not self.reference:
+                flat = [sentence for text in texts for sentence in text]
+                done.compared += compare(self.encode, self.reference, flat, str(job.path))
+            done.columns.append(self._tokens(texts))
+        return done
+
+    def _rows(self, job: Job, bad: BadLines) -> Iterator[tuple[int, Row]]:
+        if not isinstance(job.part, Span):
+            return iter(job.part)
+        if job.path.suffix.lower() == ".txt":  # it has no columns; its text is that of the first one
+            return ((number, {self.recipe.keys[0]: text}) for number, text in text_documents(job.path, bad, job.part))
+        return jsonl_rows(job.path, bad, job.part)
+
+    def _texts(self, row: Row, path: Path, number: int, bad: BadLines) -> list[list[str]] | None:
+        """For each key the sentences of its text, or the one text; None if the row cannot be used."""
+        columns = []
+        for key in self.recipe.keys:
+            value = row.get(key)
+            if isinstance(value, str):
+                texts = split_sentences(value) if self.recipe.sentences else [value]
+            elif self.recipe.sentences and isinstance(value, list) and all(isinstance(part, str) for part in value):
+                texts = value
+            else:
+                report_column(row, key, self.recipe.keys_flag, path, number, bad)
+                return None
+            try:
+                "".join(texts).encode()
+            except UnicodeEncodeError:
+                bad.report(path, number, f"the column '{key}' holds half of a surrogate pair, which is no character")
+                return None
+            columns.append([text for text in texts if not text.isspace()])
+        return columns
+
+    def _tokens(self, documents: Sequence[Sequence[str]]) -> Tokens:
+        ids, lengths = self.encode([text for document in documents for text in document])
+        owner = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[lengths > 0]
+        lengths = lengths[lengths > 0]
+        sequences = np.bincount(owner, minlength=len(documents))
+        sequences = sequences[sequences > 0]
+        if self.recipe.end is not None and len(lengths):
+            last = np.cumsum(sequences) - 1
+            ids = np.insert(ids, np.cumsum(lengths)[last], self.recipe.end)
+            lengths[last] += 1
+        return Tokens(
+            ids.astype(self.recipe.dtype),
+            lengths.astype(np.int32),
+            sequences if self.recipe.sentences else None,
+            len(documents) - len(sequences),
+        )
+
+
+_worker: dict[str, Any] = {}
+"""What this worker process was started with, and its encoder once it has one."""
+
+
+def start_worker(recipe: Recipe, alive: Connection) -> None:
+    """Make this process a worker, which ends at once when the other end of ``alive`` is closed, or its process dies."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked as well, and ends the workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker["recipe"] = recipe
+    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
+
+
+def _end_with(alive: Connection) -> None:
+    try:
+        alive.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def work(job: Job) -> Encoded:
+    """Do a job, in a worker process."""
+    if "encoder" not in _worker:
+        _worker["encoder"] = Encoder(_worker["recipe"])
+    done: Encoded = _worker["encoder"](job)
+    return done

@@ -1,0 +1,312 @@
+"""Raw text to Megatron's indexed data sets, with all cores and flat memory.
+
+This process cuts the files into parts of whole lines and hands them out by name and place; worker processes
+read, parse and tokenize them; their results are written in the order of the text. So the bytes do not depend
+on the number of workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Literal
+
+import numpy as np
+
+from rapidformer_templates.data.indexed.writer import IndexedWriter, disk_errors
+from rapidformer_templates.data.text import fast_tokenizers
+from rapidformer_templates.data.text.encoding import Encoded, Encoder, Job, Recipe, start_worker, work
+from rapidformer_templates.data.text.fast_tokenizers import Differs, Way
+from rapidformer_templates.data.text.files import Row, Span, parquet_row_count, parquet_rows
+from rapidformer_templates.data.text.progress import TextProgress
+from rapidformer_templates.errors import DataError, WorkerFailed
+
+JOB_BYTES = 1 << 20
+"""A part of a file ends with the line that reaches this size."""
+
+AHEAD = 8
+"""Jobs a worker that are handed out before the oldest is written; with the size of a job it bounds the memory."""
+
+CHECKED = 64
+"""The first of so many jobs is tokenized in the fast way and by the reference."""
+
+LISTED = 5
+"""Bad lines that are shown; the file beside the data sets has all of them."""
+
+Backend = Literal["auto", "gigatoken", "transformers"]
+
+
+@dataclass
+class Made:
+    """What became of a corpus.
+
+    Attributes:
+        prefix: of the data set, by key.
+        documents, tokens, empty: how many were written and how many were left out as empty, by key.
+        dtype: type of the tokens.
+        skipped: number of bad lines that were left out.
+        examples: the first of them.
+        skipped_file: which lists all of them; None if there are none.
+        way: how the tokenizer was run.
+        compared: tokens on which this way was compared with the reference.
+        notes: lines for the user.
+        seconds: that it took.
+    """
+
+    dtype: str
+    way: Way
+    prefix: dict[str, str] = field(default_factory=dict)
+    documents: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    empty: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+    examples: list[str] = field(default_factory=list)
+    skipped_file: Path | None = None
+    compared: int = 0
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def preprocess(
+    files: Sequence[Path],
+    prefix: str,
+    recipe: Recipe,
+    *,
+    workers: int,
+    chunk_size: int = 1000,
+    backend: Backend = "auto",
+    check_all: bool = False,
+    overwrite: bool = False,
+) -> Made:
+    """Tokenize files of raw text into ``PREFIX_KEY_document`` (or ``_sentence``), one set a key.
+
+    Args:
+        files: ``.jsonl``, ``.txt`` or ``.parquet``, in order.
+        prefix: of the data sets.
+        recipe: what to do with the text; its way is set here.
+        workers: processes that tokenize; with 0 this one does.
+        chunk_size: most lines (``.txt``: documents) that a worker is given at a time.
+        backend: ``gigatoken`` or ``transformers``; ``auto`` is the first where it is installed. What does not prove
+            equal is not used.
+        check_all: compare the fast way with the reference on all of the corpus, not on a share.
+        overwrite: replace data sets that are there.
+
+    Raises:
+        DataError: a line that cannot be used, a set that is there, a full disk, or no document at all.
+        WorkerFailed: a worker was killed.
+    """
+    began = time.perf_counter()
+    run = _Run(files, prefix, workers, chunk_size, check_all, overwrite)
+    notes: list[str] = []
+    for way in _ways(backend):
+        try:
+            made = run(replace(recipe, way=way))
+        except Differs as difference:
+            notes.append(f"{TITLES[way]} is not used: {difference}")
+        else:
+            made.notes = notes
+            made.seconds = time.perf_counter() - began
+            return made
+    raise AssertionError("the reference differs from itself")
+
+
+TITLES: dict[Way, str] = {
+    "gigatoken": "gigatoken",
+    "pieces": "transformers' tokenizer with a memory of pieces",
+    "whole": "transformers' tokenizer",
+}
+
+
+def _ways(backend: Backend) -> tuple[Way, ...]:
+    """The ways to try, fastest first."""
+    installed = fast_tokenizers.is_installed()
+    if backend == "gigatoken" and not installed:
+        hint = "pip install 'rapidformer_templates[fast-bpe]'"
+        raise DataError("gigatoken is not installed", where="--tokenizer-backend gigatoken", hint=hint)
+    own: tuple[Way, ...] = ("pieces", "whole")
+    return ("gigatoken", *own) if installed and backend != "transformers" else own
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One pass over the corpus; the fields are arguments of :func:`preprocess`."""
+
+    files: Sequence[Path]
+    prefix: str
+    workers: int
+    chunk_size: int
+    check_all: bool
+    overwrite: bool
+
+    def __call__(self, recipe: Recipe) -> Made:
+        level = "sentence" if recipe.sentences else "document"
+        made = Made(recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys})
+        made.empty = dict.fromkeys(recipe.keys, 0)
+        size = sum(file.stat().st_size for file in self.files)
+        with ExitStack() as stack:
+            writers = [
+                stack.enter_context(
+                    IndexedWriter(
+                        prefix, np.dtype(recipe.dtype), overwrite=self.overwrite, vocabulary=recipe.vocabulary
+                    )
+                )
+                for prefix in made.prefix.values()
+            ]
+            skipped = stack.enter_context(_SkippedFile(self.prefix))
+            progress = stack.enter_context(TextProgress(size))
+            jobs = cut(self.files, recipe.keys, self.chunk_size, check_all=self.check_all)
+            for job, done in encoded(jobs, recipe, self.workers):
+                for writer, key, column in zip(writers, recipe.keys, done.columns, strict=True):
+                    writer.add(column.tokens, column.lengths, column.sequences)
+                    made.empty[key] += column.empty
+                skipped.add(done.skipped)
+                made.compared += done.compared
+                progress.advance(job.bytes, writers)
+            self._refuse_empty(made, writers, skipped)
+            for key, writer in zip(recipe.keys, writers, strict=True):
+                writer.seal()
+                made.documents[key], made.tokens[key] = writer.documents, writer.tokens
+        made.skipped, made.examples = skipped.count, skipped.examples
+        made.skipped_file = skipped.path if skipped.count else None
+        return made
+
+    def _refuse_empty(self, made: Made, writers: Sequence[IndexedWriter], skipped: _SkippedFile) -> None:
+        for (key, prefix), writer in zip(made.prefix.items(), writers, strict=True):
+            if not writer.documents:
+                left = f"{made.empty[key]} were empty, {skipped.count} lines were bad"
+                hint = f"check the files; {left}"
+                raise DataError(f"there is no document with text for the key '{key}'", where=prefix, hint=hint)
+
+
+def cut(files: Sequence[Path], keys: Sequence[str], chunk_size: int, *, check_all: bool = False) -> Iterator[Job]:
+    """The jobs of a corpus, in order; see :func:`preprocess`."""
+    number = 0
+    for path in files:
+        pieces = _row_parts(path, keys, chunk_size) if path.suffix.lower() == ".parquet" else _spans(path, chunk_size)
+        for part, size in pieces:
+            yield Job(path, part, size, check_all or number % CHECKED == 0)
+            number += 1
+
+
+def _spans(path: Path, chunk_size: int) -> Iterator[tuple[Span, int]]:
+    """Parts of whole lines; those of a ``.txt`` file end with a blank line, which ends a document."""
+    lines_are_documents = path.suffix.lower() != ".txt"
+    with path.open("rb") as file:
+        start = place = documents = 0
+        first = 1
+        for number, line in enumerate(file, start=1):
+            place += len(line)
+            if not lines_are_documents and line.strip():
+                continue
+            documents += 1
+            if documents >= chunk_size or place - start >= JOB_BYTES:
+                yield Span(start, place, first), place - start
+                start, first, documents = place, number + 1, 0
+    if place > start:
+        yield Span(start, place, first), place - start
+
+
+def _row_parts(path: Path, keys: Sequence[str], chunk_size: int) -> Iterator[tuple[list[tuple[int, Row]], int]]:
+    """Rows of a Parquet file, each counted as its share of the file."""
+    row_bytes = path.stat().st_size / max(parquet_row_count(path), 1)
+    rows: list[tuple[int, Row]] = []
+    size = 0
+    for number, row in parquet_rows(path, list(keys)):
+        rows.append((number, row))
+        size += sum(len(value) for value in row.values() if isinstance(value, str))
+        if len(rows) >= chunk_size or size >= JOB_BYTES:
+            yield rows, round(len(rows) * row_bytes)
+            rows, size = [], 0
+    if rows:
+        yield rows, round(len(rows) * row_bytes)
+
+
+def encoded(jobs: Iterator[Job], recipe: Recipe, workers: int) -> Iterator[tuple[Job, Encoded]]:
+    """Each job with its result, in order; a bounded number of them is under way.
+
+    Raises:
+        WorkerFailed: a worker ended before its time.
+    """
+    if not workers:
+        encoder = Encoder(recipe)
+        yield from ((job, encoder(job)) for job in jobs)
+        return
+    waiting: deque[tuple[Job, Future[Encoded]]] = deque()
+    with _pool(recipe, workers) as pool, closing(jobs):  # type: ignore[type-var]
+        try:
+            for job in jobs:
+                waiting.append((job, pool.submit(work, job)))
+                if len(waiting) >= AHEAD * workers:
+                    job, future = waiting.popleft()
+                    yield job, future.result()
+            while waiting:
+                job, future = waiting.popleft()
+                yield job, future.result()
+        except BrokenProcessPool as error:
+            hint = "most often memory ran out: use fewer --workers or a smaller --chunk-size, and run it again"
+            message = "a worker process was killed; nothing was written"
+            raise WorkerFailed(message, where="data preprocess", hint=hint) from error
+
+
+@contextmanager
+def _pool(recipe: Recipe, workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes that end with the body, and with this process, whatever ends it."""
+    # Fresh processes: a fork would copy this one's threads' locks, and its end of the pipe.
+    context = multiprocessing.get_context("spawn")
+    alive, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(workers, context, start_worker, (recipe, alive))
+    try:
+        yield pool
+    finally:
+        ours.close()
+        pool.shutdown(cancel_futures=True)
+        alive.close()
+
+
+class _SkippedFile:
+    """``PREFIX.skipped.txt``: every line that was left out, with the reason; made only if there is one."""
+
+    def __init__(self, prefix: str) -> None:
+        self.path = Path(f"{prefix}.skipped.txt")
+        self.temporary = self.path.with_name(self.path.name + ".tmp")
+        self.count = 0
+        self.examples: list[str] = []
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> _SkippedFile:
+        return self
+
+    def add(self, lines: Sequence[str]) -> None:
+        if not lines:
+            return
+        with disk_errors(self.path):
+            if self._file is None:
+                self._file = self.temporary.open("w", encoding="utf-8")
+            self._file.writelines(f"{line}\n" for line in lines)
+        self.count += len(lines)
+        self.examples += lines[: LISTED - len(self.examples)]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with disk_errors(self.path):
+            try:
+                if self._file:
+                    self._file.close()
+                if kind is None:
+                    self.path.unlink(missing_ok=True)
+                    if self._file:
+                        self.temporary.rename(self.path)
+            finally:
+                self.temporary.unlink(missing_ok=True)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,169 @@
+"""``rapidformer data tokenizer``: trains a tokenizer on raw text, as a folder that transformers loads.
+
+The text is streamed; what grows with it is the table of its different words. The same text gives the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
+
+from rapidformer_templates.data.indexed.writer import disk_errors
+from rapidformer_templates.data.text.files import BadLines, documents, text_files
+from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
+from rapidformer_templates.system.files import new_folder, to_json
+
+END = "<|endoftext|>"
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+ALPHABET = 1000
+"""Most characters that become tokens of a wordpiece vocabulary."""
+
+Kind = Literal["bpe", "wordpiece"]
+
+
+def train(
+    texts: Iterable[str], kind: Kind, vocab_size: int, *, min_frequency: int = 2, lower_case: bool = False
+) -> Tokenizer:
+    """Train on texts.
+
+    Args:
+        texts: the corpus, taken one after another; ``wordpiece`` takes them twice.
+        kind: ``bpe`` of bytes with GPT-2's splitting rule, or ``wordpiece`` with BERT's.
+        vocab_size: tokens in all; a small corpus gives fewer.
+        min_frequency: of a pair of tokens that becomes one.
+        lower_case: of ``wordpiece``: without case and accents.
+    """
+    options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "min_frequency": min_frequency,
+        "show_progress": sys.stderr.isatty(),
+    }
+    trainer: Any
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(special_tokens=[END], initial_alphabet=alphabet, **options)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        alphabet, inner = _characters(tokenizer, texts, min(ALPHABET, (vocab_size - len(BERT_TOKENS)) // 2))
+        trainer = trainers.WordPieceTrainer(
+            special_tokens=[*BERT_TOKENS, *inner], initial_alphabet=alphabet, limit_alphabet=len(alphabet), **options
+        )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    return tokenizer
+
+
+def _characters(tokenizer: Tokenizer, texts: Iterable[str], most: int) -> tuple[list[str], list[str]]:
+    """The most frequent characters, and the tokens of those that can stand inside a word.
+
+    Left to itself the trainer numbers the latter in an order that changes from run to run, and with the numbers
+    the choice among pairs that are equally frequent.
+    """
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(tokenizer.normalizer.normalize_str(text))
+    for space in [character for character in counts if character.isspace()]:
+        del counts[space]
+    alphabet = sorted(sorted(counts, key=lambda character: (-counts[character], character))[:most])
+    inner = [one for one in alphabet if len(tokenizer.pre_tokenizer.pre_tokenize_str(_normal(tokenizer, one))) == 1]
+    return alphabet, [f"##{one}" for one in inner]
+
+
+def _normal(tokenizer: Tokenizer, character: str) -> str:
+    """The character inside a word, as the tokenizer sees it."""
+    return str(tokenizer.normalizer.normalize_str(f"a{character}a"))
+
+
+def save(tokenizer: Tokenizer, kind: Kind, folder: Path, *, lower_case: bool = False) -> PreTrainedTokenizerFast:
+    """Write a folder for transformers, with the vocabulary's own files beside; it has no other name meanwhile.
+
+    Args:
+        tokenizer: from :func:`train`, with the same ``kind`` and ``lower_case``.
+        folder: is replaced if it is there.
+
+    Raises:
+        DataError: the disk is full, or cannot be written to.
+    """
+    with disk_errors(folder), new_folder(folder) as temporary:
+        tokenizer.model.save(str(temporary))
+        fast: PreTrainedTokenizerFast
+        if kind == "bpe":
+            fast = GPT2Tokenizer(vocab=str(temporary / "vocab.json"), merges=str(temporary / "merges.txt"))
+        else:
+            fast = BertTokenizer(vocab=str(temporary / "vocab.txt"), do_lower_case=lower_case)
+        fast.save_pretrained(temporary)
+    return fast
+
+
+def main(options: argparse.Namespace) -> int:
+    """Train, write and say how to use it; the exit status."""
+    kind, folder = options.type, Path(options.output)
+    if options.lower_case and kind == "bpe":
+        raise ConfigError("a bpe keeps the case", where="--lower-case", hint="leave it out, or choose --type wordpiece")
+    least = 257 if kind == "bpe" else len(BERT_TOKENS) + 1
+    if options.vocab_size < least:
+        message = f"{options.vocab_size} tokens are too few for a {kind}"
+        raise ConfigError(message, where="--vocab-size", hint=f"use at least {least}")
+    if folder.exists() and not options.overwrite:
+        raise DataError(f"{folder} exists", where="--output", hint="choose another folder, or add --overwrite")
+    files = text_files(options.input, "--input")
+    bad = BadLines(skip=options.skip_bad_lines)
+    corpus = _Texts(files, options.json_keys, bad)
+    tokenizer = train(
+        corpus, kind, options.vocab_size, min_frequency=options.min_frequency, lower_case=options.lower_case
+    )
+    if not corpus.documents:
+        raise DataError("there is no document with text", where="--input", hint="check the files and --json-keys")
+    size = vocabulary_size(save(tokenizer, kind, folder, lower_case=options.lower_case))
+    skipped = list(dict.fromkeys(bad.skipped))  # each key reads all lines
+    if options.json:
+        facts = {"folder": str(folder), "vocabulary": size, "documents": corpus.documents, "skipped": skipped}
+        print(to_json(facts), end="")
+        return 0
+    print(
+        f"{folder}: {size:,} tokens of {corpus.documents:,} documents, padded to {padded_vocab_size(size):,} in a model"
+    )
+    if size < options.vocab_size:
+        print(
+            f"note: the text has no more pairs that occur {options.min_frequency} times, so that there are fewer tokens"
+        )
+    if skipped:
+        print(f"{len(skipped):,} bad lines left out, the first: {skipped[0]}")
+    print(f"use it with  --tokenizer-type HuggingFaceTokenizer --tokenizer-path {folder}")
+    print(f"or with      {_files(kind, folder, lower_case=options.lower_case)}")
+    return 0
+
+
+class _Texts:
+    """The documents of files, counted."""
+
+    def __init__(self, files: Sequence[Path], keys: Sequence[str], bad: BadLines) -> None:
+        self.files, self.keys, self.bad = files, keys, bad
+        self.documents = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.documents = 0
+        for path in self.files:
+            for key in self.keys:
+                for text in documents(path, key, self.bad, "--json-keys"):
+                    self.documents += 1
+                    yield text
+
+
+def _files(kind: Kind, folder: Path, *, lower_case: bool) -> str:
+    if kind == "bpe":
+        return f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
+    name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+    return f"--tokenizer-type {name} --vocab-file {folder}/vocab.txt"

@@ -1,0 +1,47 @@
+"""Losses that a model brings itself, beside the user's: how they enter the gradient and the reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.system.workers import Workers
+
+ATTRIBUTE = "auxiliary_losses"
+"""Of a model that has such losses: an :class:`AuxiliaryLosses`."""
+
+
+class AuxiliaryLosses(Protocol):
+    """Losses that layers add to the gradient in their backward; the user's hook knows nothing of them.
+
+    The gradient of a step is that of the mean of the user's loss over the targets of the global batch, plus
+    that of the mean of these losses over its tokens.
+    """
+
+    def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
+        """Look at the micro batches of this rank; every rank must call it."""
+
+    def follow(self, loss: torch.Tensor, microbatch: MicroBatch, scale: float) -> None:
+        """Take part in the backward of ``loss``, which is this micro batch's times ``scale``."""
+
+    def results(self, workers: Workers) -> dict[str, torch.Tensor]:
+        """Values of this step for the metrics, the same on every rank; every rank must call it."""
+
+    def receipts(self, workers: Workers) -> dict[str, Any]:
+        """What the whole run has measured, for the summary; every rank must call it."""
+
+
+def auxiliary_losses_of(model: nn.Module) -> AuxiliaryLosses | None:
+    """Those of a model, if it has any."""
+    found: AuxiliaryLosses | None = getattr(model, ATTRIBUTE, None)
+    return found
+
+
+def receipts_of(model: nn.Module, workers: Workers) -> Mapping[str, Any]:
+    """What a model's own losses have measured; nothing if it has none."""
+    found = auxiliary_losses_of(model)
+    return found.receipts(workers) if found else {}

@@ -1,0 +1,135 @@
+"""The engine of 3D layouts: data parallelism among replicas that tensor and pipeline parallelism may divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rapidformer_templates.engines.contract import Piece, StateReader
+from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.parallel import state as parallel_state
+from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
+from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system.workers import Workers
+
+
+class ParallelEngine(SingleEngine):
+    """Each worker trains its part of the model; the update of a part is shared out among its replicas.
+
+    The parameters may be whole, or DTensors of a tensor-parallel group. The optimizer is over ordinary
+    tensors in the memory of the parameters: all that this worker has of each, or, where the optimizer
+    state is sharded over the replicas, runs of it.
+    """
+
+    def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
+        super().__init__(plan, workers, clip_grad=clip_grad)
+        self._sharding: str | None = plan.engine_options.get("shard_over_data")
+        self._shards: DataShards
+
+    def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
+        self.model = model.to(self.workers.device).train()
+        tied = self._open_groups_of_copies()
+        self._agree_on_weights(tied)
+        trained = self._trained()
+        self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied)
+        named = [(unit.of.name, unit.values) for unit in self._shards.units]
+        differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
+        if not named:  # a stage of frozen blocks, or fewer elements than replicas: optimizers refuse an empty list
+            named, differing = [("", nn.Parameter(torch.empty(0, device=self.workers.device)))], {"": {}}
+        self._parameters = [values for _, values in named]
+        self._counted = self._counted_once()
+        self.optimizer = self._build_optimizer(recipe, named, differing)
+
+    def _counted_once(self) -> list[nn.Parameter]:
+        """The units that this worker adds to the global norm, so that over all workers each value is added once."""
+        held, first = self._held_tensors(), self.workers.data_rank == 0
+        return [u.values for u in self._shards.units if held[u.of.name].counts and (u.is_run or first)]
+
+    def _trained(self) -> list[Trained]:
+        placement = placement_of(self.model)
+        found = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                whole = placement.whole_name(canonical_name(name))
+                copies, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
+                found.append(Trained(whole, parameter, copies, chunk))
+        return found
+
+    def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """A process group for each set of stages that hold copies of a parameter.
+
+        Every worker opens those of all, in one order: torch numbers groups where they are opened.
+        """
+        workers, groups = self.workers, {}
+        line = workers.data * workers.tensor
+        for stages in sorted(set(placement_of(self.model).stages.values())):
+            for first in range(line):
+                group = dist.new_group([stage * line + first for stage in stages])
+                if first == workers.rank % line and workers.pipeline_rank in stages:
+                    groups[stages] = group
+        return groups
+
+    def _agree_on_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
+        """Replicas, and copies in several stages, begin with the values of the first, however they were drawn."""
+        placement, mesh = placement_of(self.model), self.workers.mesh
+        tensors = {
+            placement.whole_name(canonical_name(name)): local_part(tensor).detach()
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
+        }
+        for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
+            dist.broadcast(tensors[name], group=tied[stages], group_src=0)
+        if self.workers.data > 1:
+            for tensor in tensors.values():
+                dist.broadcast(tensor, group=mesh.get_group("data") if mesh else None, group_src=0)
+
+    @property
+    def _averages_over(self) -> int:
+        return 1  # the shards are sums
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._shards.begin_backward()
+        super()._backward(loss)
+        self._shards.end_backward()
+
+    def _reduce(self) -> None:
+        self._shards.reduce()
+
+    def _grad_norm(self) -> torch.Tensor:
+        """Global norm of the gradient of the loss, before its loss scale; of the summed gradient in the units."""
+        counted = [values.grad for values in self._counted if values.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
+        if counted:
+            square = torch.stack(torch._foreach_norm(counted)).to(torch.float64).square().sum()
+        norm = self.workers.sum_tensor(square).sqrt()
+        return norm if self.loss_scale is None else norm / self.loss_scale.scale
+
+    def _update(self) -> None:
+        super()._update()
+        self._shards.gather()
+
+    def _drop_gradients(self) -> None:
+        self._shards.drop()
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        return {**super().held(), "gradients": self._shards.gradients()}
+
+    def _held_tensors(self) -> dict[str, parallel_state.Held]:
+        return parallel_state.held_tensors(self.model, self.workers)
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        return parallel_state.pieces(self._held_tensors(), self._shards.units, self.optimizer, kind, self.workers)
+
+    def load(self, reader: StateReader, *, optimizer: bool) -> None:
+        parallel_state.load(
+            self._held_tensors(), self._shards.units, self.optimizer, reader, self.workers, optimizer_state=optimizer
+        )
+
+    def full_weights(self) -> dict[str, torch.Tensor] | None:
+        return parallel_state.full_weights(self._held_tensors(), self.workers)

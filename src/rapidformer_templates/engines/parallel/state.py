@@ -1,0 +1,229 @@
+"""Weights and optimizer state of a 3D layout as pieces, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from rapidformer_templates.engines import flat_runs as flat
+from rapidformer_templates.engines import group_values
+from rapidformer_templates.engines.contract import Piece, StateReader
+from rapidformer_templates.engines.parallel.boxes import Box, local_boxes, whole_shape
+from rapidformer_templates.engines.parallel.replicas import Unit
+from rapidformer_templates.engines.pieces import check_optimizer, check_weights, local_part, named_tensors
+from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.system.workers import Workers
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or buffer of this worker in terms of the whole model.
+
+    Attributes:
+        tensor: the model's.
+        counts: whether this worker is the one, among those with the same values in one replica, that
+            writes them.
+    """
+
+    tensor: torch.Tensor
+    counts: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return whole_shape(self.tensor)
+
+    @property
+    def boxes(self) -> list[Box]:
+        """What this worker has of the whole tensor."""
+        return local_boxes(self.tensor)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The values that this worker has."""
+        return local_part(self.tensor).detach()
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether the workers of a tensor-parallel group hold different parts of a tensor."""
+    return isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements)
+
+
+def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
+    """The parameters and persistent buffers of this worker, by their names in the whole model."""
+    placement = placement_of(model)
+    found = {}
+    for name, tensor in named_tensors(model).items():
+        whole = placement.whole_name(name)
+        first = placement.stages.get(whole, (workers.pipeline_rank,))[0]
+        speaks = first == workers.pipeline_rank and (is_sharded(tensor) or workers.tensor_rank == 0)
+        found[whole] = Held(tensor, speaks)
+    return found
+
+
+def pieces(
+    held: Mapping[str, Held], units: Sequence[Unit], optimizer: torch.optim.Optimizer, kind: str, workers: Workers
+) -> Iterator[Piece]:
+    """What this rank writes of ``weights`` or ``optimizer``.
+
+    What all replicas have is shared out among them by size; a run of a parameter is written by the one that
+    updates it.
+    """
+    loads = [0] * workers.data
+    owners = {}
+    for name, entry in held.items():
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += entry.local.numel()
+        if kind == "weights" and entry.counts and owners[name] == workers.data_rank:
+            yield from _run_pieces(name, entry, 0, entry.local.reshape(-1))
+    if kind == "weights":
+        return
+    kept = group_values.of_parameters(optimizer)
+    for unit in units:
+        entry, is_run = held[unit.of.name], unit.is_run
+        if entry.counts and (is_run or owners[unit.of.name] == workers.data_rank):
+            yield from _state_pieces(entry, unit, kept.get(id(unit.values), {}))
+
+
+def _state_pieces(entry: Held, unit: Unit, state: Mapping[str, Any]) -> Iterator[Piece]:
+    for key, value in sorted(state.items()):
+        if value is None:
+            continue
+        name, tensor = f"{unit.of.name}/{key}", torch.as_tensor(value)
+        if tensor.shape == unit.values.shape:
+            yield from _run_pieces(name, entry, unit.start, tensor.reshape(-1))
+        elif unit.start == 0 and all(box.offset == (0,) * len(box.offset) for box in entry.boxes[:1]):
+            yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)  # a count, or a factor of the whole
+
+
+def _run_pieces(name: str, entry: Held, start: int, values: torch.Tensor) -> Iterator[Piece]:
+    """A run of the flattened local part, which begins at ``start``, in boxes of the whole tensor."""
+    shape, done = tuple(entry.local.shape), 0
+    for offset, size in flat.boxes(shape, start, values.numel()):
+        count = math.prod(size)
+        part = values[done : done + count].view(size)
+        for whole, inside in _in_whole(offset, size, entry.boxes):
+            yield Piece(name, part[inside].contiguous(), entry.shape, whole)
+        done += count
+
+
+def _read_run(reader: StateReader, kind: str, name: str, entry: Held, start: int, target: torch.Tensor) -> None:
+    """Fill ``target`` (1-D) with a run of the flattened local part."""
+    shape, done = tuple(entry.local.shape), 0
+    for offset, size in flat.boxes(shape, start, target.numel()):
+        count = math.prod(size)
+        part = torch.empty(size, dtype=target.dtype)
+        for whole, inside in _in_whole(offset, size, entry.boxes):
+            part[inside] = reader.read(kind, name, whole, part[inside].shape).to(target.dtype)
+        target[done : done + count].copy_(part.reshape(-1))
+        done += count
+
+
+def _in_whole(
+    offset: Sequence[int], size: Sequence[int], boxes: Sequence[Box]
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """(where it begins in the whole tensor, where it lies in the box) of each part of a box of the local tensor."""
+    for box in boxes:
+        lows = [max(o, b.start) for o, b in zip(offset, box.local, strict=True)]
+        highs = [min(o + s, b.stop) for o, s, b in zip(offset, size, box.local, strict=True)]
+        if all(low < high for low, high in zip(lows, highs, strict=True)):
+            whole = tuple(w + low - b.start for w, low, b in zip(box.offset, lows, box.local, strict=True))
+            inside = tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, offset, strict=True))
+            yield whole, inside
+
+
+def load(
+    held: Mapping[str, Held],
+    units: Sequence[Unit],
+    optimizer: torch.optim.Optimizer,
+    reader: StateReader,
+    workers: Workers,
+    *,
+    optimizer_state: bool,
+) -> None:
+    """Fill model and, if asked, optimizer from a checkpoint, each rank with what it holds; every rank must call it."""
+    mine = ({name: entry.shape for name, entry in held.items()}, {unit.of.name for unit in units})
+    shapes: dict[str, tuple[int, ...]] = {}
+    trained: set[str] = set()
+    for theirs in workers.gather(mine):
+        shapes |= theirs[0]
+        trained |= theirs[1]
+    check_weights(shapes, reader.names("weights"))
+    if optimizer_state:
+        check_optimizer(trained, reader.names("optimizer"))
+        _load_optimizer(held, units, optimizer, reader)
+    for name, entry in held.items():
+        values = torch.empty(entry.local.numel(), dtype=entry.local.dtype)
+        _read_run(reader, "weights", name, entry, 0, values)
+        entry.local.copy_(values.view(entry.local.shape))
+
+
+def _load_optimizer(
+    held: Mapping[str, Held], units: Sequence[Unit], optimizer: torch.optim.Optimizer, reader: StateReader
+) -> None:
+    saved: dict[str, dict[str, tuple[int, ...]]] = {}
+    for entry, shape in reader.names("optimizer").items():
+        name, _, key = entry.rpartition("/")
+        saved.setdefault(name, {})[key] = shape
+    by_values = {id(unit.values): unit for unit in units}
+    state: dict[int, dict[str, Any]] = {}
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in enumerate(order):
+        unit = by_values.get(id(values))
+        if unit is None or unit.of.name not in saved:
+            continue
+        shapes = saved[unit.of.name]
+        keys, _ = group_values.split(optimizer, list(shapes))
+        group_values.check_count(optimizer, unit.of.name, list(shapes))
+        state[index] = {
+            key: _read_state(reader, f"{unit.of.name}/{key}", shapes[key], held[unit.of.name], unit) for key in keys
+        }
+    groups = optimizer.state_dict()["param_groups"]
+    for place, group in enumerate(optimizer.param_groups):
+        here = [by_values[id(values)].of.name for values in group["params"] if id(values) in by_values]
+        groups[place] |= group_values.read(optimizer, place, list(dict.fromkeys(here)), reader)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _read_state(reader: StateReader, name: str, shape: tuple[int, ...], entry: Held, unit: Unit) -> torch.Tensor:
+    """One entry of optimizer state: of the parameter's shape a run of it, else (a count, a factor) the whole."""
+    if shape != entry.shape:
+        return reader.read("optimizer", name, (0,) * len(shape), shape)
+    values = torch.empty(unit.values.numel(), dtype=unit.values.dtype)
+    _read_run(reader, "optimizer", name, entry, unit.start, values)
+    return values.view(unit.values.shape)
+
+
+def full_weights(held: Mapping[str, Held], workers: Workers) -> dict[str, torch.Tensor] | None:
+    """Whole weights on the host on rank 0, None on the other ranks; every rank must call it.
+
+    They come to rank 0 one after another from the workers of the first replica.
+    """
+    writes = workers.data_rank == 0
+    mine = {name: entry for name, entry in held.items() if entry.counts and writes}
+    described = workers.gather(
+        [(name, entry.shape, tuple(entry.local.shape), entry.local.dtype, entry.boxes) for name, entry in mine.items()]
+    )
+    if not workers.is_main:
+        for entry in mine.values():
+            dist.send(entry.local.contiguous(), dst=0)
+        return None
+    weights: dict[str, torch.Tensor] = {}
+    for rank, tensors in enumerate(described):
+        for name, shape, local_shape, dtype, boxes in tensors:
+            if rank == 0:
+                values = mine[name].local
+            else:
+                values = torch.empty(local_shape, dtype=dtype, device=workers.device)
+                dist.recv(values, src=rank)
+            whole = weights.setdefault(name, torch.empty(shape, dtype=dtype))
+            for box in boxes:
+                whole[box.whole] = values[box.local].cpu()
+    return weights

@@ -1,0 +1,209 @@
+"""Weights and optimizer state of a module as pieces, whole or sharded by DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rapidformer_templates.engines import group_values
+from rapidformer_templates.engines.contract import Piece, StateReader
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.system.workers import Workers
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by canonical name; tied ones once, under their first name."""
+    tensors: dict[str, torch.Tensor] = {canonical_name(n): p for n, p in model.named_parameters()}
+    persistent = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            tensors[canonical_name(name)] = buffer
+    return tensors
+
+
+def pieces(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, workers: Workers) -> Iterator[Piece]:
+    """What this rank writes of ``weights`` or ``optimizer``.
+
+    Sharded tensors are written by the ranks that hold the shards; tensors that every rank holds
+    whole are shared out by their size, so that all ranks write at once.
+    """
+    for name, tensor, like in _tensors(model, optimizer, kind, workers.world):
+        if isinstance(tensor, DTensor):
+            shape, offset = box_of(tensor)
+            if all(shape):
+                yield Piece(name, tensor.to_local(), tuple(tensor.shape), offset)
+        elif like == workers.rank:
+            yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def _tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, world: int
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """(name, tensor, the rank that writes it if it is whole everywhere)."""
+    loads = [0] * world
+    kept = group_values.of_parameters(optimizer) if kind == "optimizer" else {}
+    for name, parameter in named_tensors(model).items():
+        owner = loads.index(min(loads))
+        loads[owner] += parameter.numel()
+        if kind == "weights":
+            yield name, parameter.detach(), owner
+            continue
+        for key, value in sorted(kept.get(id(parameter), {}).items()):
+            if value is not None:
+                for part, tensor in plain_tensors(torch.as_tensor(value)):
+                    yield f"{name}/{key}{part}", tensor, owner
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(suffix of the name, tensor): a quantized tensor as the codes, scales and tables that it is made of."""
+    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
+        yield "", tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield f".{part}", getattr(tensor, part)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that an optimizer's state is made of."""
+    values = (value for entry in optimizer.state.values() for value in entry.values())
+    return [part for value in values if isinstance(value, torch.Tensor) for _, part in plain_tensors(value)]
+
+
+def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of what this rank holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (0,) * tensor.ndim
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, reader: StateReader, *, optimizer_state: bool) -> None:
+    """Fill a model and, if asked, its optimizer from a checkpoint, each rank with what it holds."""
+    tensors = named_tensors(model)
+    check_weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, reader.names("weights"))
+    if optimizer_state:
+        _load_optimizer(tensors, optimizer, reader)
+    for name, tensor in tensors.items():
+        shape, offset = box_of(tensor)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if all(shape):
+            local.detach().copy_(reader.read("weights", name, offset, shape))
+
+
+def check_weights(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the model's tensors with those of a checkpoint.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    problems = [f"missing in the checkpoint: {name}" for name in shapes if name not in saved]
+    problems += [f"not in the model: {name}" for name in saved if name not in shapes]
+    problems += [
+        f"{name} is {shape} in the model and {saved[name]} in the checkpoint"
+        for name, shape in shapes.items()
+        if name in saved and shape != saved[name]
+    ]
+    if problems:
+        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {shown}", hint="start from the model that was saved"
+        )
+
+
+def check_optimizer(trained: set[str], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the parameters that are trained with those that a checkpoint has optimizer state of.
+
+    Raises:
+        CheckpointError: it has state of another one.
+    """
+    unknown = {entry.rpartition("/")[0] for entry in saved} - trained
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint has optimizer state of what is not trained here: {', '.join(sorted(unknown)[:6])}",
+            hint="train the same parameters, or take the weights alone with --weights-only",
+        )
+
+
+def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, reader: StateReader) -> None:
+    saved: dict[str, dict[str, tuple[int, ...]]] = {}
+    for entry, shape in reader.names("optimizer").items():
+        name, _, key = entry.rpartition("/")
+        saved.setdefault(name, {})[key] = shape
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    # Not those of ``order``: where the state is sharded by whole parameters, this rank has only some of them.
+    unknown = set(saved) - {name for name, tensor in tensors.items() if tensor.requires_grad}
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint has optimizer state of what is not trained here: {', '.join(sorted(unknown)[:6])}",
+            hint="train the same parameters, or take the weights alone with --weights-only",
+        )
+    state: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(order):
+        name = names[id(parameter)]
+        shapes = saved.get(name, {})
+        keys, _ = group_values.split(optimizer, list(shapes))
+        group_values.check_count(optimizer, name, list(shapes))
+        if keys:
+            state[index] = {key: _read_like(parameter, reader, f"{name}/{key}", shapes[key]) for key in keys}
+    groups = optimizer.state_dict()["param_groups"]
+    for place, group in enumerate(optimizer.param_groups):
+        here = [names[id(parameter)] for parameter in group["params"]]
+        groups[place] |= group_values.read(optimizer, place, here, reader)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _read_like(parameter: torch.Tensor, reader: StateReader, entry: str, whole: tuple[int, ...]) -> torch.Tensor:
+    """One entry of optimizer state, sharded as its parameter is; scalars and factors stay whole."""
+    if whole != tuple(parameter.shape) or not isinstance(parameter, DTensor):
+        return reader.read("optimizer", entry, (0,) * len(whole), whole)
+    shape, offset = box_of(parameter)
+    local = reader.read("optimizer", entry, offset, shape) if all(shape) else torch.empty(shape, dtype=parameter.dtype)
+    return DTensor.from_local(
+        local.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def full_weights(model: nn.Module, workers: Workers) -> dict[str, torch.Tensor] | None:
+    """Whole weights on the host on rank 0, gathered one tensor at a time; None on the other ranks."""
+    weights = {}
+    for name, tensor in named_tensors(model).items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if workers.is_main:
+            weights[name] = whole.detach().cpu()
+    return weights if workers.is_main else None
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def elements_held(tensors: Sequence[torch.Tensor]) -> int:
+    """Elements of the storages of these tensors on this rank; a storage counts once."""
+    storages = {part.untyped_storage().data_ptr(): part for part in map(local_part, tensors)}
+    return sum(part.untyped_storage().nbytes() // part.element_size() for part in storages.values())
+
+
+def bytes_held(held: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, int]:
+    """Bytes of the storages that this rank holds, by kind; a storage counts once, for the first kind that has it."""
+    seen: set[int] = set()
+    sizes = dict.fromkeys(held, 0)
+    for kind, tensors in held.items():
+        for tensor in tensors:
+            storage = local_part(tensor).untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                sizes[kind] += storage.nbytes()
+    return sizes

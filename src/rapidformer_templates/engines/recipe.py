@@ -1,0 +1,139 @@
+"""Optimizers as recipes, parameter groups by name, and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.deepspeed_file.schedules import rates
+from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.plan import Plan
+
+Schedule = Callable[[int], float]
+"""The learning rate of a step (from 0) as a share of the peak."""
+
+GroupOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
+"""The options in which one parameter differs from the rest, by its canonical name."""
+
+
+def undecayed(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+    """No weight decay for biases and norms, which are the parameters of fewer than two dimensions."""
+    return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A recipe for an optimizer: engines shard parameters first and build the optimizer then.
+
+    Attributes:
+        cls: an optimizer class that takes parameter groups.
+        kwargs: its options, ``lr`` (the peak) among them.
+        options: for each parameter, the options in which it differs; parameters with equal options
+            share a group.
+    """
+
+    cls: Callable[..., Optimizer]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: GroupOptions = undecayed
+
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], differing: Mapping[str, Mapping[str, Any]]
+    ) -> Optimizer:
+        """The optimizer over the parameters as the engine left them.
+
+        Args:
+            parameters: canonical names and parameters that take part in training.
+            differing: what :meth:`differences` said of them before they were sharded.
+        """
+        groups: dict[tuple[bool, tuple[tuple[str, Any], ...]], list[nn.Parameter]] = {}
+        for name, parameter in parameters:
+            # torch updates many parameters at once, and sharded ones not together with plain ones.
+            key = isinstance(parameter, DTensor), tuple(sorted(differing[name].items()))
+            groups.setdefault(key, []).append(parameter)
+        return self.cls(
+            [{"params": members, **dict(options)} for (_, options), members in groups.items()], **self.kwargs
+        )
+
+    def differences(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Mapping[str, Any]]:
+        """The options of each parameter; to be asked while the parameters have their whole shapes."""
+        return {name: self.options(name, parameter) for name, parameter in parameters}
+
+
+SAME_UPDATE = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW", "FusedLAMB": "Lamb"}
+"""Classes whose state and update are those of another one."""
+
+
+def name_of_rule(optimizer: type[Optimizer]) -> str:
+    """The name of what an optimizer computes, whoever computes it: a run may go on with another implementation."""
+    return SAME_UPDATE.get(optimizer.__name__, optimizer.__name__)
+
+
+def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions = undecayed) -> OptimizerSpec:
+    """The recipe of the optimizer that the plan names, with the flags' learning rate and decay.
+
+    Args:
+        options: those in which a parameter differs from the rest.
+
+    Raises:
+        ConfigError: no learning rate was given.
+    """
+    if training.lr is None:
+        raise ConfigError(
+            "--lr is missing", hint="fine-tuning usually starts at 2e-5 to 5e-5, pretraining at 1e-4 to 6e-4"
+        )
+    path, _, variant = plan.optimizer_implementation.partition(" ")
+    module, _, name = path.rpartition(".")
+    kwargs: dict[str, Any] = {"lr": training.lr, "weight_decay": training.weight_decay, **plan.optimizer_options}
+    if variant == "(fused)":
+        kwargs["fused"] = True
+    return OptimizerSpec(getattr(import_module(module), name), kwargs, options)
+
+
+def schedule(training: TrainingFlags, total_steps: int, asked: Mapping[str, Any] | None = None) -> Schedule:
+    """Warmup from zero, then linear, cosine or constant decay to ``--min-lr``.
+
+    Step ``s`` of ``w`` warmup steps runs at ``(s + 1) / w`` of the peak, so no step is wasted at a
+    rate of zero; the decay ends at ``--lr-decay-iters`` (by default the last step).
+
+    Args:
+        asked: the type and parameters of a schedule of DeepSpeed that takes its place.
+
+    Raises:
+        ConfigError: the warmup is longer than the decay or the run.
+    """
+    decay_steps = training.lr_decay_iters or total_steps
+    warmup = training.lr_warmup_iters or 0
+    if training.lr_warmup_fraction is not None:
+        warmup = math.ceil(training.lr_warmup_fraction * decay_steps)
+    if asked is not None:
+        peak = training.lr or 0.0
+        rate = rates(asked["type"], asked["params"], lr=peak, warmup=warmup, total=decay_steps)
+        return lambda step: rate(step) / peak if peak else 0.0
+    for steps, what in ((decay_steps, "decay"), (total_steps, "run")):
+        if warmup > steps:
+            flag = "lr_warmup_iters" if training.lr_warmup_fraction is None else "lr_warmup_fraction"
+            message = f"a warmup of {warmup} steps is longer than the {what} of {steps} steps"
+            raise ConfigError(message, where=spelling(flag))
+    floor = training.min_lr / training.lr if training.lr else 0.0
+    shape = {
+        "linear": lambda done: 1.0 - done,
+        "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+        "constant": lambda done: 1.0,
+    }[training.lr_decay_style]
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, decay_steps - warmup))
+        return floor + (1.0 - floor) * shape(done)
+
+    return factor

@@ -1,0 +1,1 @@
+"""Building, reading and describing models."""

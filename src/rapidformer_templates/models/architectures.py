@@ -1,0 +1,230 @@
+"""Architectures of transformers: what they can do, and their configurations from scratch by sizes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any, Literal, get_args
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.switches.mixture_of_experts.declaration import OWN_EXPERTS
+
+SIZE_FLAGS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Flags that set a size, with transformers' common name of it (a config's ``attribute_map`` has its own)."""
+
+DECODER_TWINS = {
+    "num_layers": ("num_decoder_layers", "decoder_layers"),
+    "num_attention_heads": ("decoder_attention_heads",),
+}
+"""Sizes of the decoder that follow the encoder's in encoder-decoder architectures."""
+
+FEED_FORWARD = (
+    "intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim",
+    "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
+"""Names under which architectures keep the width of their feed-forward layers."""
+
+EXPERT_SIZES = {
+    "num_experts": ("num_local_experts", "num_experts"),
+    "moe_top_k": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+}
+"""Flags that size a mixture of experts, with the names of these sizes in architectures that have experts."""
+
+OFFSET_POSITIONS = {
+    "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "longformer",
+    "xmod", "mpnet", "luke",
+}  # fmt: skip
+"""Architectures that count positions from ``pad_token_id + 1``, so that the first rows of the table are never used."""
+
+PairLabel = Literal["next_sentence_label", "sentence_order_label"]
+"""What the heads for pretraining on sentence pairs call their label."""
+
+SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
+
+
+def objective_of(model_type: str) -> str:
+    """The pretraining objective of an architecture: ``masked``, ``causal`` or ``seq2seq``.
+
+    Encoder-decoders are ``seq2seq``; an encoder that transformers can also run as a decoder
+    (bert, roberta …) is ``masked``.
+    """
+    if model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "seq2seq"
+    return "masked" if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES else "causal"
+
+
+def pair_label_of(model_type: str) -> PairLabel:
+    """The label of sentence pairs that an architecture's pretraining head takes.
+
+    Returns:
+        ``next_sentence_label`` (bert, ernie, mobilebert …) or ``sentence_order_label`` (albert).
+
+    Raises:
+        ModelError: it has no such head, or it takes no padding mask, although pairs differ in length.
+    """
+    head = modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES.get(model_type)
+    inputs = inspect.signature(getattr(transformers, head).forward).parameters if isinstance(head, str) else {}
+    label: PairLabel | None = next((name for name in get_args(PairLabel) if name in inputs), None)
+    hint = "use an architecture such as bert or albert, or train on windows instead of pairs"
+    if label is None:
+        message = f"{model_type} has no head that tells whether two texts belong together"
+        raise ModelError(message, where="--model-type", hint=hint)
+    if "attention_mask" not in inputs:
+        message = f"{model_type} takes no padding mask, and sentence pairs differ in length"
+        raise ModelError(message, where="--model-type", hint=hint)
+    return label
+
+
+def positions_of(model_config: PreTrainedConfig) -> int | None:
+    """The longest sequence that the model can take, tokens; None where positions are relative without a limit."""
+    positions = getattr(model_config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    return positions - _position_offset(model_config.model_type, model_config.pad_token_id)
+
+
+def _position_offset(model_type: str, pad_token_id: int | None) -> int:
+    return (pad_token_id or 0) + 1 if model_type in OFFSET_POSITIONS else 0
+
+
+def check_head(model_config: PreTrainedConfig, auto_class: str) -> None:
+    """Raise a :class:`ModelError` when transformers has no model of this class for the architecture."""
+    mapping = getattr(transformers, auto_class)._model_mapping
+    if type(model_config) in mapping or hasattr(model_config, "auto_map"):
+        return
+    hint = "use an architecture such as " + {"AutoModelForMaskedLM": "bert", "AutoModelForSeq2SeqLM": "t5"}.get(
+        auto_class, "gpt2"
+    )
+    raise ModelError(f"transformers has no {auto_class} for {model_config.model_type}", where="--task", hint=hint)
+
+
+def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """The configuration of ``--model-type`` in the sizes of the flags.
+
+    Raises:
+        ModelError: an unknown architecture, one without a head for ``auto_class``, or sizes that do not fit.
+    """
+    flags = config.model
+    name = str(flags.model_type)
+    if name not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(name.lower(), list(CONFIG_MAPPING.keys()), n=3, cutoff=0.4)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else "name an architecture of transformers, such as gpt2, bert or t5"
+        )
+        raise ModelError(f"transformers knows no architecture '{name}'", where="--model-type", hint=hint)
+    kind = CONFIG_MAPPING[name]
+    default = kind()
+    check_head(default, auto_class)
+    own = dict(kind.attribute_map)
+    values: dict[str, Any] = {}
+    for flag, attribute in SIZE_FLAGS.items():
+        asked = getattr(flags, flag)
+        if asked is None:
+            continue
+        if not hasattr(default, attribute):
+            hint = f"leave out {spelling(flag)}"
+            raise ModelError(f"{name} has no {attribute}", where=spelling(flag), hint=hint)
+        values[own.get(attribute, attribute)] = asked
+        values |= {twin: asked for twin in DECODER_TWINS.get(flag, ()) if hasattr(default, twin)}
+    values |= _derived_sizes(default, config)
+    if name in OWN_EXPERTS:
+        values |= _expert_sizes(default, config)
+    values["vocab_size"] = padded_vocab_size(vocabulary_size(tokenizer))
+    values |= _special_tokens(default, tokenizer, auto_class)
+    if hasattr(default, "max_position_embeddings"):
+        values[own.get("max_position_embeddings", "max_position_embeddings")] = _positions(default, config, tokenizer)
+    if flags.dropout is not None:
+        values |= dropout_rates(default, flags.dropout)
+    try:
+        return kind(**values)
+    except Exception as error:  # transformers' checks of a configuration raise many kinds
+        hint = "check the sizes against the architecture's own"
+        raise ModelError(
+            f"a {name} of these sizes cannot be built: {error}", where="--model-type", hint=hint
+        ) from error
+
+
+def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
+    """Feed-forward width, head size and key-value heads that follow from the flags."""
+    hidden_default: int = default.hidden_size
+    hidden: int = config.model.hidden_size or hidden_default
+    heads = config.model.num_attention_heads or int(getattr(default, "num_attention_heads", None) or 1)
+    if hidden % heads:
+        hint = f"choose heads that divide {hidden}"
+        raise ModelError(
+            f"{heads} attention heads do not divide the hidden size {hidden}", where="--num-attention-heads", hint=hint
+        )
+    values: dict[str, int] = {}
+    if hidden != hidden_default:
+        widths = {name: getattr(default, name, None) for name in FEED_FORWARD}
+        values = {
+            name: max(8, round(w * hidden / hidden_default / 8) * 8) for name, w in widths.items() if isinstance(w, int)
+        }
+    if isinstance(getattr(default, "head_dim", None), int):
+        values[default.attribute_map.get("head_dim", "head_dim")] = hidden // heads
+    shared = getattr(default, "num_key_value_heads", None)
+    if isinstance(shared, int) and (heads % shared or shared == default.num_attention_heads):
+        values["num_key_value_heads"] = heads
+    return values
+
+
+def _expert_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
+    options = config.switches.get("mixture-of-experts")  # not there where only a model is described
+    asked = {flag: getattr(options, flag, None) for flag in EXPERT_SIZES}
+    fields = default.to_dict()
+    return {
+        next(name for name in EXPERT_SIZES[flag] if name in fields): value for flag, value in asked.items() if value
+    }
+
+
+def _positions(default: PreTrainedConfig, config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> int:
+    offset = _position_offset(default.model_type, tokenizer.pad_token_id)
+    asked = config.model.max_position_embeddings
+    if asked is not None:
+        return asked + offset
+    return max(default.max_position_embeddings, (config.model.seq_length or 0) + offset)
+
+
+def _special_tokens(default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, auto_class: str) -> dict[str, Any]:
+    tokens = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id,
+        "eos_token_id": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id,
+    }
+    needs_padding = getattr(default, "pad_token_id", None) is not None or auto_class == SEQUENCE_CLASSIFICATION
+    if tokens["pad_token_id"] == tokens["eos_token_id"] and not needs_padding:
+        tokens["pad_token_id"] = None  # it would freeze the embedding of the end token
+    if default.is_encoder_decoder:
+        # A decoder starts from the padding token in T5 and from the end token in BART.
+        started = getattr(default, "decoder_start_token_id", None)
+        tokens["decoder_start_token_id"] = tokens["pad_token_id"] if started is None else tokens["eos_token_id"]
+        if hasattr(default, "forced_eos_token_id"):
+            tokens["forced_eos_token_id"] = tokens["eos_token_id"]
+    return tokens
+
+
+def dropout_rates(default: PreTrainedConfig, rate: float) -> dict[str, float]:
+    """Every dropout rate of a configuration set to ``rate``; those that are None follow another one."""
+    names = [n for n, v in default.to_dict().items() if "drop" in n and "layerdrop" not in n and isinstance(v, float)]
+    if not names and rate > 0:
+        raise ModelError(f"{default.model_type} has no dropout", where="--dropout", hint="leave out --dropout")
+    if rate >= 1:
+        raise ModelError(
+            f"a dropout rate of {rate:g} drops everything", where="--dropout", hint="choose a rate below 1"
+        )
+    return dict.fromkeys(names, rate)

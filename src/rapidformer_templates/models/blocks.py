@@ -1,0 +1,66 @@
+"""ModelLayout: where the blocks of a model are. One answer for sharding, checkpointing and receipts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rapidformer_templates.models.placement import placement_of
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it.
+
+    >>> canonical_name("module.h.0._checkpoint_wrapped_module.attn.weight")
+    'h.0.attn.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The whole shape, also of a parameter that ZeRO-3 has partitioned."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The repeated blocks of a model.
+
+    Attributes:
+        blocks: the blocks in the order in which they stand in the model, by name.
+    """
+
+    blocks: dict[str, nn.Module]
+
+
+def find_layout(model: nn.Module) -> ModelLayout:
+    """The blocks of ``model``.
+
+    A transformers model names the classes that must not be split (``_no_split_modules``); a model
+    that names none has its blocks in its longest ``ModuleList`` or ``Sequential`` of equal modules. Of a model
+    that was cut into pipeline stages, the blocks that are here.
+    """
+    if placement_of(model).parts is not None:
+        return ModelLayout(placement_of(model).blocks)
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in named}
+    # An embedding may be listed as unsplittable, too; a block stands in a list beside others of its kind.
+    blocks = {name: module for name, module in blocks.items() if name.rsplit(".", 1)[-1].isdigit()}
+    return ModelLayout(blocks or _longest_list(model))
+
+
+def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
+    best: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
+        same_kind = len({type(child) for child in children.values()}) == 1
+        has_parameters = all(next(child.parameters(), None) is not None for child in children.values())
+        if same_kind and has_parameters and len(children) > max(1, len(best)):
+            best = children
+    return best

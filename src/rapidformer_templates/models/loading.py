@@ -1,0 +1,261 @@
+"""Models: from a pretrained folder, or from scratch by architecture and sizes. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.architectures import (
+    SEQUENCE_CLASSIFICATION,
+    SIZE_FLAGS,
+    check_head,
+    dropout_rates,
+    objective_of,
+    positions_of,
+    scratch_config,
+)
+from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_size
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.switches.mixture_of_experts import exported as saved
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def model_type_of(config: RunConfig) -> str:
+    """The architecture of the run: of the pretrained folder, or ``--model-type``."""
+    if config.model.pretrained_model_name_or_path:
+        return _pretrained_config(config).model_type
+    if config.model.model_type is None:
+        raise _no_model()
+    return config.model.model_type
+
+
+def _no_model() -> ModelError:
+    hint = "give --pretrained-model-name-or-path FOLDER, or --model-type and sizes to start from scratch"
+    return ModelError("no model is named", where="--pretrained-model-name-or-path", hint=hint)
+
+
+def check_seq_length(config: RunConfig, model_config: PreTrainedConfig) -> None:
+    """Raise a :class:`ModelError` when ``--seq-length`` is more than the model's positions."""
+    asked, positions = config.model.seq_length, positions_of(model_config)
+    if asked is not None and positions is not None and asked > positions:
+        hint = f"use --seq-length {positions} or less"
+        if config.model.model_type:
+            hint += f", or --max-position-embeddings {asked}"
+        raise ModelError(
+            f"sequences of {asked} tokens do not fit the model's {positions} positions", where="--seq-length", hint=hint
+        )
+
+
+def seq_length_of(config: RunConfig, model_config: PreTrainedConfig) -> int:
+    """``--seq-length``, else the model's positions, else 512 (relative positions: T5's own pretraining length)."""
+    check_seq_length(config, model_config)
+    return config.model.seq_length or positions_of(model_config) or 512
+
+
+def build_config(
+    config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: Any
+) -> PreTrainedConfig:
+    """The configuration of the model that :func:`build_model` makes, for training (without a cache).
+
+    Raises:
+        ModelError: no model is named, the folder or the architecture is not there, it has no head
+            for ``auto_class``, or a size flag does not fit it.
+    """
+    if config.model.pretrained_model_name_or_path:
+        model_config = _pretrained_config(config)
+        if config.model.dropout is not None:
+            overrides = {**dropout_rates(model_config, config.model.dropout), **overrides}
+    elif config.model.model_type:
+        model_config = scratch_config(config, auto_class, tokenizer or load_tokenizer(config))
+    else:
+        raise _no_model()
+    check_head(model_config, auto_class)
+    encodes = objective_of(model_config.model_type) == "masked" or not getattr(model_config, "is_decoder", True)
+    if auto_class == "AutoModelForCausalLM" and encodes and not model_config.is_encoder_decoder:
+        overrides["is_decoder"] = True  # without it an encoder would look at the tokens that it is to predict
+    if auto_class == SEQUENCE_CLASSIFICATION and model_config.pad_token_id is None:
+        # A decoder classifies at the last token before the padding.
+        overrides["pad_token_id"] = (tokenizer or load_tokenizer(config)).pad_token_id
+    model_config.use_cache = False
+    for name, value in overrides.items():
+        setattr(model_config, name, value)
+    check_seq_length(config, model_config)
+    return model_config
+
+
+def build_model(
+    config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast | None = None, **overrides: Any
+) -> PreTrainedModel:
+    """The model that the flags ask for, in float32 on the CPU.
+
+    Args:
+        config: the run; ``--pretrained-model-name-or-path`` or ``--model-type`` chooses the model.
+        auto_class: transformers' class for the task, such as ``AutoModelForCausalLM``.
+        tokenizer: gives the vocabulary size and the special tokens; the run's own by default.
+        overrides: attributes of the model's configuration, such as ``num_labels``.
+
+    From scratch, sizes that are not given are those of the architecture's default; feed-forward
+    layers keep its ratio to the hidden size, in multiples of 8 (four for gpt2, bert and t5); the
+    vocabulary is padded to a multiple of 128; without ``--max-position-embeddings`` the positions
+    reach ``--seq-length``. The caller seeds torch.
+
+    Raises:
+        ModelError: see :func:`build_config`; or the folder has no weights, weights of other
+            shapes, or fewer tokens than the tokenizer.
+    """
+    model_config = build_config(config, auto_class, tokenizer, **overrides)
+    tokenizer = tokenizer or load_tokenizer(config)
+    factory = getattr(transformers, auto_class)
+    path = config.model.pretrained_model_name_or_path
+    if path:
+        model = _load_weights(factory, path, model_config, config.model.trust_remote_code)
+    else:
+        try:
+            model = factory.from_config(model_config).float()
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            hint = "check the sizes against the architecture's own"
+            raise ModelError(
+                f"a {model_config.model_type} of these sizes cannot be built: {error}", where="--model-type", hint=hint
+            ) from error
+    if getattr(model, "loss_type", "") is None and auto_class == "AutoModelForCausalLM":
+        # Transformers reads the loss off the class's name, which says nothing in GPT2LMHeadModel: it warns
+        # at every start that it takes this one.
+        model.loss_type = "ForCausalLM"
+    embeddings: Any = model.get_input_embeddings()
+    size = vocabulary_size(tokenizer)
+    if size > embeddings.num_embeddings:
+        message = f"the tokenizer has {size} tokens, the model only {embeddings.num_embeddings}"
+        raise ModelError(message, where=path, hint="use the model's own tokenizer")
+    return model
+
+
+def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
+    flags = config.model
+    path = str(flags.pretrained_model_name_or_path)
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"there is no config.json in {path}", where=_PRETRAINED, hint="name the folder that holds the model"
+        )
+    try:
+        if saved.is_marked(folder):
+            found = saved.read_config(folder)
+        else:
+            found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=flags.trust_remote_code)
+    except (OSError, ValueError) as error:
+        if folder.is_dir():
+            hint = (
+                "run the folder's own code with --trust-remote-code"
+                if "trust_remote_code" in str(error)
+                else "check its config.json"
+            )
+            raise ModelError(
+                f"the configuration in {path} cannot be used: {_first_line(error)}", where=_PRETRAINED, hint=hint
+            ) from error
+        hint = "name a local folder; nothing is downloaded" + _nearest_sibling(folder)
+        raise ModelError(
+            f"the model '{path}' is neither a folder nor in the local cache", where=_PRETRAINED, hint=hint
+        ) from error
+    _check_pretrained_sizes(config, found)
+    return found
+
+
+_PRETRAINED = "--pretrained-model-name-or-path"
+
+
+def _check_pretrained_sizes(config: RunConfig, found: PreTrainedConfig) -> None:
+    """A size flag beside a pretrained model must say what the model is: it cannot change it."""
+    sizes = {"model_type": "model_type", **SIZE_FLAGS}
+    for flag, attribute in sizes.items():
+        asked, there = getattr(config.model, flag), getattr(found, attribute, None)
+        if flag == "max_position_embeddings":
+            there = positions_of(found)
+        if asked is not None and asked != there:
+            message = f"the pretrained model's {attribute} is {there}, not {asked}"
+            hint = f"leave out {spelling(flag)}, or leave out {_PRETRAINED} to start from scratch"
+            raise ModelError(message, where=spelling(flag), hint=hint)
+
+
+def _load_weights(factory: Any, path: str, model_config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    folder = Path(path)
+    if folder.is_dir() and not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
+        there = ", ".join(sorted(p.name for p in folder.iterdir())[:20])
+        raise ModelError(
+            f"there are no weights in {path}", where=_PRETRAINED, hint=f"it needs model.safetensors; it holds: {there}"
+        )
+    try:
+        with _quiet_loading():
+            model, info = (
+                saved.read_model(factory, folder, model_config)
+                if saved.is_marked(folder)
+                else factory.from_pretrained(
+                    path,
+                    config=model_config,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    trust_remote_code=trust_remote_code,
+                    ignore_mismatched_sizes=True,  # they are named below, all at once
+                    output_loading_info=True,
+                )
+            )
+    except Exception as error:  # a damaged file: safetensors, torch and transformers each raise their own kind
+        raise ModelError(
+            f"the weights in {path} cannot be read: {_first_line(error)}",
+            where=_PRETRAINED,
+            hint="fetch the folder anew",
+        ) from error
+    for name, there, needed in sorted(info["mismatched_keys"]):
+        message = f"the weight {name} is of shape {tuple(there)} in {path} and {tuple(needed)} in the model"
+        raise ModelError(
+            message,
+            where=_PRETRAINED,
+            hint="the head was trained for other labels or sizes; take it out, or start from the base model",
+        )
+    missing = sorted(info["missing_keys"])
+    body = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
+    if len(missing) == len(model.state_dict()):
+        raise ModelError(
+            f"no weight in {path} belongs to a {type(model).__name__}",
+            where=_PRETRAINED,
+            hint="check the folder's config.json",
+        )
+    if body:  # a new head is what fine-tuning is about; a hole in the body is damage
+        message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
+        raise ModelError(message, where=_PRETRAINED, hint="fetch the folder anew")
+    return model
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without transformers' bars and load report, which every worker would print over the others."""
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, transformers_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _nearest_sibling(folder: Path) -> str:
+    names = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.5)
+    return f"; did you mean {folder.parent / near[0]}?" if near else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

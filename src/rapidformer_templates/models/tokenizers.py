@@ -1,0 +1,110 @@
+"""The tokenizer that the flags ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
+
+from rapidformer_templates.data.indexed.cache import key_of
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning.config import RunConfig, spelling
+
+
+def padded_vocab_size(size: int, multiple: int = 128) -> int:
+    """The vocabulary size rounded up, as Megatron-LM does: 50257 → 50304."""
+    return -(-size // multiple) * multiple
+
+
+def vocabulary_id(tokenizer: Tokenizer) -> str:
+    """A short name of which token has which number, the added ones left out; of two that differ, it differs."""
+    return key_of(sorted(tokenizer.get_vocab(with_added_tokens=False).items()))
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the greatest token id (a vocabulary can have gaps, so that it is not always its length)."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
+    """The model's own tokenizer, or the one of ``--tokenizer-type``; it always has a padding token.
+
+    Raises:
+        ModelError: a file is missing or is not what the type needs.
+    """
+    kind = config.data.tokenizer_type
+    if kind in (None, "HuggingFaceTokenizer"):
+        tokenizer = _from_folder(config)
+    elif kind == "GPT2BPETokenizer":
+        vocab, merges = _needed_file(config, "vocab_file"), _needed_file(config, "merge_file")
+        tokenizer = _read(GPT2Tokenizer, vocab, vocab=str(vocab), merges=str(merges))
+    else:
+        vocab = _needed_file(config, "vocab_file")
+        tokenizer = _read(BertTokenizer, vocab, vocab=str(vocab), do_lower_case=kind == "BertWordPieceLowerCase")
+    if tokenizer.pad_token_id is None:
+        # Padded positions are masked and carry no label, so any token serves.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.unk_token
+    if tokenizer.pad_token_id is None:
+        raise ModelError("the tokenizer has no padding, end or unknown token", hint="add a padding token to its folder")
+    return tokenizer
+
+
+def end_token_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token that ends a document: the end token, else the separator.
+
+    Raises:
+        ModelError: the tokenizer has neither.
+    """
+    token = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    if token is None:
+        raise ModelError("the tokenizer has no end token", where="--tokenizer-type", hint="use a tokenizer that has")
+    assert isinstance(token, int)
+    return token
+
+
+def _needed_file(config: RunConfig, flag: str) -> Path:
+    kind, value = config.data.tokenizer_type, getattr(config.data, flag)
+    if value is None:
+        raise ModelError(f"{kind} needs {spelling(flag)}", where="--tokenizer-type", hint=f"add {spelling(flag)} FILE")
+    if not Path(value).is_file():
+        raise ModelError(f"the file {value} does not exist", where=spelling(flag), hint="give the tokenizer's file")
+    return Path(value)
+
+
+def _read(kind: type[PreTrainedTokenizerFast], file: Path, **arguments: object) -> PreTrainedTokenizerFast:
+    try:
+        return kind(**arguments)
+    # The tokenizers library raises bare Exception for a file of the wrong form.
+    except Exception as error:
+        raise ModelError(
+            f"the tokenizer cannot be read: {error}", where=str(file), hint="check the file's format"
+        ) from error
+
+
+def _from_folder(config: RunConfig) -> PreTrainedTokenizerFast:
+    flag = "tokenizer_path" if config.data.tokenizer_path else "pretrained_model_name_or_path"
+    path = config.data.tokenizer_path or config.model.pretrained_model_name_or_path
+    if path is None:
+        hint = "give --tokenizer-path FOLDER, or --tokenizer-type with its files"
+        raise ModelError(
+            "no tokenizer is named, and there is no pretrained model to take it from",
+            where="--tokenizer-type",
+            hint=hint,
+        )
+    from transformers import AutoTokenizer  # it imports torch, which takes seconds
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+    except Exception as error:  # transformers raises many kinds, and tokenizers a bare Exception
+        message = f"'{path}' is neither a folder nor in the local cache"
+        if Path(path).is_dir():
+            message = f"there is no tokenizer in {path} that can be read"
+        hint = "name a folder with tokenizer.json by --tokenizer-path; nothing is downloaded"
+        raise ModelError(message, where=spelling(flag), hint=hint) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        hint = "convert it with transformers and save it as tokenizer.json"
+        raise ModelError(f"the tokenizer in {path} has no fast form", where=spelling(flag), hint=hint)
+    return tokenizer

@@ -1,0 +1,1 @@
+"""From flags to a plan, or to every reason why not. Imports no torch."""

@@ -1,0 +1,61 @@
+"""What the first step must show of switches that share something out. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rapidformer_templates.planning.switch import Measured
+
+PADDING = 128
+"""Elements a worker that an engine may add to its share."""
+
+
+def shared_out(*, whole_at_borders: bool = False, **quantities: str) -> Callable[[Measured], str | None]:
+    """The workers of a replica's copies share these among themselves: measurement → what it counts the elements of.
+
+    Args:
+        whole_at_borders: a parameter that lies on the border of two shares is held whole by both workers.
+    """
+
+    def acted(measured: Measured) -> str | None:
+        borders = (measured.plan.sizes.data - 1) * whole_at_borders
+        twice = borders * (measured["largest_parameter"] or 0)
+        findings = (_even(measured, name, what, twice) for name, what in quantities.items())
+        return next((finding for finding in findings if finding), None)
+
+    return acted
+
+
+def _even(measured: Measured, name: str, what: str, twice: int) -> str | None:
+    """``twice``: elements that several workers may hold all the same."""
+    data, held, whole = measured.plan.sizes.data, measured.all(name), sum(measured.all("trained_elements"))
+    # An even share each is all of it once; half of the way to whole copies is no rounding any more.
+    expected = min(whole / data + twice, whole)
+    if data == 1 or (held and sum(held) <= (expected + whole) / 2 + PADDING * len(held)):
+        return None
+    shares = ", ".join(f"{count:,}" for count in held) or "nothing"
+    return f"{data} shares of the {what}, {whole // data:,} elements in all, were expected; the workers have {shares}"
+
+
+def divides_parameters(measured: Measured) -> str | None:
+    """Some worker has only a part of some parameter."""
+    if measured.plan.sizes.data == 1 or any(measured.all("divided_elements")):
+        return None
+    return "parameters of which a worker has only a part were expected; every worker has them whole"
+
+
+def all_of(*checks: Callable[[Measured], str | None]) -> Callable[[Measured], str | None]:
+    """The first of these that finds something."""
+
+    def acted(measured: Measured) -> str | None:
+        return next((found for check in checks if (found := check(measured))), None)
+
+    return acted
+
+
+def shown(value: Any) -> str:
+    """A measurement in a sentence."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "nothing"
+    return "nothing" if value is None else str(value)

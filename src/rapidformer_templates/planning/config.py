@@ -1,0 +1,363 @@
+"""RunConfig: what the user asked for, and where each value came from.
+
+A value comes from the command line, else from the YAML file named by ``--config``, else from the
+script that builds the template, else from the template, else from the flag's own default. Of flags
+that exclude each other (``choice``) the one from the higher of these places wins. Flags
+are the fields of small frozen dataclasses (one a topic, one a switch); parsing, help and docs
+are derived from them. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import itertools
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+from yaml.constructor import SafeConstructor
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
+from rapidformer_templates.planning.peers import as_code, as_yaml, did_you_mean
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that the user asked for.
+
+    Attributes:
+        launch, model, data, training: the flags by topic.
+        switches: the options of each acceleration switch, by the switch's name.
+        user: the flags that the user's own template declares, if it declares any.
+        origins: for each value that is not a default, where it came from, by field name.
+        replaced: lines about values that one of the same choice, from a higher place, took the place of.
+    """
+
+    launch: LaunchFlags = field(default_factory=LaunchFlags)
+    model: ModelFlags = field(default_factory=ModelFlags)
+    data: DataFlags = field(default_factory=DataFlags)
+    training: TrainingFlags = field(default_factory=TrainingFlags)
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    user: Any = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+    replaced: tuple[str, ...] = ()
+
+    @cached_property
+    def _declared_in(self) -> Mapping[str, str]:
+        groups = {name: getattr(self, name) for name in (*SECTIONS, "user")} | dict(self.switches)
+        fields = [(f.name, name) for name, group in groups.items() if group for f in dataclasses.fields(group)]
+        return dict(reversed(fields))  # of two that declare one name, the first
+
+    def section_of(self, name: str) -> str:
+        """The section ('data', 'user', …) or the switch that declares the field ``name``."""
+        return self._declared_in[name]
+
+    def get(self, name: str) -> Any:
+        """The value of the field ``name`` of any section or switch."""
+        section = self.section_of(name)
+        return getattr(self.switches[section] if section in self.switches else getattr(self, section), name)
+
+    def origin(self, name: str) -> str:
+        return self.origins.get(name, "default")
+
+    def replace(self, origin: str, **values: Any) -> RunConfig:
+        """A copy in which the named fields have other values that came from ``origin``."""
+        sections: dict[str, Any] = {}
+        switches = dict(self.switches)
+        for name, value in values.items():
+            section = self.section_of(name)
+            if section in switches:
+                switches[section] = dataclasses.replace(switches[section], **{name: value})
+            else:
+                base = sections.get(section, getattr(self, section))
+                sections[section] = dataclasses.replace(base, **{name: value})
+        origins = {**self.origins, **dict.fromkeys(values, origin)}
+        return dataclasses.replace(self, **sections, switches=switches, origins=origins)
+
+    def checked(self, name: str, value: Any, origin: str) -> Any:
+        """``value`` in the type of the field ``name``.
+
+        Raises:
+            ConfigError: it is of another kind, not one of the choices, or out of its range.
+        """
+        section = self.section_of(name)
+        options: Any = self.switches[section] if section in self.switches else getattr(self, section)
+        kind: type = type(options)
+        declared = next(f for f in dataclasses.fields(kind) if f.name == name)
+        return _checked(declared, field_types(kind)[name], value, origin)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """All (field name, value) pairs, section by section."""
+        groups = [getattr(self, section) for section in SECTIONS] + list(self.switches.values())
+        for group in [*groups, self.user] if self.user is not None else groups:
+            for f in dataclasses.fields(group):
+                yield f.name, getattr(group, f.name)
+
+
+def spelling(name: str) -> str:
+    """The flag of a field: ``micro_batch_size`` → ``--micro-batch-size``."""
+    return "--" + name.replace("_", "-")
+
+
+@cache
+def field_types(options: type) -> Mapping[str, Any]:
+    """The annotated type of each field of a flags dataclass."""
+    return typing.get_type_hints(options)
+
+
+def _kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
+    """(scalar type, choices, takes several) of an annotation such as ``Literal['a'] | None``."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is Literal:
+        choices = typing.get_args(annotation)
+        return type(choices[0]), choices, False
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], None, True
+    return annotation, None, False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="rapidformer --help lists every flag")
+
+
+def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
+    title = (options.__doc__ or options.__name__).strip().splitlines()[0]
+    # Dataclasses with one title share one group: each switch has its own, and all are "Acceleration".
+    group = next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
+    for f in dataclasses.fields(options):
+        meta, (kind, choices, several) = f.metadata, _kind(field_types(options)[f.name])
+        names = [spelling(f.name)] + ([f"--{meta['alias']}"] if meta.get("alias") else [])
+        text = meta.get("help", "").replace("%", "%%")
+        if f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE):
+            text += f" (default: {f.default})"
+        keywords: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
+        if kind is bool and f.name.startswith("no_"):
+            keywords["action"] = "store_true"  # the opposite of --no-save is --save DIR
+        elif kind is bool:
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            # Kind and choices are checked by _checked(), in the same words for flags, YAML and code.
+            listed = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
+            keywords["metavar"] = meta.get("metavar") or listed
+            if several:
+                keywords["nargs"] = "+"
+            elif meta.get("bare") is not None:
+                keywords |= {"nargs": "?", "const": meta["bare"]}
+        group.add_argument(*names, **keywords)
+
+
+def build_parser(
+    prog: str, switch_options: Iterable[type], user: type | None, description: str
+) -> argparse.ArgumentParser:
+    """The parser of every flag, grouped by topic."""
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for options in (*SECTIONS.values(), *switch_options, *([user] if user else [])):
+        _add_flags(parser, options)
+    return parser
+
+
+def parse(
+    argv: Sequence[str],
+    switch_options: Mapping[str, type],
+    *,
+    prog: str = "rapidformer",
+    description: str = "",
+    user: type | None = None,
+    in_code: Mapping[str, tuple[Any, str]] | None = None,
+) -> RunConfig:
+    """Read flags into a :class:`RunConfig`.
+
+    Args:
+        argv: the command line without the program's name.
+        switch_options: the options dataclass of each switch, by the switch's name.
+        user: a dataclass of the user's own flags.
+        in_code: values given in the user's script, each with where it stands.
+
+    Raises:
+        ConfigError: an unknown flag or key, or a value of the wrong kind or out of range.
+    """
+    parser = build_parser(prog, switch_options.values(), user, description)
+    given, unknown = parser.parse_known_args(dashed(argv))
+    if unknown:
+        _refuse_unknown(unknown[0], parser)
+    script = dict(in_code or {})
+    command_line = {name: (value, "command line") for name, value in vars(given).items()}
+    path = command_line.get("config", script.get("config", (None, "")))[0]
+    file = _read_yaml(path, parser) if path else {}
+    values, replaced = _merged((script, file, command_line), choices([*SECTIONS.values(), *switch_options.values()]))
+    return dataclasses.replace(_assemble(values, switch_options, user), replaced=replaced)
+
+
+def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
+    """The flags of one dataclass, and the words of the command line that are not among them.
+
+    Raises:
+        ConfigError: a value of the wrong kind or out of range.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    _add_flags(parser, options)
+    given, rest = parser.parse_known_args(dashed(argv))
+    fields = {f.name: f for f in dataclasses.fields(options)}
+    values = {
+        name: _checked(fields[name], field_types(options)[name], value, "command line")
+        for name, value in vars(given).items()
+    }
+    return options(**values), rest
+
+
+def choices(options: Iterable[type]) -> dict[str, set[str]]:
+    """For each field that excludes others, the others."""
+    members: dict[str, set[str]] = {}
+    for f in itertools.chain.from_iterable(map(dataclasses.fields, options)):
+        if choice := f.metadata.get("choice"):
+            members.setdefault(choice, set()).add(f.name)
+    return {name: names - {name} for names in members.values() for name in names}
+
+
+def _merged(
+    places: Iterable[Mapping[str, tuple[Any, str]]], excluding: Mapping[str, set[str]]
+) -> tuple[dict[str, tuple[Any, str]], tuple[str, ...]]:
+    """The values of several places, from the lowest to the highest, and a line for each choice that was replaced."""
+    values: dict[str, tuple[Any, str]] = {}
+    lines = []
+    for place in places:
+        for name, (value, origin) in place.items():
+            if value in (None, False):
+                continue  # turned off: nothing is chosen
+            for other in sorted(excluding.get(name, set()) & values.keys() - place.keys()):
+                old, earlier = values.pop(other)
+                if old not in (None, False):
+                    lines.append(
+                        f"{_shown(name, value)} ({origin}) takes the place of {_shown(other, old)} ({earlier})"
+                    )
+        values.update(place)
+    return values, tuple(lines)
+
+
+def _shown(name: str, value: Any) -> str:
+    return spelling(name) if value is True else f"{spelling(name)} {value}"
+
+
+def dashed(argv: Sequence[str]) -> list[str]:
+    """Spell ``--micro_batch_size=4`` as ``--micro-batch-size=4``; values stay as they are."""
+    spelled = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        spelled.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return spelled
+
+
+def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> NoReturn:
+    if not word.startswith("-"):
+        raise ConfigError(f"unexpected argument '{word}'", hint="rapidformer --help lists every flag")
+    known = [name for action in parser._actions for name in action.option_strings]
+    flag = word.split("=")[0]
+    hint = did_you_mean(flag, known) or "rapidformer --help lists every flag"
+    raise ConfigError(f"unknown flag {flag}", where="command line", hint=hint)
+
+
+def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[Any, str]]:
+    """The flags of a YAML file, each with its line."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"the configuration file {path} does not exist", where="--config")
+    try:
+        document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, yaml.MappingNode):
+        raise ConfigError(f"{path} must map flags to values", where=f"{path}:1", hint="write 'lr: 3.0e-5'")
+    # A key is a field or its alias; "--no-tf32" is spelled "tf32: false".
+    fields = {action.dest: action.dest for action in parser._actions}
+    for action in parser._actions:
+        names = (option.lstrip("-").replace("-", "_") for option in action.option_strings)
+        fields |= {name: action.dest for name in names if not name.startswith("no_")}
+    values: dict[str, tuple[Any, str]] = {}
+    for key_node, value_node in document.value:
+        where = f"{file.name}:{key_node.start_mark.line + 1}"
+        name = str(key_node.value).replace("-", "_")
+        if name not in fields:
+            hint = did_you_mean(name, map(spelling, fields), as_yaml)
+            raise ConfigError(f"unknown key '{key_node.value}'", where=where, hint=hint)
+        if name == "config":
+            raise ConfigError("a configuration file cannot name another", where=where)
+        value = SafeConstructor().construct_document(value_node)
+        if value is not None:
+            values[fields[name]] = (value, where)
+    return values
+
+
+def _assemble(
+    values: Mapping[str, tuple[Any, str]], switch_options: Mapping[str, type], user: type | None
+) -> RunConfig:
+    remaining = dict(values)
+
+    def build(options: type) -> Any:
+        chosen = {}
+        for f in dataclasses.fields(options):
+            if f.name in remaining:
+                value, origin = remaining.pop(f.name)
+                chosen[f.name] = _checked(f, field_types(options)[f.name], value, origin)
+        return options(**chosen)
+
+    sections = {name: build(options) for name, options in SECTIONS.items()}
+    switches = {name: build(options) for name, options in switch_options.items()}
+    own = build(user) if user else None
+    if remaining:
+        name, (_, origin) = next(iter(remaining.items()))
+        known = [
+            spelling(f.name)
+            for options in (*SECTIONS.values(), *switch_options.values())
+            for f in dataclasses.fields(options)
+        ]
+        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=did_you_mean(name, known, as_code))
+    return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
+
+
+def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str) -> Any:
+    """``value`` in the type of its field.
+
+    Raises:
+        ConfigError: it is of another kind, not one of the choices, or out of its range.
+    """
+    kind, choices, several = _kind(annotation)
+    name = spelling(f.name)
+    if value is None:
+        return None
+    if several:
+        return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
+    bare = f.metadata.get("bare")
+    if bare is not None and isinstance(value, bool):
+        return kind(bare) if value else f.default
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{name} is true or false, not {value!r}", where=origin)
+    if kind is not bool and isinstance(value, bool):
+        raise ConfigError(f"{name} needs a value of type {kind.__name__}, not {value!r}", where=origin)
+    try:
+        # YAML reads 1e-5 as text; int("2.5") must not pass as 2.
+        value = kind(str(value)) if kind is int else kind(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} needs a value of type {kind.__name__}, not {value!r}", where=origin) from None
+    if choices and value not in choices and value != bare:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=f"{hint}choose from {', '.join(choices)}")
+    minimum = f.metadata.get("minimum")
+    if minimum is not None and not value >= minimum:
+        raise ConfigError(f"{name} must be at least {minimum}, not {value}", where=origin)
+    maximum = f.metadata.get("maximum")
+    if maximum is not None and not value <= maximum:
+        raise ConfigError(f"{name} must be at most {maximum}, not {value}", where=origin)
+    return value

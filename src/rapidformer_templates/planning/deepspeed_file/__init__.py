@@ -1,0 +1,1 @@
+"""A DeepSpeed file of the user's own, read into a plan."""

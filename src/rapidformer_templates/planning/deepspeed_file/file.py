@@ -1,0 +1,344 @@
+"""A DeepSpeed file and the flags: each value stands in one of them, or in both alike. Imports no torch.
+
+What the file says and no flag says becomes a flag, so that one plan shows everything; ``"auto"`` is
+filled from the flags; what both say must agree. What no flag knows is handed to DeepSpeed as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile, parse
+from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, OPTIMIZERS, look_up
+from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, FLAGS, PARAMETERS
+
+if TYPE_CHECKING:
+    from rapidformer_templates.planning.switch import Request
+
+
+def _whole(value: Any) -> Any:
+    """``2e8``, which is no whole number in JSON, as one."""
+    return int(value) if isinstance(value, float) and math.isfinite(value) and value.is_integer() else value
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of the file that is also a flag.
+
+    Attributes:
+        path: its place in the file, with dots.
+        field: the flag's field.
+        to_flag: the flag's value for one in the file.
+    """
+
+    path: str
+    field: str
+    to_flag: Callable[[Any], Any] = lambda value: value
+
+
+ENTRIES = (
+    Entry("train_micro_batch_size_per_gpu", "micro_batch_size", _whole),
+    Entry("train_batch_size", "global_batch_size", _whole),
+    Entry("gradient_clipping", "clip_grad"),
+    Entry("optimizer.params.lr", "lr"),
+    Entry("optimizer.params.weight_decay", "weight_decay"),
+    Entry("zero_optimization.stage3_param_persistence_threshold", "zero_3_param_persistence_threshold", _whole),
+    Entry("zero_optimization.stage3_prefetch_bucket_size", "zero_3_prefetch_bucket_size", _whole),
+    Entry("zero_optimization.stage3_max_live_parameters", "zero_3_max_live_parameters", _whole),
+)
+
+ZERO = tuple(f"zero_{level}_memory_optimization" for level in (1, 2, 3))
+OFFLOADS = ("offload_optimizer", "offload_param")
+LOUD = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
+"""Keys by which DeepSpeed prints."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a file says in the words of a flag.
+
+    Attributes:
+        field: the flag's field.
+        path: the key that says so.
+        value: the flag's value.
+        shown: the key's value as messages show it.
+    """
+
+    field: str
+    path: str
+    value: Any
+    shown: str
+
+
+def read(text: str) -> DeepSpeedFile:
+    """A DeepSpeed file, or JSON that is given in its place, in the spelling of the installed DeepSpeed.
+
+    Raises:
+        ConfigError: there is no such file, it is no JSON object, or a key stands in it twice.
+    """
+    file = parse(text)
+    content, moved = _booleans(file.content), {}
+    zero = content.get("zero_optimization")
+    if isinstance(zero, dict):
+        if "aio" in zero and "aio" not in content:  # where the guide has it
+            content["aio"], moved["aio"] = zero.pop("aio"), "zero_optimization.aio"
+        for name in [name for name in zero if f"stage3_{name}" in _STAGE_3]:
+            zero[f"stage3_{name}"] = zero.pop(name)
+            moved[f"zero_optimization.stage3_{name}"] = f"zero_optimization.{name}"
+    aio = content.get("aio")
+    if isinstance(aio, dict) and "thread_count" in aio:  # its name in the guide
+        aio["intra_op_parallelism"] = aio.pop("thread_count")
+        moved["aio.intra_op_parallelism"] = f"{moved.get('aio', 'aio')}.thread_count"
+    return replace(file, content=content, moved=moved)
+
+
+_STAGE_3 = {entry.path.rpartition(".")[2] for entry in ENTRIES} | {"stage3_max_reuse_distance"}
+
+
+def _booleans(value: Any) -> Any:
+    """The file's values, with ``"false"`` for what it means."""
+    if isinstance(value, dict):
+        return {key: _booleans(inner) for key, inner in value.items()}
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
+    """What the file says in the words of the flags.
+
+    Raises:
+        ConfigError: a value is of another kind than its flag's, or out of its range.
+    """
+    content, said = file.content, []
+
+    def add(name: str, path: str, value: Any, shown: Any = None) -> None:
+        checked = config.checked(name, value, f"{file.where(path)}, {path}")
+        said.append(Said(name, path, checked, str(look_up(content, path) if shown is None else shown)))
+
+    for entry in ENTRIES:
+        value = look_up(content, entry.path)
+        if value is not None:
+            add(entry.field, entry.path, entry.to_flag(value))
+    stage = look_up(content, "zero_optimization.stage")
+    if stage in (1, 2, 3):
+        add(f"zero_{int(stage)}_memory_optimization", "zero_optimization.stage", True)
+    enabled = {kind: look_up(content, f"{kind}.enabled") for kind in ("fp16", "bf16")}
+    chosen = next((kind for kind, value in enabled.items() if value), None)
+    if chosen or any(value is False for value in enabled.values()):
+        add("mixed_precision", f"{chosen or 'fp16'}.enabled", chosen)
+    device = look_up(content, "zero_optimization.offload_optimizer.device")
+    if device is not None:
+        add("cpu_offload", "zero_optimization.offload_optimizer.device", device == "cpu")
+    for section in OFFLOADS:
+        path = look_up(content, f"zero_optimization.{section}.nvme_path")
+        if path is not None and look_up(content, f"zero_optimization.{section}.device") == "nvme":
+            add("nvme_path", f"zero_optimization.{section}.nvme_path", path)
+    kind = str(look_up(content, "optimizer.type") or "")
+    if kind.lower() in OPTIMIZERS:
+        add("optimizer", "optimizer.type", OPTIMIZERS[kind.lower()])
+    for name, value, shown in _of_schedule(content):
+        add(FLAGS[name], f"scheduler.params.{name}", _whole(value) if FLAGS[name] != "lr" else value, shown)
+    return said
+
+
+def _of_schedule(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """(parameter, value, as messages show it) of those parameters of the schedule that are flags."""
+    kind = look_up(content, "scheduler.type")
+    given = look_up(content, "scheduler.params")
+    given = given if isinstance(given, Mapping) else {}
+    for name, default in PARAMETERS.get(kind, {}).items():
+        if name in FLAGS and name in given and given[name] not in (AUTO, None):
+            yield name, given[name], str(given[name])
+        elif name in FLAGS and name not in given and default is not None:
+            yield name, default, f"{default} (DeepSpeed's default)"
+
+
+def adopt(config: RunConfig) -> RunConfig:
+    """The configuration with what the file says and no flag does; the file is its origin.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    text = config.get("deepspeed_config")
+    if text is None:
+        return config
+    file, staged = read(text), bool(_stages(config))
+    for said in as_flags(file, config):
+        if said.field in config.origins or said.value is None or _agree(said, config.get(said.field)):
+            continue
+        if not (staged and said.field in ZERO):  # the file's stage is the same one, or a contradiction
+            config = config.replace(file.where(said.path), **{said.field: said.value})
+    return config
+
+
+def _agree(said: Said, value: Any) -> bool:
+    """Whether a flag's value is what the file says; of Adam there are several implementations."""
+    return said.value == value or (said.field == "optimizer" and "adam" in said.value and "adam" in value)
+
+
+def contradictions(request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(what the file says otherwise than the flags, fields of those flags), one after another."""
+    file = read_for(request)
+    for said in as_flags(file, request.config):
+        name, flag_value = said.field, request.config.get(said.field)
+        if name in ZERO:
+            for other in _stages(request.config):
+                if other != name:
+                    yield f"{file.name} has {said.path} = {said.shown}, {_said(request, other)}", (other,)
+            continue
+        if name == "global_batch_size" and flag_value is None:
+            continue
+        if name == "mixed_precision" and flag_value == AUTO:
+            continue
+        if not _agree(said, flag_value):
+            yield f"{file.name} has {said.path} = {said.shown}, {_said(request, name)}", (name,)
+    steps = look_up(file.content, "gradient_accumulation_steps")
+    if steps is not None and steps != request.sizes.accumulation:
+        batches = ("global_batch_size", "micro_batch_size")
+        ours = request.sizes.accumulation
+        yield f"{file.name} has gradient_accumulation_steps = {steps}, the batch sizes make {ours}", batches
+
+
+def _stages(config: RunConfig) -> list[str]:
+    """The ZeRO flags that are on."""
+    return [name for name in ZERO if config.get(name)]
+
+
+def _said(request: Request, name: str) -> str:
+    value = request.config.get(name)
+    word = "is on" if value is True else "is off" if value is False else "is not given" if value is None else None
+    return f"{spelling(name)} {word or f'is {value}'} ({request.config.origin(name)})"
+
+
+def read_for(request: Request) -> DeepSpeedFile:
+    """The file of a request; an empty one where there is none."""
+    text = request.config.get("deepspeed_config")
+    # That the file is there has been seen when it was adopted; a plan of switches alone has none.
+    given = text is not None and (text.lstrip().startswith("{") or Path(text).is_file())
+    return read(text) if given else DeepSpeedFile(str(text), {})
+
+
+def effective(request: Request, precision: str) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run: the file, with what the flags say.
+
+    Args:
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+    """
+    said = read_for(request).content
+    content = {name: section for name, section in said.items() if name in HANDED_ON}
+    merged = _merged(content, from_flags(request, precision))
+    steps = said.get("steps_per_print")
+    if isinstance(steps, int) and any(content.get(name) for name in LOUD):
+        merged["steps_per_print"] = steps  # what it prints, it prints every so many steps
+    return merged
+
+
+def from_flags(request: Request, precision: str) -> dict[str, Any]:
+    """What the flags say, in DeepSpeed's words."""
+    config, sizes = request.config, request.sizes
+    return {
+        "train_batch_size": sizes.global_batch,
+        "train_micro_batch_size_per_gpu": sizes.micro_batch,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "gradient_clipping": config.training.clip_grad,
+        "steps_per_print": 2**31,  # progress and metrics are ours
+        "zero_allow_untested_optimizer": True,  # RF025 refuses those that cannot update shards
+        "zero_force_ds_cpu_optimizer": False,
+        "fp16": {
+            "enabled": precision == "fp16",
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        },
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "zero_optimization": _zero(request),
+    }
+
+
+def _zero(request: Request) -> dict[str, Any]:
+    config = request.config
+    stage = next(level for level in (1, 2, 3) if f"zero-{level}" in request.active)
+    section: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 20_000_000,
+        "allgather_bucket_size": 50_000_000,
+    }
+    if stage == 3:
+        section |= {
+            "stage3_param_persistence_threshold": config.get("zero_3_param_persistence_threshold"),
+            "stage3_prefetch_bucket_size": config.get("zero_3_prefetch_bucket_size"),
+            "stage3_max_live_parameters": config.get("zero_3_max_live_parameters"),
+            "stage3_max_reuse_distance": config.get("zero_3_max_live_parameters"),
+            # These two would replace a function of torch, and Module.apply, for the whole process.
+            "memory_efficient_linear": False,
+            "override_module_apply": False,
+        }
+    section |= _by_width(request)
+    pinned = request.environment.device == "cuda"
+    if "nvme-offload" in request.active:
+        place = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
+        # The optimizer state passes through memory a sub-group at a time, in four buffers of that size.
+        buffers = {"buffer_size": _largest_share(request)}
+        section |= {"offload_optimizer": place, "offload_param": {**place, **buffers}, "sub_group_size": 25_000_000}
+    elif "cpu-offload" in request.active:
+        place = {"device": "cpu", "pin_memory": pinned}
+        section |= {"offload_optimizer": place} | ({"offload_param": dict(place)} if stage == 3 else {})
+    named = {name for name in OFFLOADS if isinstance(look_up(_zero_of(request), name), Mapping)}
+    # A file that names one of the two offloads that one.
+    return {key: value for key, value in section.items() if not named or key not in OFFLOADS or key in named}
+
+
+def _zero_of(request: Request) -> Mapping[str, Any]:
+    """The section of the file."""
+    section = read_for(request).content.get("zero_optimization")
+    return section if isinstance(section, Mapping) else {}
+
+
+def _by_width(request: Request) -> dict[str, int]:
+    """The sizes of buckets that the file leaves to ``"auto"``, by the guide's rule, where the width is known."""
+    width = None if request.environment.white_box else request.model.hidden_size
+    if width is None:
+        return {}
+    sizes = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    flags = {entry.path.rpartition(".")[2]: entry.field for entry in ENTRIES}
+    zero = _zero_of(request)
+    return {
+        name: size
+        for name, size in sizes.items()
+        if zero.get(name) == AUTO and flags.get(name) not in request.config.origins
+    }
+
+
+def _largest_share(request: Request) -> int:
+    """Elements of a buffer that a worker's share of any parameter passes through on its way to a disk.
+
+    The largest parameter is the embedding or a feed-forward; where the sizes are not known, DeepSpeed's default.
+    """
+    model, workers = request.model, request.sizes.data
+    if request.environment.white_box or model.hidden_size is None or model.vocab_size is None:
+        return 100_000_000
+    largest = model.hidden_size * max(-(-model.vocab_size // 128) * 128, 8 * model.hidden_size)
+    return -(-largest // workers) + 2**20  # and what alignment adds
+
+
+def _merged(content: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's values where it has any, ours where it has none or ``"auto"``."""
+    result: dict[str, Any] = copy.deepcopy(dict(ours))
+    for name, value in content.items():
+        if isinstance(value, dict):
+            result[name] = _merged(value, result.get(name) or {})
+        elif value != AUTO:
+            result[name] = value
+    return result

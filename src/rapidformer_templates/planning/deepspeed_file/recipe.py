@@ -1,0 +1,125 @@
+"""The optimizer and the schedule of a DeepSpeed file as the plan holds them, and what the plan says of the file.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.deepspeed_file.file import ENTRIES, LOUD, effective, from_flags, read_for
+from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile
+from rapidformer_templates.planning.deepspeed_file.keys import OWN, SAID, asks_nothing, leaves, look_up
+from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, FLAGS, PARAMETERS
+
+if TYPE_CHECKING:
+    from rapidformer_templates.planning.switch import Request
+
+BESIDE = ("lr_decay_style", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction")
+"""Flags of the library's own schedule."""
+
+FLAGS_OF_SECTIONS = {
+    "zero_optimization.stage",
+    "fp16.enabled",
+    "bf16.enabled",
+    "zero_optimization.offload_optimizer.device",
+    *(entry.path for entry in ENTRIES),
+}
+
+
+def file_options(request: Request) -> dict[str, Any]:
+    """The options of the optimizer that a file names beside the learning rate and the weight decay."""
+    params = look_up(read_for(request).content, "optimizer.params")
+    given = params if isinstance(params, Mapping) else {}
+    options = {name: given[name] for name in ("betas", "eps") if given.get(name, AUTO) not in (AUTO, None)}
+    return options | ({"betas": tuple(options["betas"])} if "betas" in options else {})
+
+
+def decays_in_the_gradient(request: Request) -> bool:
+    """Whether a file asks for Adam with the weight decay in the gradient, not beside it."""
+    return look_up(read_for(request).content, "optimizer.params.adam_w_mode") is False
+
+
+def schedule(request: Request) -> dict[str, Any] | None:
+    """The type and parameters of a file's schedule."""
+    section = read_for(request).content.get("scheduler")
+    if not isinstance(section, Mapping) or section.get("type") not in PARAMETERS:
+        return None
+    return {"type": section["type"], "params": dict(section.get("params") or {})}
+
+
+def notes(request: Request) -> Iterator[str]:
+    """What the plan says of what a file asks for."""
+    file = read_for(request)
+    yield from _moved(file)
+    for path, why in SAID.items():
+        value = look_up(file.content, path)
+        if value is not None and not asks_nothing(value) and not (path == "steps_per_print" and _prints(file)):
+            yield f"{file.name}: {path} {_shown(value)}: {why}"
+    if options := file_options(request):
+        given = ", ".join(f"{name} {_shown(value)}" for name, value in options.items())
+        yield f"{file.name}: the optimizer has {given}"
+    if look_up(file.content, "optimizer.params.weight_decay"):
+        yield f"{file.name}: optimizer.params.weight_decay is not for biases and norms, as everywhere here"
+    if asked := schedule(request):
+        given = ", ".join(f"{name} {_shown(value)}" for name, value in asked["params"].items())
+        yield f"{file.name}: the learning rate follows DeepSpeed's {asked['type']} ({given})"
+    if "aio" in file.content and "nvme-offload" not in request.active:
+        yield f"{file.name}: aio acts with offload to NVMe only"
+    yield from _filled(request, file)
+
+
+def _moved(file: DeepSpeedFile) -> Iterator[str]:
+    for new, old in file.moved.items():
+        yield f"{file.name}: {old} is read as {new}, where DeepSpeed looks for it"
+
+
+def _filled(request: Request, file: DeepSpeedFile) -> Iterator[str]:
+    """The sections' values that were left to be filled and that no flag shows."""
+    precision = "fp32"  # of no matter here
+    ours = dict(leaves(from_flags(request, precision)))
+    told = dict(leaves(effective(request, precision)))
+    auto = [path for path, value in leaves(file.content) if value == AUTO and path in told and path in ours]
+    shown = [f"{path} {told[path]}" for path in auto if path.startswith("zero_optimization.")]
+    if shown:
+        yield f"{file.name}: auto is filled: {', '.join(shown)}"
+
+
+def _prints(file: DeepSpeedFile) -> bool:
+    return any(file.content.get(name) for name in LOUD)
+
+
+def _shown(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def two_schedules(request: Request) -> Iterator[tuple[str, str]]:
+    """(message, field) of each flag that a file's schedule would leave without effect."""
+    file, asked = read_for(request), schedule(request)
+    if asked is None:
+        return
+    params = {**PARAMETERS[asked["type"]], **asked["params"]}
+    used = {FLAGS[name] for name in params if name in FLAGS}
+    if asked["params"].get("warmup_num_steps") == AUTO:
+        used.add("lr_warmup_fraction")
+    for field in BESIDE:
+        origin = request.config.origins.get(field)
+        if origin is not None and field not in used and not origin.startswith(file.name):
+            yield (
+                f"{file.name} has the schedule {asked['type']}, beside which {spelling(field)} would do nothing",
+                field,
+            )
+
+
+def for_deepspeed_alone(request: Request) -> list[str]:
+    """The keys that ask for something of DeepSpeed itself, which no flag asks for."""
+    return [
+        path
+        for path, value in leaves(read_for(request).content)
+        if not asks_nothing(value)
+        and path.partition(".")[0] not in OWN
+        and path not in FLAGS_OF_SECTIONS
+        and path not in SAID
+    ]

@@ -1,0 +1,262 @@
+"""The rules that belong to no single switch. The others stand in the file of their switch."""
+
+from __future__ import annotations
+
+from rapidformer_templates.planning.changes import add, drop, replace
+from rapidformer_templates.planning.checks import one_claim
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Resource, Rule
+from rapidformer_templates.switches.optimizer.declaration import missing_package
+
+# Flags that act only together with another one: (flag, its value when off, the other, a value to suggest for it).
+# The other is off when it is None, of a choice ``static``, of a size 1.
+ONLY_WITH = (
+    ("moe_top_k", None, "num_experts", 8),
+    ("moe_ffn_hidden_size", None, "num_experts", 8),
+    ("moe_layer_interval", 1, "num_experts", 8),
+    ("moe_capacity_factor", None, "num_experts", 8),
+    ("expert_parallel", False, "num_experts", 8),
+    ("weights_only", False, "load", "DIR"),
+    ("resume", False, "save", "DIR"),
+    ("metric_for_best_mode", None, "metric_for_best", "NAME"),
+    ("tokens_per_batch", None, "data_iterator", "dynamic-shape"),
+    ("max_shapes", None, "data_iterator", "dynamic-shape"),
+    ("shape_multiple", None, "data_iterator", "dynamic-shape"),
+    ("virtual_pipeline_size", 1, "pipeline_model_parallel_size", 2),
+    ("pipeline_stages", None, "pipeline_model_parallel_size", 2),
+)
+
+
+def _leave_out(*names: str) -> tuple[Change, ...]:
+    """Leaving out either of the named flags."""
+    return tuple(drop({name: None}) for name in names)
+
+
+def _epochs_or_iterations(request: Request) -> list[Finding]:
+    given = request.config.training
+    if given.epochs is not None and given.train_iters is not None:
+        asked = request.asked("epochs", "train_iters")
+        message = "--epochs and --train-iters exclude each other"
+        return [Finding(message, asked, changes=_leave_out("epochs", "train_iters"))]
+    if request.training and given.epochs is None and given.train_iters is None:
+        choices = (add({"epochs": 3}, "passes over the data"), add({"train_iters": 1000}, "optimizer steps"))
+        return [Finding("neither --epochs nor --train-iters is given", changes=choices)]
+    return []
+
+
+def _package_installed(request: Request) -> list[Finding]:
+    missing = [
+        Finding(
+            f"{switch.name} needs {switch.needs_package}, which is not installed: {switch.install}",
+            request.asked_for(switch.name),
+            switches=(switch.name,),
+        )
+        for switch in request.active.values()
+        if switch.needs_package and switch.needs_package not in request.environment.packages
+    ]
+    return [*missing, *missing_package(request)]
+
+
+def _gpu_present(request: Request) -> list[Finding]:
+    environment = request.environment
+    wanting = [
+        Finding(f"{switch.name} needs a GPU", request.asked_for(switch.name), switches=(switch.name,))
+        for switch in request.active.values()
+        if switch.needs_cuda and environment.device == "cpu"
+    ]
+    if request.training and environment.device == "cuda" and environment.compute_capability is None:
+        message = "--device cuda asks for a GPU, and torch can use none here"
+        wanting.append(Finding(message, request.asked("device"), changes=(replace({"device": "cpu"}),)))
+    return wanting
+
+
+def _batch_divides(request: Request) -> list[Finding]:
+    sizes = request.sizes
+    step = sizes.micro_batch * sizes.data
+    if sizes.world % (sizes.tensor * sizes.pipeline) or sizes.global_batch % step == 0:
+        return []  # without a whole data-parallel size there is nothing to divide by
+    near = [n for n in (sizes.global_batch // step * step, -(-sizes.global_batch // step) * step) if n]
+    return [
+        Finding(
+            f"global batch size {sizes.global_batch} is not divisible by micro batch {sizes.micro_batch} × "
+            f"data-parallel size {sizes.data}; the nearest that work: {' and '.join(map(str, near))}",
+            (*request.asked("global_batch_size", "micro_batch_size"), f"data-parallel size {sizes.data}"),
+            changes=tuple(replace({"global_batch_size": n}, f"{n // step} × {step} samples a step") for n in near),
+        )
+    ]
+
+
+def _learning_rate(request: Request) -> list[Finding]:
+    if not request.training or request.config.training.lr is not None:
+        return []
+    note = "fine-tuning usually starts at 2e-5 to 5e-5, pretraining at 1e-4 to 6e-4"
+    return [Finding("--lr is missing", changes=(add({"lr": 5e-5}, note),))]
+
+
+def _one_warmup(request: Request) -> list[Finding]:
+    both = ("lr_warmup_iters", "lr_warmup_fraction")
+    if any(request.config.get(name) is None for name in both):
+        return []
+    message = "--lr-warmup-iters and --lr-warmup-fraction exclude each other"
+    return [Finding(message, request.asked(*both), changes=_leave_out(*both))]
+
+
+def _sequence_fits(request: Request) -> list[Finding]:
+    length, positions = request.config.model.seq_length, request.model.max_position_embeddings
+    if length is None or positions is None or length <= positions:
+        return []
+    message = f"sequences of {length} tokens are longer than the model's {positions} positions"
+    return [Finding(message, request.asked("seq_length"), changes=(replace({"seq_length": positions}),))]
+
+
+def _has_companion(request: Request) -> list[Finding]:
+    findings = []
+    for name, off, other, value in ONLY_WITH:
+        if request.config.get(name) != off and request.config.get(other) in (None, "static", 1):
+            changes = (add({other: value}), drop({name: off}))
+            message = f"{spelling(name)} acts only together with {spelling(other)}"
+            findings.append(Finding(message, request.asked(name), changes=changes))
+    return findings
+
+
+def _packs_samples(request: Request) -> list[Finding]:
+    data, task = request.config.data, request.config.training.task
+    if not data.pack_sequences or task == "causal_lm":
+        return []
+    message = f"packed samples need --task causal_lm, not {task or 'data of your own'}"
+    changes = (drop({"pack_sequences": False}), replace({"task": "causal_lm"}))
+    return [Finding(message, request.asked("pack_sequences", "task"), changes=changes)]
+
+
+def _groups_packed_rows(request: Request) -> list[Finding]:
+    if not (request.config.data.pack_sequences and request.config.data.group_by_length):
+        return []
+    asked = request.asked("group_by_length", "pack_sequences")
+    changes = (drop({"group_by_length": None}), drop({"pack_sequences": False}))
+    return [Finding("--group-by-length has nothing to group in packed rows", asked, changes=changes)]
+
+
+def _learns_answers(request: Request) -> list[Finding]:
+    asked, task = request.config.data.loss_on, request.config.training.task
+    if asked is None or task == "causal_lm":
+        return []
+    message = f"--loss-on {asked} needs --task causal_lm, not {task or 'data of your own'}"
+    changes = (drop({"loss_on": None}), replace({"task": "causal_lm"}))
+    return [Finding(message, request.asked("loss_on", "task"), changes=changes)]
+
+
+RULES = (
+    Rule(
+        "RF008",
+        "At most one switch partitions the model's states.",
+        "each of them decides which worker holds which state",
+        "[R]",
+        one_claim(Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS),
+        Example("--fsdp-memory-optimization --oss-memory-optimization --world-size 2"),
+    ),
+    Rule(
+        "RF015",
+        "Exactly one of --epochs and --train-iters.",
+        "both say when training ends",
+        "[R]",
+        _epochs_or_iterations,
+        Example("--epochs 3 --train-iters 1000"),
+    ),
+    Rule(
+        "RF016",
+        "At most one switch captures the model's graph.",
+        "a graph that ONNX Runtime runs is no longer one that torch.compile can compile, and the reverse",
+        "[torch, onnxruntime]",
+        one_claim(Resource.GRAPH),
+        Example("--onnx-runtime-training --torch-compile"),
+    ),
+    Rule(
+        "RF023",
+        "A switch's package is installed.",
+        "nothing else stands for it, and a switch that cannot act is refused",
+        "[environment]",
+        _package_installed,
+        Example("--optimizer adamw_apex_fused", machine={"device": "cuda", "compute_capability": (8, 0)}),
+    ),
+    Rule(
+        "RF024",
+        "A switch or a device that needs a GPU has one.",
+        "nothing falls back to a CPU in silence",
+        "[torch]",
+        _gpu_present,
+        Example("--device cuda --lr 5e-5 --epochs 3 --save run", machine={"device": "cuda"}, training=True),
+    ),
+    Rule(
+        "RF026",
+        "The optimizer state is offloaded to one place.",
+        "--nvme-path already moves optimizer state and parameters",
+        "[D]",
+        one_claim(Resource.OFFLOAD),
+        Example("--cpu-offload --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"),
+    ),
+    Rule(
+        "RF030",
+        "The global batch size is a multiple of micro batch size × data-parallel size.",
+        "an optimizer step is a whole number of micro batches on every worker",
+        "[R]",
+        _batch_divides,
+        Example("--micro-batch-size 4 --global-batch-size 10 --world-size 2"),
+    ),
+    Rule(
+        "RF031",
+        "Training needs a learning rate.",
+        "no rate suits every model, so there is no default",
+        "[R]",
+        _learning_rate,
+        Example("--epochs 3 --save run", training=True),
+    ),
+    Rule(
+        "RF032",
+        "Warmup is given in steps or as a share, not both.",
+        "each decides how many steps the warmup takes",
+        "[R]",
+        _one_warmup,
+        Example("--lr-warmup-iters 10 --lr-warmup-fraction 0.1"),
+    ),
+    Rule(
+        "RF033",
+        "A sequence fits into the model's positions.",
+        "there is no embedding for a position beyond the last",
+        "[transformers]",
+        _sequence_fits,
+        Example("--seq-length 1024 --max-position-embeddings 512"),
+    ),
+    Rule(
+        "RF034",
+        "A flag that acts only with another is given together with it.",
+        "alone it would be ignored in silence",
+        "[rapidformer_templates]",
+        _has_companion,
+        Example("--moe-top-k 2"),
+    ),
+    Rule(
+        "RF050",
+        "Sequence packing is for --task causal_lm.",
+        "packed samples are kept apart by a causal block-diagonal mask; other tasks look both ways, have one label a "
+        "row, or have rows of one length already",
+        "[rapidformer_templates]",
+        _packs_samples,
+        Example("--task sequence_classification --pack-sequences"),
+    ),
+    Rule(
+        "RF051",
+        "Packed rows are not grouped by length.",
+        "each of them is as long as the others",
+        "[rapidformer_templates]",
+        _groups_packed_rows,
+        Example("--task causal_lm --pack-sequences --group-by-length"),
+    ),
+    Rule(
+        "RF052",
+        "--loss-on is for --task causal_lm.",
+        "in other tasks the labels of the data set say what is learned",
+        "[rapidformer_templates]",
+        _learns_answers,
+        Example("--task masked_lm --loss-on answers"),
+    ),
+)

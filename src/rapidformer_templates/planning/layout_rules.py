@@ -1,0 +1,145 @@
+"""The rules of 3D layouts, which tensor and pipeline parallelism share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.changes import add, replace
+from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+
+PARALLEL = ("tensor-parallel", "pipeline-parallel")
+PARTITIONS_UNDER_3D = frozenset({"zero-1", "zero-2", "distributed-optimizer"})
+TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+
+
+def _parallel(request: Request) -> tuple[str, ...]:
+    return tuple(name for name in PARALLEL if name in request.active)
+
+
+def _smaller(name: str, size: int, fits: Callable[[int], bool]) -> tuple[Change, ...]:
+    """The greatest size above one and below ``size`` that fits, if there is one."""
+    best = next((n for n in range(size - 1, 1, -1) if fits(n)), None)
+    return (replace({name: best}),) if best else ()
+
+
+def _few_partitions(request: Request) -> list[Finding]:
+    parallel = _parallel(request)
+    return [
+        Finding(
+            f"{switch.name} does not work together with {' and '.join(parallel)}",
+            request.asked_for(switch.name, *parallel),
+            switches=(switch.name, *parallel),
+        )
+        for switch in request.of_family(PARTITIONING)
+        if switch.name not in PARTITIONS_UNDER_3D
+    ]
+
+
+def _workers_divide(request: Request) -> list[Finding]:
+    world, tensor, pipeline = request.sizes.world, request.sizes.tensor, request.sizes.pipeline
+    if world % (tensor * pipeline) == 0:
+        return []
+    return [
+        Finding(
+            f"{world} worker{'s' if world > 1 else ''} cannot be divided into tensor {tensor} × pipeline {pipeline}",
+            (*request.asked_for(*_parallel(request)), f"{world} workers in all"),
+            switches=_parallel(request),
+            changes=(
+                *_smaller(TENSOR, tensor, lambda n: world % (n * pipeline) == 0),
+                *_smaller(PIPELINE, pipeline, lambda n: world % (tensor * n) == 0),
+            ),
+        )
+    ]
+
+
+def _model_divides(request: Request) -> list[Finding]:
+    return [*_blocks_divide(request), *_matrices_divide(request)]
+
+
+def _blocks_divide(request: Request) -> list[Finding]:
+    layers, sizes = request.model.num_layers, request.sizes
+    if layers is None or sizes.pipeline == 1 or request.config.get("pipeline_stages") is not None:
+        return []  # stages that are asked for may differ; a rule of their own looks at them
+    if sizes.pipeline < layers and layers % sizes.pipeline == 0:
+        return []
+    stages = sizes.pipeline * int(request.config.get("virtual_pipeline_size"))
+    uneven = ",".join(map(str, cut(0, [1] * layers, 0, stages))) if stages <= layers else None
+    return [
+        Finding(
+            f"{layers} blocks cannot be cut into {sizes.pipeline} stages of more than one block and equal size",
+            request.asked_for("pipeline-parallel"),
+            switches=("pipeline-parallel",),
+            changes=(
+                *_smaller(
+                    PIPELINE,
+                    sizes.pipeline,
+                    lambda n: n < layers and layers % n == 0 and sizes.world % (sizes.tensor * n) == 0,
+                ),
+                *((add({"pipeline_stages": uneven}, "blocks of each stage"),) if uneven else ()),
+            ),
+        )
+    ]
+
+
+def _matrices_divide(request: Request) -> list[Finding]:
+    model, sizes = request.model, request.sizes
+    named = {
+        "attention heads": model.num_attention_heads,
+        "key-value heads": model.num_key_value_heads,
+        "hidden size": model.hidden_size,
+    }
+    known = {name: size for name, size in named.items() if size is not None}
+    uneven = [f"{name} {size}" for name, size in known.items() if size % sizes.tensor]
+    if not uneven:
+        return []
+    return [
+        Finding(
+            f"tensor size {sizes.tensor} does not divide {', '.join(uneven)}",
+            request.asked_for("tensor-parallel"),
+            switches=("tensor-parallel",),
+            changes=_smaller(
+                TENSOR,
+                sizes.tensor,
+                lambda n: not any(size % n for size in known.values()) and sizes.world % (n * sizes.pipeline) == 0,
+            ),
+        )
+    ]
+
+
+LAYOUT_RULES = (
+    Rule(
+        "RF003",
+        "Tensor and pipeline parallelism need the Trainer template.",
+        "the other templates keep the whole model in each worker",
+        "[R]",
+        needs_template(*PARALLEL),
+        Example("--template Pretrainer --tensor-model-parallel-size 2 --world-size 2"),
+    ),
+    Rule(
+        "RF004",
+        "With 3D parallelism only ZeRO-1, ZeRO-2 or the distributed optimizer partition the model's states.",
+        "the others shard or gather what tensor and pipeline parallelism have already divided",
+        "[R, M]",
+        _few_partitions,
+        Example("--tensor-model-parallel-size 2 --fsdp-memory-optimization --world-size 4"),
+    ),
+    Rule(
+        "RF009",
+        "Tensor × pipeline × data is the number of workers.",
+        "each worker holds one tensor shard of one pipeline stage of one replica",
+        "[M]",
+        _workers_divide,
+        Example("--tensor-model-parallel-size 3 --world-size 4"),
+    ),
+    Rule(
+        "RF010",
+        "The pipeline size divides the blocks and is below them; the tensor size divides heads and hidden size.",
+        "stages and shards of unequal size would wait for the greatest one, or could not be cut at all; "
+        "--pipeline-stages asks for unequal stages on purpose",
+        "[M]",
+        _model_divides,
+        Example("--pipeline-model-parallel-size 4 --num-layers 6 --world-size 4"),
+    ),
+)

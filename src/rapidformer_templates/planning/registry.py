@@ -1,0 +1,97 @@
+"""The registry: every switch and every rule. A switch is found because it lies in the folder of switches."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.general_rules import RULES
+from rapidformer_templates.planning.switch import Finding, Request, Rule, Switch
+from rapidformer_templates.planning.training_rules import TRAINING_RULES
+
+SWITCHES = "rapidformer_templates.switches"
+"""The folder in which switches are found. Its name stands for it: what is planned lies below what acts."""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Switches in the order in which they are applied, and the rules that belong to none of them."""
+
+    switches: tuple[Switch, ...]
+    rules: tuple[Rule, ...]
+
+    def __getitem__(self, name: str) -> Switch:
+        """The switch of this name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Switch]:
+        return {switch.name: switch for switch in self.switches}
+
+    @cached_property
+    def all_rules(self) -> tuple[Rule, ...]:
+        """Every rule once, by code."""
+        return _by_code([*self.rules, *(rule for switch in self.switches for rule in switch.rules)])
+
+    def consulted(self, request: Request) -> tuple[Rule, ...]:
+        """The general rules and those of the active switches, by code."""
+        return _by_code([*self.rules, *(rule for switch in request.active.values() for rule in switch.rules)])
+
+    def broken(self, request: Request) -> Iterator[tuple[Rule, Finding]]:
+        """Every rule that the request breaks, with what is wrong; rules that only note are among them."""
+        for rule in self.consulted(request):
+            for finding in rule.check(request):
+                yield rule, finding
+
+    def refusals(self, request: Request) -> list[tuple[Rule, Finding]]:
+        """What stands against the request."""
+        return [(rule, finding) for rule, finding in self.broken(request) if rule.refuses]
+
+    def options(self) -> dict[str, type]:
+        """The options dataclass of each switch, by its name: the ``switch_options`` of ``config.parse``."""
+        return {switch.name: switch.options for switch in self.switches}
+
+    def complete(self, config: RunConfig) -> RunConfig:
+        """The configuration with default options for each switch that it does not mention."""
+        missing = {name: options() for name, options in self.options().items() if name not in config.switches}
+        return dataclasses.replace(config, switches={**config.switches, **missing}) if missing else config
+
+    def without(self, code: str) -> Registry:
+        """This registry without the rule of that code: what the test of a rule compares with."""
+
+        def others(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+            return tuple(rule for rule in rules if rule.code != code)
+
+        switches = (dataclasses.replace(switch, rules=others(switch.rules)) for switch in self.switches)
+        return Registry(tuple(switches), others(self.rules))
+
+
+def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    return tuple(rule for _, rule in sorted({rule.code: rule for rule in rules}.items()))
+
+
+def _discover() -> tuple[Switch, ...]:
+    """The switches of every file in the folder of switches, and of the ``declaration`` of every folder in it."""
+    found: list[Switch] = []
+    folder = importlib.import_module(SWITCHES)
+    for module in pkgutil.iter_modules(folder.__path__, f"{SWITCHES}."):
+        declared = vars(importlib.import_module(f"{module.name}.declaration" if module.ispkg else module.name))
+        found += [declared["SWITCH"]] if "SWITCH" in declared else declared["SWITCHES"]
+    return tuple(sorted(found, key=lambda switch: (switch.stage, switch.name)))
+
+
+REGISTRY = Registry(_discover(), (*RULES, *TRAINING_RULES))
+
+
+def switch_options() -> dict[str, type]:
+    """The options dataclass of each switch of this version, by the switch's name."""
+    return REGISTRY.options()

@@ -1,0 +1,89 @@
+"""The facts that rules look at: sizes, model and active switches, gathered from a configuration. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.plan import Sizes
+from rapidformer_templates.planning.switch import ModelFacts, Request, Switch
+
+# What the architectures of transformers call one and the same size.
+CONFIG_KEYS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+}
+
+
+def build_request(
+    config: RunConfig,
+    environment: Environment,
+    switches: Sequence[Switch],
+    *,
+    training: bool = False,
+    model: ModelFacts | None = None,
+) -> Request:
+    """Gather the facts; ``model`` spares reading the model's ``config.json`` again."""
+    sizes = sizes_of(config, environment)
+    model = model or model_facts(config)
+    asked = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
+    active = {switch.name: switch.in_layout(sizes) for switch in asked}
+    return Request(config, environment, active, sizes, model, training)
+
+
+def sizes_of(config: RunConfig, environment: Environment) -> Sizes:
+    """Workers and batches; what does not divide is rounded down, and a rule speaks about it."""
+    tensor = config.get("tensor_model_parallel_size")
+    pipeline = config.get("pipeline_model_parallel_size")
+    data = max(1, environment.world_size // (tensor * pipeline))
+    micro = config.data.micro_batch_size
+    whole = config.data.global_batch_size or micro * data
+    return Sizes(
+        world=environment.world_size,
+        local_world=environment.local_world_size,
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        micro_batch=micro,
+        global_batch=whole,
+        accumulation=max(1, whole // (micro * data)),
+    )
+
+
+def model_facts(config: RunConfig) -> ModelFacts:
+    """Kind and sizes of the model from its flags, else from the ``config.json`` of a local folder.
+
+    Raises:
+        ModelError: that file is not a JSON object.
+    """
+    found = _read_config(config.model.pretrained_model_name_or_path)
+    kind = found.get("model_type") if found else config.model.model_type
+    facts: dict[str, Any] = {}
+    for name, keys in CONFIG_KEYS.items():
+        in_file = next((found[key] for key in keys if isinstance(found.get(key), int)), None)
+        asked = getattr(config.model, name, None)
+        facts[name] = in_file if asked is None else asked
+    return ModelFacts(model_type=kind if isinstance(kind, str) else None, **facts)
+
+
+def _read_config(folder: str | None) -> dict[str, Any]:
+    file = Path(folder) / "config.json" if folder else None
+    if file is None or not file.is_file():
+        return {}  # a name on the hub, or a folder that loading the model will speak about
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}", where="--pretrained-model-name-or-path") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} does not hold a JSON object", where="--pretrained-model-name-or-path")
+    return found

@@ -1,0 +1,107 @@
+"""resolve(): from what was asked to a plan, or to every reason why not. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rapidformer_templates.errors import Diagnostic, Refused
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.deepspeed_file.recipe import schedule
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY, Registry
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.suggest import nearest, to_suggestion
+from rapidformer_templates.planning.switch import Request
+from rapidformer_templates.switches.mixed_precision import precision
+from rapidformer_templates.switches.optimizer.declaration import implementation, optimizer_options
+
+SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
+DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"
+PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
+PIPELINE_ENGINE = "rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine"
+
+
+def resolve(
+    config: RunConfig, environment: Environment, registry: Registry = REGISTRY, *, training: bool = False
+) -> Plan:
+    """Decide what a run will do, before any worker starts.
+
+    Args:
+        config: what the user asked for.
+        environment: template, workers, devices and packages.
+        registry: the switches and rules that decide.
+        training: whether the run is about to train. A plan may leave open what training must
+            know: the learning rate, when to end, a GPU that is not seen from here.
+
+    Raises:
+        Refused: with a :class:`Diagnostic` for each rule that is broken.
+        ModelError: the model folder's ``config.json`` cannot be read.
+    """
+    request = build_request(registry.complete(config), environment, registry.switches, training=training)
+    refusals = registry.refusals(request)
+    if refusals:
+        works = tuple(to_suggestion(path) for path in nearest(request, registry))
+        raise Refused(
+            [
+                Diagnostic(rule.code, found.message, rule.why, rule.source, found.asked, works)
+                for rule, found in refusals
+            ]
+        )
+    return plan_of(request, registry)
+
+
+def plan_of(request: Request, registry: Registry) -> Plan:
+    """The plan of a request that breaks no rule."""
+    options = [switch.engine_options(request) for switch in request.active.values()]
+    return Plan(
+        template=request.environment.template or "none",
+        switches=tuple(request.active),
+        sizes=request.sizes,
+        engine=_engine(request),
+        engine_options={name: value for given in options for name, value in given.items()},
+        device=request.environment.device,
+        precision=precision(request.config, request.environment),
+        optimizer=request.config.get("optimizer"),
+        optimizer_implementation=implementation(request),
+        optimizer_options=optimizer_options(request),
+        schedule=schedule(request),
+        notes=_notes(request, registry),
+        values=_values(request),
+        rules=tuple(rule.code for rule in registry.consulted(request)),
+    )
+
+
+def _engine(request: Request) -> str:
+    """The engine that owns the optimizer step: a layout's own, else the last that a switch asks for."""
+    if request.sizes.pipeline > 1:
+        return PIPELINE_ENGINE
+    if request.sizes.tensor > 1:
+        return PARALLEL_ENGINE
+    # The registry's order is that of the stages.
+    engines = [switch.engine for switch in request.active.values() if switch.engine]
+    return [DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE, *engines][-1]
+
+
+def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
+    notes = list(request.config.replaced)
+    notes += [note for switch in request.active.values() for note in switch.notes(request)]
+    notes += [finding.message for _, finding in registry.broken(request)]  # an accepted request breaks only notes
+    micro = request.sizes.micro_batch
+    if micro > 8 and micro % 8:
+        notes.append(f"micro batch {micro}: multiples of 8 suit the matrix units better [S]")
+    if request.environment.device == "cuda" and request.environment.compute_capability is None:
+        notes.append("no GPU can be seen from here: what depends on its kind is looked at again when training starts")
+    return tuple(notes)
+
+
+def _values(request: Request) -> Mapping[str, Mapping[str, Any]]:
+    """Each flag that was given, and the template, with its value and where it came from."""
+    config, environment = request.config, request.environment
+    values = {
+        spelling(name): {"value": value, "origin": config.origin(name)}
+        for name, value in config.items()
+        if name in config.origins
+    }
+    return {**values, "template": {"value": environment.template, "origin": environment.template_origin}}

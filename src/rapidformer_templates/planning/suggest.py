@@ -1,0 +1,151 @@
+"""The nearest combinations that work, by a uniform-cost search over changes of what was asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rapidformer_templates.errors import Suggestion
+from rapidformer_templates.planning.changes import REPLACE, WITHOUT, drop, spell
+from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.registry import Registry
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.switch import Change, Finding, Request, Resource, Switch
+
+Path = tuple[Change, ...]
+
+# Combinations that are looked at before the search settles for taking out all that clashes.
+# Typical searches look at fewer than thirty, at about 0.1 ms each.
+MAX_LOOKS = 120
+
+STATES = {
+    Resource.OPTIMIZER_STATE: "optimizer state",
+    Resource.GRADIENTS: "gradients",
+    Resource.PARAMETERS: "parameters",
+}
+SAME = {1: "state", 2: "two states", 3: "three states"}
+
+
+def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
+    """Up to ``limit`` sets of changes after which every rule accepts the request, nearest first.
+
+    Every way out must mend each finding, so only one finding of a state is branched on: the one
+    with the fewest ways out. Each set returned has been resolved.
+    """
+    frontier: list[tuple[float, int, Path]] = [(0.0, 0, ())]
+    order = itertools.count(1)
+    seen: set[frozenset[tuple[str, Any]]] = set()
+    found: list[Path] = []
+    nearest_cost = 0.0
+    for _ in range(MAX_LOOKS):
+        if not frontier or len(found) == limit:
+            break
+        cost, _, path = heapq.heappop(frontier)
+        if found and cost >= nearest_cost + REPLACE:
+            break  # so much further away that it would only distract
+        choices = _ways_out(apply(request, path, registry), registry)
+        if choices is None:
+            if not any(_is_nearer(other, path) for other in found):
+                nearest_cost = nearest_cost if found else cost
+                found.append(path)
+            continue
+        for change in choices:
+            longer = (*path, change)
+            state = frozenset(_values(longer).items())
+            if not _overlap(path, change) and state not in seen:
+                seen.add(state)
+                heapq.heappush(frontier, (cost + change.cost, next(order), longer))
+    return found or [_take_out(request, registry)]
+
+
+def apply(request: Request, changes: Iterable[Change], registry: Registry) -> Request:
+    """The request after the changes."""
+    values: dict[str, Any] = {}
+    environment = request.environment
+    for change in changes:
+        values.update(change.values)
+        if change.template:
+            environment = dataclasses.replace(environment, template=change.template)
+        if change.values.get("device") == "cpu":
+            environment = dataclasses.replace(environment, device="cpu", compute_capability=None)
+    config = request.config.replace("suggestion", **values)
+    return build_request(config, environment, registry.switches, training=request.training, model=request.model)
+
+
+def to_suggestion(path: Sequence[Change]) -> Suggestion:
+    """The changes as text; what is left out comes last."""
+    words = [change.describe for change in path]
+    gone = " ".join(word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT))
+    kept = [word for word in words if not word.startswith(WITHOUT)]
+    notes = dict.fromkeys(change.note for change in path if change.note)
+    return Suggestion(" ".join([*kept, WITHOUT + gone] if gone else kept), "; ".join(notes))
+
+
+def _ways_out(request: Request, registry: Registry) -> list[Change] | None:
+    """The changes that may mend one finding of the request, or None if there is nothing to mend."""
+    options = [_changes(request, finding, registry) for _, finding in registry.refusals(request)]
+    return min(options, key=len) if options else None
+
+
+def _changes(request: Request, finding: Finding, registry: Registry) -> list[Change]:
+    changes = list(finding.changes)
+    for name in finding.switches:
+        switch = request.active[name]
+        changes += [_in_place(switch, other) for other in _relatives(request, switch, registry)]
+        changes.append(drop(_given(request, switch)))
+    return sorted(changes, key=lambda change: change.cost)
+
+
+def _relatives(request: Request, switch: Switch, registry: Registry) -> list[Switch]:
+    """Switches that can stand for this one; none where another of the family is active already."""
+    if switch.family is None or len(request.of_family(switch.family)) > 1:
+        return []
+    return [other for other in registry.switches if other.family == switch.family and other != switch]
+
+
+def _in_place(switch: Switch, other: Switch) -> Change:
+    difference = len(switch.claims ^ other.claims)
+    note = f"in place of {switch.name}"
+    if switch.family == PARTITIONING:
+        states = [word for resource, word in STATES.items() if resource in other.claims]
+        note = f"shards {', '.join(states)}" if difference else f"shards the same {SAME[len(states)]}"
+    return Change(spell(other.on), REPLACE + difference / 10, {**switch.off, **other.on}, note=note)
+
+
+def _given(request: Request, switch: Switch) -> Mapping[str, Any]:
+    """The values that turn the switch off, without flags that are off already."""
+    return {name: off for name, off in switch.off.items() if request.config.get(name) != off}
+
+
+def _values(path: Sequence[Change]) -> dict[str, Any]:
+    """The fields that the changes set, with the template among them."""
+    values: dict[str, Any] = {}
+    for change in path:
+        values.update(change.values)
+        if change.template:
+            values["template"] = change.template
+    return values
+
+
+def _is_nearer(found: Sequence[Change], path: Sequence[Change]) -> bool:
+    """Whether ``path``, which costs no less, only adds to ``found`` or gives up the same switches."""
+    mine, its = _values(found), _values(path)
+    given_up, its_given_up = ({name for name, value in values.items() if not value} for values in (mine, its))
+    return mine.items() <= its.items() or bool(given_up and given_up == its_given_up)
+
+
+def _overlap(path: Sequence[Change], change: Change) -> bool:
+    """Whether the change touches what the path has changed: going back would lead in circles."""
+    return not _values(path).keys().isdisjoint(_values((change,)))
+
+
+def _take_out(request: Request, registry: Registry) -> Path:
+    """The last resort: mend finding after finding by its dearest change, which takes something out."""
+    path: Path = ()
+    while choices := _ways_out(apply(request, path, registry), registry):
+        fresh = [change for change in choices if not _overlap(path, change)]
+        path = (*path, (fresh or choices)[-1])
+    return path

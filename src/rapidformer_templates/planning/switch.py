@@ -1,0 +1,311 @@
+"""The vocabulary in which switches and rules are declared. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.plan import Plan, Sizes
+
+TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
+
+
+class Stage(enum.IntEnum):
+    """The order in which active switches are applied, first to last."""
+
+    DATA = 0  # shapes the batches, before there is a model
+    PARTITION = 1  # pipeline: cut the model while its blocks are still plain modules
+    STRUCTURE = 2  # mixture of experts: replace feed-forwards before anything wraps them
+    TENSOR = 3  # tensor and sequence parallel: shard parameters inside each stage
+    KERNEL = 4  # attention kernels and tf32: choose what the final modules call
+    GRAPH = 5  # ONNX Runtime: captures the modules as they are now
+    CHECKPOINT = 6  # activation checkpointing: around the blocks, inside the compiled region
+    COMPILE = 7  # torch.compile: sees the checkpointed blocks
+    PRECISION = 8  # the type that the engine computes in
+    OPTIMIZER = 9  # the update rule that the engine will build
+    SHARD = 10  # the engine: wraps or shards what the other stages left
+
+
+class Resource(enum.Enum):
+    """What a switch takes for itself. Two active switches that claim one resource conflict."""
+
+    PARAMETERS = "the partitioning of the parameters"
+    GRADIENTS = "the partitioning of the gradients"
+    OPTIMIZER_STATE = "the partitioning of the optimizer state"
+    GRAPH = "the captured graph of the model"
+    OFFLOAD = "the place that the optimizer state is offloaded to"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Kind and sizes of the model as far as flags or its ``config.json`` tell; None is unknown."""
+
+    model_type: str | None = None
+    num_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    num_experts: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rule looks at.
+
+    Attributes:
+        config: the flags with their origins.
+        environment: template, workers, device, packages.
+        active: the active switches by name.
+        sizes: workers and batches as far as they can be computed (a size that does not divide
+            is left rounded down; the rule about it says so).
+        model: sizes of the model.
+        training: whether this run is to train; a plan may leave open what training must know.
+    """
+
+    config: RunConfig
+    environment: Environment
+    active: Mapping[str, Switch]
+    sizes: Sizes
+    model: ModelFacts
+    training: bool = False
+
+    def asked(self, *names: str) -> tuple[str, ...]:
+        """How the named fields were asked for: ``--tf32 (run.yaml:12)``."""
+        words = []
+        for name in names:
+            value = self.config.get(name)
+            shown = "" if isinstance(value, bool) else " none" if value is None else f" {value}"
+            word = spelling(name).replace("--", "--no-", 1) if value is False else spelling(name)
+            words.append(f"{word}{shown} ({self.config.origin(name)})")
+        return tuple(words)
+
+    def asked_for(self, *switches: str) -> tuple[str, ...]:
+        """How the named active switches were asked for."""
+        return self.asked(*(name for switch in switches for name in self.active[switch].on))
+
+    def asked_template(self) -> str:
+        return f"template {self.environment.template or 'none'} ({self.environment.template_origin})"
+
+    def of_family(self, family: str) -> tuple[Switch, ...]:
+        """The active switches of a family."""
+        return tuple(switch for switch in self.active.values() if switch.family == family)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One step of the search for a combination that works.
+
+    Attributes:
+        describe: what the user would change, such as ``--fsdp-memory-optimization``.
+        cost: see the constants in ``_changes.py``.
+        values: fields to set.
+        template: template to move to, if it changes.
+        note: why it helps.
+    """
+
+    describe: str
+    cost: float
+    values: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that is broken.
+
+    Attributes:
+        message: what is wrong.
+        asked: the values that clash, each with where it came from.
+        switches: names of active switches; taking one out, or another of its family in its place, may mend it.
+        changes: other changes that may mend it.
+    """
+
+    message: str
+    asked: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command that breaks a rule: for ``rapidformer explain`` and for the rule's own test.
+
+    Attributes:
+        flags: of ``rapidformer plan``.
+        machine: facts of the :class:`Environment` that differ from one CPU worker without packages.
+        training: whether it is a command that trains.
+    """
+
+    flags: str
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    training: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule with its code, reason and source.
+
+    Attributes:
+        code: such as ``RF002``.
+        title: the rule in one sentence.
+        why: the fact behind it.
+        source: ``[R]``, ``[M]``, ``[S]``, ``[D]`` (see docs/switches.md) or the engine's own name.
+        check: gives a finding for each way in which the request breaks the rule.
+        example: a command that breaks it.
+        refuses: False when a finding is only noted in the plan.
+    """
+
+    code: str
+    title: str
+    why: str
+    source: str
+    check: Callable[[Request], list[Finding]]
+    example: Example
+    refuses: bool = True
+
+
+FORECAST = ("parameters", "gradients", "optimizer", "activations", "time")
+"""What the planner predicts of a run: bytes of a worker by kind, and the seconds of a step."""
+
+Reasons = Mapping[str, str]
+"""Kinds of ``FORECAST``, each with a few words."""
+
+
+def nothing(request: Request) -> Reasons:
+    return {}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner makes of a switch. A kind that stands in neither part is the same with it as without it.
+
+    Attributes:
+        predicted: kinds that the switch changes and that are predicted with it, each with what becomes of it.
+        unknown: kinds that are predicted as if the switch were off, each with why: the planner says so by name.
+        traced: whether its transform is applied to the model whose shapes are planned.
+    """
+
+    predicted: Reasons = field(default_factory=dict)
+    unknown: Callable[[Request], Reasons] = nothing
+    traced: bool = False
+
+
+def always(**reasons: str) -> Callable[[Request], Reasons]:
+    """Of a prediction: what is unknown whatever else is asked for."""
+    return lambda request: reasons
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the first step of a run has shown: what a switch's ``acted`` looks at.
+
+    Attributes:
+        plan: what the run was to do.
+        config: the flags.
+        ranks: the measurements of each worker by name; one that a worker does not have is missing or None.
+        own_hooks: names of the hooks that are the user's own.
+    """
+
+    plan: Plan
+    config: RunConfig
+    ranks: Sequence[Mapping[str, Any]]
+    own_hooks: frozenset[str] = frozenset()
+
+    def __getitem__(self, name: str) -> Any:
+        """The measurement of the first worker that has it; None if nobody has."""
+        return next(iter(self.all(name)), None)
+
+    def all(self, name: str) -> list[Any]:
+        """The measurement of every worker that has it, by rank."""
+        return [values[name] for values in self.ranks if values.get(name) is not None]
+
+
+def _never(model: ModelFacts) -> bool:
+    return False
+
+
+def _no_notes(request: Request) -> Sequence[str]:
+    return ()
+
+
+def _no_options(request: Request) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One acceleration switch. A new switch is one new file in this folder.
+
+    Attributes:
+        name: as in the plan, such as ``zero-3``.
+        summary: one line of what it does and through which package.
+        source: where it is documented.
+        stage: its place in the order of application.
+        options: dataclass of its flags; flags, help and docs are derived from it.
+        active: whether the options (or, for gradient accumulation, the sizes) turn it on.
+        off: field values that turn it off, for suggestions.
+        on: field values that turn it on, for suggestions, tests and docs.
+        predicts: what the planner makes of it.
+        family: switches that can stand for one another, such as ``partitioning``.
+        claims: resources that it takes for itself.
+        templates: the templates that it works in.
+        rules: the rules that it brings; they are consulted when it is active.
+        notes: what the plan should say about it.
+        needs_package: optional package that it needs.
+        install: what to install for it, such as ``pip install rapidformer_templates[deepspeed]``.
+        needs_cuda: whether it needs a GPU.
+        engine: ``module:Class`` of the engine that it asks for.
+        engine_options: what the engine must know of it: plain values, which the plan shows.
+        transform: ``module:function`` that applies it to the built model.
+        receipt: names of the measurements in ``summary.json`` that show that it acted.
+        acted: looks at the measurements of the first step: None, or, of a switch that did nothing, what should have
+            been seen and was not. The run ends there.
+        changes_result: whether it computes something else, and not only at another cost: a one-process run that is
+            compared with has it, too.
+        under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
+        implied: whether a model is such that the switch is on without any flag.
+    """
+
+    name: str
+    summary: str
+    source: str
+    stage: Stage
+    options: type
+    active: Callable[[Any, Sizes], bool]
+    on: Mapping[str, Any]
+    off: Mapping[str, Any]
+    predicts: Prediction
+    acted: Callable[[Measured], str | None]
+    family: str | None = None
+    claims: frozenset[Resource] = frozenset()
+    templates: tuple[str, ...] = TEMPLATES
+    rules: tuple[Rule, ...] = ()
+    notes: Callable[[Request], Sequence[str]] = _no_notes
+    needs_package: str | None = None
+    install: str | None = None
+    needs_cuda: bool = False
+    engine: str | None = None
+    engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
+    transform: str | None = None
+    receipt: tuple[str, ...] = ()
+    changes_result: bool = False
+    under_3d: Mapping[str, Any] = field(default_factory=dict)
+    implied: Callable[[ModelFacts], bool] = _never
+
+    def in_layout(self, sizes: Sizes) -> Switch:
+        """This switch as it acts with these sizes."""
+        divided = sizes.tensor * sizes.pipeline > 1
+        return dataclasses.replace(self, **self.under_3d) if divided and self.under_3d else self
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of its flags' fields."""
+        return tuple(f.name for f in dataclasses.fields(self.options))

@@ -1,0 +1,115 @@
+"""The tasks and the data flags that each has a use for. Imports no torch: a plan looks at them, too."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import RunConfig, spelling
+
+TASKS = {
+    "sequence_classification": "rapidformer_templates.data.tasks.sequence_classification:SequenceClassification",
+    "token_classification": "rapidformer_templates.data.tasks.token_classification:TokenClassification",
+    "question_answering": "rapidformer_templates.data.tasks.question_answering:QuestionAnswering",
+    "masked_lm": "rapidformer_templates.data.tasks.masked_lm:MaskedLM",
+    "causal_lm": "rapidformer_templates.data.tasks.causal_lm:CausalLM",
+    "seq2seq_lm": "rapidformer_templates.data.tasks.seq2seq_lm:Seq2SeqLM",
+    "pretraining": "rapidformer_templates.data.tasks.pretraining:Pretraining",
+}
+"""Where the class of each task is; imported on use, so that metrics' packages are loaded only when needed."""
+
+FLAGS_OF = {
+    "mask_prob": ("masked_lm", "pretraining"),
+    "whole_word_mask": ("masked_lm", "pretraining"),
+    "sentence_pairs": ("pretraining",),
+    "short_seq_prob": ("pretraining",),
+    "mean_span_length": ("pretraining",),
+    "keep_documents_apart": ("pretraining",),
+}
+"""Flags that act in some tasks only; given with another one, they are refused."""
+
+_FINE_TUNING = tuple(task for task in TASKS if task != "pretraining")
+
+READ_BY = {
+    "data_path": ("pretraining",),
+    "split": ("pretraining",),
+    "data_impl": ("pretraining",),
+    "data_cache_dir": ("pretraining",),
+    "data_dir": _FINE_TUNING,
+    "data_name": _FINE_TUNING,
+    "validation_fraction": _FINE_TUNING,
+    "max_train_samples": _FINE_TUNING,
+    "max_eval_samples": _FINE_TUNING,
+    "label_column": tuple(task for task in _FINE_TUNING if task != "masked_lm"),
+    "pair_column": ("sequence_classification", "question_answering"),
+}
+"""Flags that the ``build_data`` of some tasks reads; a user's own may read any."""
+
+
+METRICS_OF = {
+    "sequence_classification": ("accuracy", "f1", "matthews"),
+    "token_classification": ("precision", "recall", "f1", "accuracy"),
+    "question_answering": ("exact_match", "f1"),
+    "masked_lm": ("token_accuracy",),
+    "causal_lm": ("token_accuracy",),
+    "seq2seq_lm": ("rouge_l", "exact_match"),
+    "pretraining": ("token_accuracy",),
+}
+"""What the ``compute_metrics`` of each task gives."""
+
+_LANGUAGE = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
+
+
+def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
+    """Names of what an evaluation gives without a ``compute_metrics`` of the user's own.
+
+    Args:
+        of_task: whether the task's metrics are computed, as where the data are the task's.
+    """
+    task = config.training.task
+    # The exponential of a loss means something where it is the log-likelihood of a token and nothing is added to it.
+    likelihood = task in _LANGUAGE and not config.data.sentence_pairs
+    own = METRICS_OF.get(task, ()) if task and of_task else ()
+    return ("eval_loss", *(("perplexity",) if likelihood else ()), *own)
+
+
+def check_task_flags(config: RunConfig) -> None:
+    """Look at whether the task is there and has a use for each flag that is given for some tasks only.
+
+    Raises:
+        ConfigError: no task is named, one that is not there, or a flag is given that it has no use for.
+    """
+    name = config.training.task
+    if name is None:
+        raise ConfigError("no task is named", where="--task", hint=f"choose from {', '.join(TASKS)}")
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        hint = (f"did you mean {near[0]}? " if near else "") + f"choose from {', '.join(TASKS)}"
+        raise ConfigError(f"there is no task '{name}'", where="--task", hint=hint)
+    _refuse(config, name, FLAGS_OF)
+
+
+def check_data_flags(config: RunConfig) -> None:
+    """Look at whether the task's own ``build_data`` reads each data flag that is given.
+
+    Raises:
+        ConfigError: it has no use for one.
+    """
+    assert config.training.task is not None
+    _refuse(config, config.training.task, READ_BY)
+
+
+def _refuse(config: RunConfig, name: str, table: Mapping[str, Sequence[str]]) -> None:
+    for flag, tasks in table.items():
+        if name not in tasks and config.origin(flag) != "default":
+            hint = f"leave it out; it is for {' and '.join(tasks) if len(tasks) < 4 else 'fine-tuning'}"
+            where = f"{spelling(flag)} ({config.origin(flag)})"
+            raise ConfigError(f"the task {name} has no use for {spelling(flag)}", where=where, hint=hint)
+
+
+def sample_flags(config: RunConfig) -> dict[str, Any]:
+    """Flags of the task that its samples depend on, with their values: plain ones, for a checkpoint."""
+    names = [name for name, tasks in FLAGS_OF.items() if config.training.task in tasks]
+    return {spelling(name): config.get(name) for name in names}

@@ -1,0 +1,122 @@
+"""Rules about how a run trains and what it leaves, of no switch."""
+
+from __future__ import annotations
+
+import difflib
+
+from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
+from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+from rapidformer_templates.planning.tasks import metrics_of
+from rapidformer_templates.run.best import direction_of
+
+
+def _best_is_known(request: Request) -> list[Finding]:
+    training = request.config.training
+    name = training.metric_for_best
+    if name is None:
+        return []
+    findings = []
+    if training.keep_best is False:
+        changes = (drop({"keep_best": None}), drop({"metric_for_best": None, "metric_for_best_mode": None}))
+        message = "--metric-for-best acts only where a best checkpoint is kept"
+        findings.append(Finding(message, request.asked("metric_for_best", "keep_best"), changes=changes))
+    # A task without hooks of the user's own has the metrics that it has: check_metric tells of another name.
+    can_be_own = training.task is None or request.environment.white_box
+    if can_be_own and training.metric_for_best_mode is None and direction_of(name) is None:
+        near = difflib.get_close_matches(name, metrics_of(request.config), n=1)
+        findings.append(
+            Finding(
+                f"nothing tells whether more or less of '{name}' is better",
+                request.asked("metric_for_best"),
+                changes=(
+                    *(add({"metric_for_best": other}, "a metric of the task") for other in near),
+                    add({"metric_for_best_mode": "max"}, "more of it is better"),
+                    add({"metric_for_best_mode": "min"}, "less of it is better"),
+                ),
+            )
+        )
+    return findings
+
+
+def _schedule_fits(request: Request) -> list[Finding]:
+    if deepspeed_recipe.schedule(request) is not None:
+        return []  # the file's own, for which RF103 and RF105 speak; DeepSpeed's warmups may be longer than a run
+    training = request.config.training
+    findings = []
+    if training.lr is not None and training.min_lr > training.lr:
+        message = f"--min-lr {training.min_lr:g} is above --lr {training.lr:g}: the rate would rise to it"
+        changes = (replace({"min_lr": training.lr / 10}), drop({"min_lr": 0.0}))
+        findings.append(Finding(message, request.asked("min_lr", "lr"), changes=changes))
+    if training.lr_decay_style == "constant":
+        # A share of the decay steps is still one of them where nothing decays.
+        idle: dict[str, float | None] = {"min_lr": 0.0} if training.min_lr else {}
+        if training.lr_decay_iters is not None and training.lr_warmup_fraction is None:
+            idle["lr_decay_iters"] = None
+        for name, off in idle.items():
+            message = f"{spelling(name)} has nothing to act on: a constant rate does not decay"
+            changes = (drop({name: off}), replace({"lr_decay_style": "linear"}))
+            findings.append(Finding(message, request.asked(name, "lr_decay_style"), changes=changes))
+    warmup, ends = training.lr_warmup_iters, ("lr_decay_iters", "train_iters")
+    for name in ends if warmup is not None else ():
+        end = request.config.get(name)
+        if end is not None and warmup > end:
+            message = f"a warmup of {warmup} steps is longer than the {end} steps of {spelling(name)}"
+            changes = (replace({"lr_warmup_iters": end // 10}), drop({"lr_warmup_iters": None}))
+            findings.append(Finding(message, request.asked("lr_warmup_iters", name), changes=changes))
+    return findings
+
+
+IN_A_FOLDER = {"overwrite": False, "async_save": False, "save_interval": None, "keep_best": None}
+"""Flags that act on a run folder alone, with their values when off."""
+
+
+def _leaves_something(request: Request) -> list[Finding]:
+    training = request.config.training
+    if training.save is not None and training.no_save:
+        changes = (drop({"no_save": False}), drop({"save": None}))
+        return [Finding("--save and --no-save exclude each other", request.asked("save", "no_save"), changes=changes)]
+    if training.no_save:
+        return [
+            Finding(
+                f"{spelling(name)} acts on a run folder, and there is none",
+                request.asked(name, "no_save"),
+                changes=(drop({name: off}), replace({"save": "DIR", "no_save": False})),
+            )
+            for name, off in IN_A_FOLDER.items()
+            if request.config.get(name) not in (off, False)
+        ]
+    if training.save is None and request.training:
+        folder = add({"save": "DIR"}, "the folder for checkpoints, metrics and the trained model")
+        nothing = Change(spelling("no_save"), REPLACE, {"no_save": True}, note="trains, and throws the model away")
+        return [Finding("nothing says where the trained model goes", changes=(folder, nothing))]
+    return []
+
+
+TRAINING_RULES = (
+    Rule(
+        "RF098",
+        "The metric of the best checkpoint has a direction.",
+        "the wrong direction keeps and exports the worst checkpoint",
+        "[rapidformer_templates]",
+        _best_is_known,
+        Example("--metric-for-best utility"),
+    ),
+    Rule(
+        "RF099",
+        "The schedule of the learning rate warms up to the peak within the run and falls from there.",
+        "a part that comes too late or leads upwards is a schedule that nobody means",
+        "[rapidformer_templates]",
+        _schedule_fits,
+        Example("--lr 1e-4 --min-lr 1e-3"),
+    ),
+    Rule(
+        "RF100",
+        "A run that trains has a folder to save to, or is asked to leave nothing.",
+        "without a run folder the model is gone when the run ends",
+        "[rapidformer_templates]",
+        _leaves_something,
+        Example("--lr 5e-5 --epochs 3", training=True),
+    ),
+)

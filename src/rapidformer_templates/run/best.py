@@ -1,0 +1,130 @@
+"""The metric by which the best checkpoint is kept: its name, and whether more or less of it is better.
+
+A direction that is not known is asked about: the wrong one keeps and exports the worst. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.tasks import metrics_of
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+Direction = Literal["min", "max"]
+
+# fmt: off
+LEAST = (
+    "loss", "perplexity", "ppl", "nll", "negative_log_likelihood", "cross_entropy", "bits_per_byte", "bpb",
+    "bits_per_character", "bpc", "error", "errors", "err", "error_rate", "eer", "wer", "cer", "mer", "ter", "der",
+    "wil", "edit_distance", "levenshtein",
+    "mae", "mse", "rmse", "msle", "rmsle", "mape", "smape", "brier", "ece", "fid",
+)
+
+MOST = (
+    "accuracy", "acc", "exact_match", "em", "f1", "fbeta", "precision", "recall", "sensitivity", "specificity", "auc",
+    "auroc", "roc_auc", "pr_auc", "average_precision", "mrr", "ndcg", "hit_rate", "bleu", "sacrebleu", "rouge",
+    "rouge1", "rouge2", "rouge_1", "rouge_2", "rouge_l", "rougel", "rouge_lsum", "rougelsum", "meteor", "chrf",
+    "bertscore", "comet", "matthews", "matthews_correlation", "mcc", "pearson", "pearsonr", "spearman", "spearmanr",
+    "kendall_tau", "correlation", "kappa", "r2", "explained_variance", "iou", "dice", "jaccard", "log_likelihood",
+)
+
+# Words that say over what a metric is taken, and change no direction.
+QUALIFIERS = {
+    "eval", "val", "valid", "validation", "test", "macro", "micro", "weighted", "binary", "mean", "avg", "average",
+    "overall", "total",
+}
+# fmt: on
+
+TURNED = {"neg", "negative", "minus", "inverse"}
+"""Words that turn a direction round, such as sklearn's ``neg_mean_squared_error``."""
+
+_KNOWN: Mapping[str, Direction] = {**dict.fromkeys(LEAST, "min"), **dict.fromkeys(MOST, "max")}
+
+
+def direction_of(name: str) -> Direction | None:
+    """Whether the least or the most of a metric is the best, by the end of its name; None where that does not tell.
+
+    >>> direction_of("eval_wer"), direction_of("f1_macro"), direction_of("accuracy_drop")
+    ('min', 'max', None)
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    while words and words[-1] in QUALIFIERS:
+        words.pop()
+    ends = ["_".join(words[i:]) for i in range(len(words))]
+    found = next((end for end in ends if end in _KNOWN), None)
+    if found is None or (TURNED.intersection(words) and found != ends[0]):
+        return None
+    return _KNOWN[found]
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """A metric of the evaluation and its better direction."""
+
+    name: str
+    direction: Direction
+
+    def improves(self, value: float, best: Mapping[str, Any] | None) -> bool:
+        """Whether a value is better than the best so far; one of another metric (before a resume) is none."""
+        if best is None or best["metric"] != self.name:
+            return True
+        return value < best["value"] if self.direction == "min" else value > best["value"]
+
+
+LOSS = BestMetric("eval_loss", "min")
+
+
+def check_metric(config: RunConfig, *, of_task: bool = True) -> None:
+    """Look at whether the metric of ``--metric-for-best`` is one that the library's own evaluation gives.
+
+    Args:
+        of_task: whether the task's metrics are computed; else there is the loss alone.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    name, given = config.training.metric_for_best, metrics_of(config, of_task=of_task)
+    if name is None or name in given:
+        return
+    near = difflib.get_close_matches(name, given, n=1)
+    raise ConfigError(
+        f"{config.training.task if of_task else 'this run'} has no metric '{name}'",
+        where=f"--metric-for-best ({config.origin('metric_for_best')})",
+        hint=(f"did you mean {near[0]}? " if near else "")
+        + f"there are: {', '.join(given)}; others come from a compute_metrics of your own",
+    )
+
+
+def best_metric(template: Trainer) -> BestMetric | None:
+    """The metric of a run whose data are there, or None where no best checkpoint is kept.
+
+    Raises:
+        ConfigError: a best checkpoint is asked for, and there is nothing to evaluate on; or the metric is none of
+            those that there are.
+    """
+    config, training, valid = template.config, template.config.training, template.data.valid
+    if not training.keeps_best:
+        return None
+    if valid is None or len(valid) == 0:
+        asked = next((flag for flag in ("metric_for_best", "keep_best") if flag in config.origins), None)
+        if asked is None:
+            return None
+        raise ConfigError(
+            "there is no validation data to find the best checkpoint by",
+            where=f"{spelling(asked)} ({config.origin(asked)})",
+            hint="give a validation part, or leave it out",
+        )
+    if not template.computes_own_metrics:
+        check_metric(config, of_task=template.uses_task)
+    name = training.metric_for_best or (template.task.best_metric if template.uses_task else LOSS.name)
+    direction = training.metric_for_best_mode or direction_of(name)
+    assert direction is not None  # RF098, and a test of the tasks' own
+    return BestMetric(name, direction)

@@ -1,0 +1,115 @@
+"""``fit`` from Python with several workers: they run exactly this one call. Imports no torch.
+
+A worker runs the script again, because its classes and functions are defined there. It comes to the same calls of
+``fit`` in the same order: those before this one are answered with what they returned, without training; in this one
+it trains; and after it the worker ends, so that what follows happens once, in the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rapidformer_templates.errors import ConfigError, RapidformerError, ReportedError, WorkerFailed
+from rapidformer_templates.system import launch, program
+
+CALL = "RAPIDFORMER_CALL"
+"""Set for workers that ``fit`` has started: the folder with what they need to know of the call."""
+
+Summary = dict[str, Any]
+
+_outcomes: list[dict[str, Any]] = []
+"""What the calls of this process have come to, in their order: a ``summary``, or an ``error`` and its ``status``."""
+
+
+def noted(train: Callable[[], Summary]) -> Summary:
+    """The summary of a call in the first process; workers of later calls will be answered with it."""
+    try:
+        summary = train()
+    except Exception as error:
+        text = error.render() if isinstance(error, RapidformerError) else f"{type(error).__name__}: {error}"
+        _outcomes.append({"error": text, "status": getattr(error, "exit_status", 1)})
+        raise
+    _outcomes.append({"summary": summary})
+    return summary
+
+
+def in_new_workers(
+    template: str,
+    asked: Mapping[str, Any],
+    count: int,
+    port: int | None = None,
+    more: Mapping[str, str] | None = None,
+    resumes: Callable[[], bool] = lambda: False,
+) -> Summary:
+    """Start workers for this call and wait for them; the summary of rank 0.
+
+    Args:
+        template: name of the class whose ``fit`` was called.
+        asked: the values of its flags, which the workers shall have.
+        count, port, more, resumes: as in :func:`launch.run_workers`.
+
+    Raises:
+        WorkerFailed: they ended well, and have not trained.
+    """
+    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
+        call = {"template": template, "asked": asked, "outcomes": _outcomes}
+        Path(folder, "call.json").write_text(json.dumps(call), encoding="utf-8")
+        launch.run_workers(program.command(), count, port, {**(more or {}), CALL: folder}, resumes)
+        result = Path(folder, "summary.json")
+        if not result.exists():
+            raise WorkerFailed(
+                f"the workers ended without having come to this call of {template}.fit()",
+                hint="each of them runs the script again, which must take the same way every time",
+            )
+        summary: Summary = json.loads(result.read_text(encoding="utf-8"))
+    return summary
+
+
+def in_this_worker(
+    template: str,
+    asked: Mapping[str, Any],
+    adopt: Callable[[Mapping[str, Any]], None],
+    train: Callable[[], Summary],
+) -> Summary:
+    """What a call comes to in a worker; the one that it was started for is its last, with an error or without.
+
+    Args:
+        template, asked: as in :func:`in_new_workers`.
+        adopt: takes the values that the first process has and this one has not, such as a folder named by the clock.
+        train: the training.
+
+    Raises:
+        ReportedError: an earlier call, which has failed in the first process, too.
+    """
+    if CALL not in os.environ:  # torchrun's workers are the only processes there are
+        return launch.report_errors(train)
+    folder = Path(os.environ[CALL])
+    call = json.loads((folder / "call.json").read_text(encoding="utf-8"))
+    number = len(_outcomes)
+    if number < len(call["outcomes"]):
+        outcome = call["outcomes"][number]
+        _outcomes.append(outcome)
+        if "error" in outcome:
+            raise ReportedError(outcome["error"], outcome["status"])
+        summary: Summary = outcome["summary"]
+        return summary
+
+    def train_as_asked() -> None:
+        if template != call["template"]:
+            raise ConfigError(
+                f"a worker came to {template}.fit() where the process that started it was at {call['template']}.fit()",
+                hint="each worker runs the script again, which must take the same way every time",
+            )
+        here = json.loads(json.dumps(asked))
+        adopt({name: value for name, value in call["asked"].items() if here.get(name) != value})
+        summary = train()
+        if os.environ["RANK"] == "0":
+            (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+
+    launch.report_errors(train_as_asked)
+    raise SystemExit(0)

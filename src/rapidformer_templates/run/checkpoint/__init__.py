@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, checked, read into any layout."""

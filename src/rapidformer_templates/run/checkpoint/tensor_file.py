@@ -1,0 +1,222 @@
+"""Safetensors files, written fast and durably: the bytes go past the page cache, their CRC-32 is taken on the way.
+
+The format: eight bytes with the length of the header, the header (JSON: type, shape and place of each
+tensor, padded with spaces to a multiple of eight), the tensors one after another. They are ordered by the
+size of their values, so that each begins where its type may begin.
+
+:func:`write` needs a few blocks of memory besides the tensors, which may be on any device.
+:func:`copy_whole` makes the file in memory, for :func:`write_copy` to write while the tensors change.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rapidformer_templates.system.files import PAGE, Seal, unbuffered, write_at
+
+BLOCK = 16 << 20  # bytes of a write
+IN_FLIGHT = 3  # blocks that are being written at a time
+COPY = 8 << 20  # bytes that a thread copies at a time
+COPIERS = 4  # threads; more do not make memory faster
+NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+"""What the format calls the types."""
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Seal:
+    """Write a file and flush it to the disk.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: the format has no name for a type.
+    """
+    header, ordered, size = _lay_out(tensors, metadata)
+    return _write_blocks(path, size, _blocks(header, ordered))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A file in memory.
+
+    Attributes:
+        memory: host memory, of a multiple of :data:`PAGE` bytes.
+        size: of the file, bytes.
+    """
+
+    memory: torch.Tensor
+    size: int
+
+
+def copy_whole(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, memory: torch.Tensor | None = None
+) -> Copy:
+    """Make the file in memory.
+
+    Copies from a GPU into pinned memory are only begun: synchronise before anything changes the tensors
+    or reads the copy.
+
+    Args:
+        memory: of an earlier copy; it is used again if it is large enough.
+
+    Raises:
+        OSError, MemoryError: there is not enough memory.
+        ValueError: the format has no name for a type.
+    """
+    header, ordered, size = _lay_out(tensors, metadata)
+    if memory is None or len(memory) < size:
+        memory = host_memory(size, pinned=any(tensor.is_cuda for tensor in ordered))
+    # Not torch's threads: they wait for one another after each tensor, for long where others use the cores too.
+    with ThreadPoolExecutor(min(torch.get_num_threads(), COPIERS)) as pool:
+        deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, ordered)])), maxlen=0)
+    return Copy(memory, size)
+
+
+Batch = list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+
+
+def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batch]:
+    """(target, source) of what is to be copied on the host, for a thread at a time; from a GPU it is begun here."""
+    batch: Batch = []
+    whole, place, size = memory.numpy(), 0, 0
+    for source in sources:
+        begin, place = place, place + len(source)
+        if source.device.type != "cpu":
+            memory[begin:place].copy_(source, non_blocking=True)
+            continue
+        target, values = whole[begin:place], source.numpy()
+        for cut in range(0, len(values), COPY):
+            part = values[cut : cut + COPY]
+            batch.append((target[cut : cut + COPY], part))
+            size += len(part)
+            if size >= COPY:
+                yield batch
+                batch, size = [], 0
+    yield batch
+
+
+def _copy_together(batch: Batch) -> None:
+    for target, source in batch:
+        np.copyto(target, source)  # does not hold Python's lock
+
+
+def write_copy(path: Path, copy: Copy) -> Seal:
+    """Write what :func:`copy_whole` made, and flush it to the disk; it uses no torch, and may run in a thread.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    view = copy.memory.numpy().data
+    blocks = (view[place : place + BLOCK] for place in range(0, copy.size, BLOCK))
+    return _write_blocks(path, copy.size, blocks)
+
+
+def _lay_out(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[torch.Tensor], int]:
+    """(length and header, the tensors in the order of the file, size of the file in bytes)."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    end = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold")
+        begin, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    return start, [tensor for _, tensor in ordered], len(start) + end
+
+
+def _tensor_of(header: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
+    """Memory that begins with a page, as writing past the page cache asks for."""
+    size = max(-(-size // PAGE), 1) * PAGE
+    if pinned:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # CUDA's own
+            raise MemoryError(f"({size / 1e6:.0f} MB of page-locked memory: {error})") from error
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)  # loader processes would hold on to it, and cost a second copy
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _blocks(header: bytes, ordered: list[torch.Tensor]) -> Iterator[memoryview]:
+    """The file's bytes in whole blocks, the last one too; a block holds until IN_FLIGHT more were asked for."""
+    memory = [host_memory(BLOCK, pinned=False) for _ in range(IN_FLIGHT)]
+    number, filled = 0, 0
+    for source in (_tensor_of(header), *map(_bytes_of, ordered)):
+        taken = 0
+        while taken < len(source):
+            count = min(len(source) - taken, BLOCK - filled)
+            _copy(memory[number][filled : filled + count], source[taken : taken + count])
+            taken, filled = taken + count, filled + count
+            if filled == BLOCK:
+                yield memory[number].numpy().data
+                number, filled = (number + 1) % IN_FLIGHT, 0
+    if filled:
+        yield memory[number].numpy().data
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if source.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())  # the other cores have to write and to take the CRC
+    else:
+        target.copy_(source)
+
+
+def _write_blocks(path: Path, size: int, blocks: Iterator[memoryview]) -> Seal:
+    """Write whole blocks, cut the file to its size, flush it; a block must hold until IN_FLIGHT later ones came."""
+    crc, place = 0, 0
+    pending: deque[Future[None]] = deque()
+    with unbuffered(path) as descriptor, ThreadPoolExecutor(IN_FLIGHT) as pool:
+        for block in blocks:
+            pending.append(pool.submit(write_at, descriptor, block, place))
+            # While it is being written: neither the CRC nor a write holds Python's lock.
+            crc = zlib.crc32(block[: size - place], crc)
+            place += len(block)
+            if len(pending) == IN_FLIGHT:
+                pending.popleft().result()
+        for written in pending:
+            written.result()
+        os.truncate(descriptor, size)
+    return {"bytes": size, "crc32": crc}

@@ -1,0 +1,157 @@
+"""From a template class and a command line to its configuration and its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.deepspeed_file.file import adopt
+from rapidformer_templates.planning.environment import Environment, detect
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.switch import TEMPLATES
+from rapidformer_templates.planning.templates import choose_template, with_template_defaults
+from rapidformer_templates.run import handover
+from rapidformer_templates.run.own_hooks import check_names, idle_flags
+from rapidformer_templates.system.launch import CHOSEN, is_worker
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+
+def library_template(template: type[Trainer]) -> str:
+    """The name of the library's template that a class derives from."""
+    homes = {f"rapidformer_templates.{name.lower()}" for name in TEMPLATES}
+    return next(c.__name__ for c in template.__mro__ if c.__module__ in homes)
+
+
+def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[str, tuple[Any, str]]) -> RunConfig:
+    """The configuration of a template: command line over YAML over the script over the template.
+
+    Raises:
+        ConfigError: an unknown flag, or a value that cannot be used.
+    """
+    check_names(template)
+    config = parse(
+        argv,
+        REGISTRY.options(),
+        prog=_source(template)[0] or "rapidformer",
+        description=(template.__doc__ or "").strip().partition("\n")[0],
+        user=template.Flags,
+        in_code=in_code,
+    )
+    name = library_template(template)
+    if config.launch.template not in (None, name):
+        raise ConfigError(
+            f"this script's template is {name}, not {config.launch.template}",
+            where=f"--template ({config.origin('template')})",
+            hint=f"class {template.__name__}({config.launch.template}) is the way to change it",
+        )
+    if config.launch.user_script:
+        raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
+    config = with_template_defaults(adopt(config), name)
+    return _with_best_layout(template, config) if config.get("auto_strategy") else config
+
+
+def own_hooks(template: type[Trainer]) -> list[str]:
+    """Names of the library's hooks that a class, or one that it derives from, has made its own."""
+    from rapidformer_templates.trainer import Trainer
+
+    hooks = [name for name, value in vars(Trainer).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return [name for name in hooks if getattr(template, name) is not getattr(Trainer, name)]
+
+
+AUTO_STRATEGY = "auto-strategy"
+"""The origin of values that the automatic strategy has chosen."""
+
+OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
+"""Hooks that change what a step takes."""
+
+
+def _with_best_layout(template: type[Trainer], config: RunConfig) -> RunConfig:
+    """The configuration with what ``--auto-strategy`` has found.
+
+    Raises:
+        ConfigError: the script's own hooks make what the search cannot see.
+        Refused: the flags break rules in every layout.
+        NothingFits: no layout does.
+    """
+    own = [hook for hook in OF_A_MODEL if hook in own_hooks(template)]
+    if own:
+        raise ConfigError(
+            f"--auto-strategy cannot see what {template.__name__}.{own[0]} makes",
+            where=f"--auto-strategy ({config.origin('auto_strategy')})",
+            hint="plan a model of the same sizes with rapidformer plan --auto-strategy, and give its flags",
+        )
+    if handover.is_asked_for():
+        return config  # whoever looks at the script lists all layouts
+    if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
+        return config.replace(AUTO_STRATEGY, **json.loads(os.environ[CHOSEN]))
+    from rapidformer_templates.switches.auto_strategy.command import best_layout
+
+    return config.replace(AUTO_STRATEGY, **best_layout(config, _environment(template, config)))
+
+
+def chosen_layout(config: RunConfig) -> dict[str, str]:
+    """What the automatic strategy has chosen, for the environment of workers."""
+    chosen = {name: config.get(name) for name, origin in config.origins.items() if origin == AUTO_STRATEGY}
+    return {CHOSEN: json.dumps(chosen)} if chosen else {}
+
+
+def _environment(template: type[Trainer], config: RunConfig) -> Environment:
+    """The place in which this process, or the workers that it will start, train."""
+    return place_of(template, config, None if is_worker() else config.launch.nproc_per_node)
+
+
+def place_of(
+    template: type[Trainer], config: RunConfig, world_size: int | None, local_world_size: int | None = None
+) -> Environment:
+    """The place in which so many workers train a template; None asks the environment of this process."""
+    return detect(
+        library_template(template),
+        _origin(template, config),
+        device=config.launch.device,
+        world_size=world_size,
+        local_world_size=local_world_size,
+    )
+
+
+def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:
+    """The plan of a training run.
+
+    Raises:
+        Refused: the flags break rules; all of them are named.
+    """
+    plan = resolve(config, _environment(template, config), training=True)
+    return dataclasses.replace(plan, notes=(*plan.notes, *idle_flags(template, config)))
+
+
+def choose(argv: Sequence[str]) -> tuple[str, str]:
+    """(template, reason) of a black-box run with these flags."""
+    return choose_template(parse(argv, REGISTRY.options()))
+
+
+def _origin(template: type[Trainer], config: RunConfig) -> str:
+    """Where the template was decided: ``train.py:8`` of a class, or why a black-box run has it."""
+    if template.__name__ == library_template(template):
+        chosen, reason = choose_template(config)
+        return reason if chosen == template.__name__ else "in code"
+    file, line = _source(template)
+    return f"{file}:{line}" if line else file or "in code"
+
+
+def _source(template: type[Trainer]) -> tuple[str | None, int | None]:
+    """(file, line) of a class, as far as they are known: of one that was typed in there is neither."""
+    try:
+        file = Path(inspect.getsourcefile(template) or "").name
+        return file or None, inspect.getsourcelines(template)[1]
+    except (OSError, TypeError):
+        return None, None

@@ -1,0 +1,178 @@
+"""What people see of a run: the plan before it, a table and a picture after it; and ``summary.json``."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from rapidformer_templates.models.blocks import canonical_name, shape_of
+from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.run.folder import RunFolder, read_metrics
+from rapidformer_templates.system.files import write_json
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.run.loop import Loop
+    from rapidformer_templates.trainer import Trainer
+
+REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime")
+
+
+def say(workers: Workers, line: str, *, loud: bool = False) -> None:
+    """A line for people, from rank 0 only; loud lines go to standard error with a warning before them."""
+    if workers.is_main:
+        tell(f"warning: {line}" if loud else line)
+
+
+def tell(text: str) -> None:
+    """Lines on standard error; a run goes on where nobody reads them any more."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def show_plan(plan: Plan) -> None:
+    """The plan in a few lines."""
+    sizes = plan.sizes
+    batch = f"{sizes.global_batch} samples a step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
+    if "dynamic-shape" in plan.switches:  # its batches are counted in tokens
+        batch = f"{sizes.data * sizes.accumulation} micro batches a step = {sizes.data} data-parallel"
+    lines = [
+        f"template   {plan.template} ({plan.values['template']['origin']})",
+        f"plan       {sizes.world} × {plan.device}, {plan.precision}, {plan.engine.partition(':')[2]}",
+        f"batch      {batch} × {sizes.accumulation} accumulated",
+        f"optimizer  {plan.optimizer}: {plan.optimizer_implementation}",
+    ]
+    if plan.switches:
+        lines.append(f"switches   {' → '.join(plan.switches)}")
+    lines += [f"note       {note}" for note in plan.notes]
+    tell("\n".join(lines))
+
+
+def versions() -> dict[str, str]:
+    """Python, and the packages that a run's results may depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("rapidformer_templates", *REPORTED_PACKAGES):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def summarise(
+    template: Trainer, loop: Loop, metrics: dict[str, float], receipts: dict[str, Any], workers: Workers
+) -> dict[str, Any]:
+    """The summary of a run; rank 0 writes it to ``summary.json``."""
+    position, plan = loop.position, template.plan
+    rates = loop.meter.totals()
+    memory = workers.gather(rates["peak_memory_mb"])
+    parameters, trainable = count_parameters(loop.engine.model, workers)
+    summary = {
+        "template": plan.template,
+        "switches": list(plan.switches),
+        "steps": position.step,
+        "epochs": round(loop.order.epoch(position.step), 6),
+        "samples": position.samples,
+        "tokens": position.tokens,
+        "metrics": metrics,
+        "best": position.best,
+        "throughput": {name: value for name, value in rates.items() if "per_second" in name or name == "step_ms"},
+        "peak_memory_mb": max(memory),
+        "peak_memory_mb_by_rank": memory,
+        "wall_seconds": rates["wall_seconds"],
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
+        "receipts": receipts,
+        "versions": versions(),
+    }
+    if not loop.meter.steps and loop.folder and loop.folder.summary.exists():
+        # A complete run was resumed: what it measured then is all that there is to say.
+        earlier = loop.folder.read_summary()
+        measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
+        summary |= {name: earlier[name] for name in measured}
+    if workers.is_main and loop.folder:
+        write_json(loop.folder.summary, summary)
+    return summary
+
+
+def count_parameters(model: nn.Module, workers: Workers) -> tuple[int, int]:
+    """(all, trained) elements of the parameters of the whole model; every rank must call it."""
+    placement, total, trained = placement_of(model), 0, 0
+    for name, parameter in model.named_parameters():
+        stages = placement.stages.get(placement.whole_name(canonical_name(name)), (workers.pipeline_rank,))
+        if stages[0] == workers.pipeline_rank:
+            size = math.prod(shape_of(parameter))
+            total, trained = total + size, trained + size * parameter.requires_grad
+    if workers.pipeline == 1:
+        return total, trained
+    first = workers.data_rank == 0 and workers.tensor_rank == 0
+    sums = workers.sum(total * first, trained * first)
+    return int(sums[0]), int(sums[1])
+
+
+def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
+    """A table of the results on standard output, and the curves as a picture in the run folder."""
+    table = Table(title="results", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_row("steps", f"{summary['steps']:,} ({summary['epochs']:g} epochs)")
+    for name, value in summary["metrics"].items():
+        table.add_row(name, f"{value:.4f}")
+    rates = summary["throughput"]
+    if rates:
+        spread = f" ± {rates['samples_per_second_sd']:,.1f}"
+        table.add_row("samples/s", f"{rates['samples_per_second']:,.1f}{spread}")
+        table.add_row("tokens/s", f"{rates['tokens_per_second']:,.0f}")
+    table.add_row("peak memory a worker", f"{summary['peak_memory_mb']:,.0f} MB")
+    table.add_row("wall time", f"{summary['wall_seconds']:,.1f} s")
+    table.add_row("parameters", f"{summary['parameters']:,}")
+    if folder:
+        draw_curves(folder)
+        for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):
+            if path.exists():
+                table.add_row(name, str(path))
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    try:
+        print(captured.get(), end="", flush=True)
+    except OSError:  # nobody reads there any more, and the run is not done yet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def draw_curves(folder: RunFolder) -> None:
+    """Draw loss and throughput over the steps to ``curves.png``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(folder.metrics)
+    steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training", linewidth=1)
+    if evaluations:
+        upper.plot([e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations], "o-", label="validation")
+    upper.set_ylabel("loss")
+    upper.legend()
+    lower.plot([s["step"] for s in steps], [s["samples_per_second"] for s in steps], color="tab:green", linewidth=1)
+    lower.set_ylabel("samples per second")
+    lower.set_ylim(bottom=0)
+    lower.set_xlabel("optimizer step")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    temporary = folder.curves.with_name("curves.tmp.png")
+    figure.savefig(temporary, dpi=110)
+    temporary.rename(folder.curves)

@@ -1,0 +1,81 @@
+"""Evaluation: the exact mean loss over a data set, and the task's metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.data.loader import eval_requests, load, sample_lengths
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
+from rapidformer_templates.system.random_state import capture, restore
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+
+class Evaluator:
+    """Evaluates the engine's model on one data set, the work shared over the ranks.
+
+    Args:
+        samples: the data set.
+        limit: batches an evaluation (micro batch × ranks samples each); None is all.
+    """
+
+    def __init__(self, template: Trainer, engine: Engine, samples: Any, workers: Workers, limit: int | None) -> None:
+        self.template = template
+        self.engine = engine
+        self.samples = samples
+        self.workers = workers
+        sizes = template.plan.sizes
+        self.size = min(len(samples), limit * sizes.micro_batch * sizes.data) if limit else len(samples)
+        self._requests = eval_requests(
+            sample_lengths(samples, template.data, training=False),
+            self.size,
+            template.config.training.seed,
+            rank=workers.data_rank,
+            data_size=sizes.data,
+            micro_batch=sizes.micro_batch,
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """``eval_loss`` (mean over the targets), ``perplexity`` of language models, and the task's metrics.
+
+        Training is not disturbed: mode and random states are as before afterwards.
+        """
+        random_state = capture()
+        self.engine.model.eval()
+        try:
+            total, targets, results = self._share()
+        finally:
+            self.engine.model.train()
+            restore(*random_state)
+        total, targets = self.workers.sum(total, targets)
+        metrics = {"eval_loss": total / max(targets, 1.0)}
+        if self.template.reports_perplexity:
+            metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+        gathered = [entry for share in self.workers.gather(results) for entry in share]
+        if gathered:
+            gathered.sort(key=lambda entry: entry[0])
+            task_metrics = self.template.compute_metrics([e[1] for e in gathered], [e[2] for e in gathered])
+            metrics |= checked_metrics(task_metrics)
+        return metrics
+
+    def _share(self) -> tuple[float, float, list[tuple[int, Any, Any]]]:
+        """(sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
+        total = targets = 0.0
+        results: list[tuple[int, Any, Any]] = []
+        for microbatch in load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False):
+            microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
+            loss, outputs = self.engine.eval_batch(microbatch)
+            if not self.workers.ends_pipeline:
+                continue
+            result = self.template.predict(outputs, microbatch.batch)
+            predictions, references = checked_predictions(result, len(microbatch.samples))
+            if microbatch.idle or not self.workers.speaks:
+                continue
+            total += loss
+            targets += microbatch.targets
+            results += zip(microbatch.samples, predictions, references, strict=True)
+        return total, targets, results

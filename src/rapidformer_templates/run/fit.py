@@ -1,0 +1,358 @@
+"""A run from its plan to its summary."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rapidformer_templates.data.loader import load
+from rapidformer_templates.data.order import Order, Request
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.traces import without_trace
+from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.label_use import can_be_tried, label_use
+from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.tasks import check_data_flags
+from rapidformer_templates.run import calls
+from rapidformer_templates.run import out_of_memory as ladder
+from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
+from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
+from rapidformer_templates.run.checkpoint.check import problem_together
+from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of
+from rapidformer_templates.run.configure import chosen_layout, resolve_plan
+from rapidformer_templates.run.console import say, show_plan, show_results, summarise
+from rapidformer_templates.run.evaluation import Evaluator
+from rapidformer_templates.run.export import export_model
+from rapidformer_templates.run.folder import MetricsFile, RunFolder
+from rapidformer_templates.run.hooks import checked_data, checked_model, checked_optimizer, checked_schedule
+from rapidformer_templates.run.lock import hold, try_folder
+from rapidformer_templates.run.loop import Intervals, Loop, Position
+from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.profiler import WARMUP, Profile
+from rapidformer_templates.run.progress import Progress
+from rapidformer_templates.run.receipts import Receipts
+from rapidformer_templates.run.resume import say_changes, take_up
+from rapidformer_templates.run.sample_order import build_order
+from rapidformer_templates.switches.zero.compiled_parts import prepare
+from rapidformer_templates.switches.zero.values import check_values
+from rapidformer_templates.system import launch, program
+from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
+from rapidformer_templates.system.random_state import seed_all
+from rapidformer_templates.system.signals import StopRequest, stop_request
+from rapidformer_templates.system.workers import Workers, join
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+
+def fit(template: Trainer) -> dict[str, Any]:
+    """Check what can be checked, start local workers if they are asked for, and train."""
+    asked = dict(template.config.items())
+    if launch.is_worker():
+        return calls.in_this_worker(
+            type(template).__qualname__, asked, template.adopt, lambda: _join_and_train(template)
+        )
+    if (template.config.launch.nproc_per_node or 1) == 1:
+        return calls.noted(lambda: _join_and_train(template))
+    return calls.noted(lambda: _train_in_new_workers(template, asked))
+
+
+def _train_in_new_workers(template: Trainer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    config, training = template.config, template.config.training
+    program.command()  # or there is nothing that workers could run
+    _check(template, RunFolder(training.save) if training.save else None)
+    show_plan(template.plan)
+    return calls.in_new_workers(
+        type(template).__qualname__,
+        asked,
+        config.launch.nproc_per_node or 1,
+        config.launch.master_port,
+        chosen_layout(config),
+        partial(_goes_on, training),
+    )
+
+
+def _goes_on(training: TrainingFlags) -> bool:
+    """Whether there is a checkpoint of this run, and not of one that is overwritten, to go on from."""
+    own = training.resume or not training.overwrite
+    return bool(own and training.save and candidates(RunFolder(training.save).checkpoints))
+
+
+def _check(template: Trainer, folder: RunFolder | None) -> None:
+    """What can be seen to be wrong before a worker starts."""
+    training = template.config.training
+    if training.resume and folder is None:
+        raise ConfigError("--resume needs --save, the run folder to go on in", where=template.config.origin("resume"))
+    if training.profile and folder is None:
+        raise ConfigError(
+            "--profile needs --save, the run folder that it writes to", where=template.config.origin("profile")
+        )
+    if folder:
+        folder.check(resume=training.resume, overwrite=training.overwrite)
+        _check_overwritten(template, folder)
+        try_folder(folder.path)
+    if template.reads_task_data:
+        task = template.task  # an unknown one is refused first
+        check_data_flags(template.config)
+        if not template.computes_own_metrics:
+            check_metric(template.config)
+        task.check()
+    prepare(template.plan)
+    check_values(template.config, template.plan)
+
+
+def _check_overwritten(template: Trainer, folder: RunFolder) -> None:
+    """Refuse to delete what the run reads.
+
+    Raises:
+        ConfigError: names the flag that leads there.
+    """
+    if not template.config.training.overwrite:
+        return
+    for name, given in template.plan.values.items():
+        paths = given["value"] if isinstance(given["value"], list | tuple) else [given["value"]]
+        if name != "--save" and any(isinstance(path, str) and folder.holds(path) for path in paths):
+            raise ConfigError(
+                f"--overwrite would delete what {name} reads, in {folder.path}",
+                where=given["origin"],
+                hint="give another --save, or copy that elsewhere first",
+            )
+
+
+def _join_and_train(template: Trainer) -> dict[str, Any]:
+    if template.plan.device == "cpu":
+        _choose_allocation({REGISTRY[name].family for name in template.plan.switches})
+    with (
+        stop_request(partial(_goes_on, template.config.training), alone=not launch.is_worker()) as stop,
+        join(template.plan.device, template.plan.sizes) as workers,
+        ladder.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
+        _run_folder(template, workers) as folder,
+    ):
+        return train(template, folder, workers, stop)
+
+
+def _choose_allocation(families: set[str | None]) -> None:
+    """Fast where memory is no matter, small where it is the point, and the system's own way between the two."""
+    if "offload" in families:
+        give_freed_memory_back()
+    elif "partitioning" not in families:
+        keep_freed_memory()
+
+
+@contextmanager
+def _run_folder(template: Trainer, workers: Workers) -> Iterator[RunFolder | None]:
+    """The folder of ``--save``, which no other run may write into during the body."""
+    training = template.config.training
+    folder = RunFolder(training.save) if training.save else None
+    if workers.is_main and launch.CHECKED not in os.environ:
+        _check(template, folder)
+        show_plan(template.plan)
+    workers.barrier()
+    if folder is None:
+        yield None
+        return
+    with hold(folder.path, workers) as alone:
+        if not alone:
+            say(workers, f"the file system of {folder.path} knows no locks: start no second run there", loud=True)
+        yield folder
+
+
+def train(template: Trainer, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
+    """One worker's run: reads as the order of composition.
+
+    Nothing is written to the run folder before all that can go wrong has been tried.
+    """
+    # 1. The data, then the model: a classifier must know its labels.
+    samples = _build_data(template, workers)
+    metric = best_metric(template)
+    engine = _build_engine(template, workers)
+
+    # 2. Where the run starts: at the beginning, or where its checkpoint left it.
+    order = build_order(template, samples, workers)
+    position = take_up(template, engine, folder, order, workers)
+
+    # 3. The loop.
+    if folder and template.config.training.resume:
+        say_changes(folder, template.plan.values, workers)
+    if folder and workers.is_main:
+        folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite)
+    workers.barrier()
+    loop = _build_loop(template, engine, order, position, folder, metric, workers)
+    if position.step >= loop.total:
+        say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done")
+    with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
+        metrics = loop.run(stop, progress)
+
+    # 4. Best weights, export, summary.
+    return _finish(loop, metrics, workers)
+
+
+def _build_data(template: Trainer, workers: Workers) -> Sequence[Any]:
+    """The training samples; the whole data are kept in the template for its hooks."""
+    template.data = checked_data(template.build_data())
+    skipped = template.task.skipped if template.uses_task else []
+    if skipped:
+        say(workers, f"left out {len(skipped)} lines that cannot be read: {'; '.join(skipped[:5])}", loud=True)
+    for note in template.task.notes if template.uses_task else []:
+        say(workers, f"note       {note}")
+    samples = template.data.train
+    if samples is None or len(samples) == 0:
+        raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
+    return samples
+
+
+def _build_engine(template: Trainer, workers: Workers) -> Engine:
+    """The model, changed by the active switches in the order of their stages; the engine comes last."""
+    config, plan = template.config, template.plan
+    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
+    seed_all(config.training.seed)
+    with engine.build_context():
+        model = checked_model(template.build_model())
+    template.model_was_built(model)
+    tried = can_be_tried(model)
+    if tried:
+        _try_labels(template, model, workers)
+    if template.uses_task:
+        template.task.check_model(model)
+    for switch in (REGISTRY[name] for name in plan.switches):
+        if switch.transform:
+            options = config.switches[switch.name]
+            building = Building(find_layout(model), options, plan, workers, partial(_loss_of_one, template))
+            model = load_object(switch.transform)(model, building)
+            del building
+    recipe = checked_optimizer(template.build_optimizer())
+    template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
+    engine.setup(model, recipe, template.compute_loss)
+    template.model = engine.model
+    if not tried:
+        with engine.measuring() as whole:
+            _try_labels(template, whole, workers)
+    return engine
+
+
+def _try_labels(template: Trainer, model: nn.Module, workers: Workers) -> None:
+    """Find out how the model takes labels, by which targets are counted and the task's loss is made."""
+    for note in template.labels_were_tried(label_use(model)):
+        say(workers, f"note       {note}")
+
+
+def _loss_of_one(template: Trainer, model: nn.Module) -> Any:
+    """The user's loss of the first sample."""
+    request = Request([0], (template.config.training.seed, 0), [0])
+    (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
+    with without_trace(model):
+        return template.compute_loss(model, microbatch.batch)
+
+
+def _build_loop(
+    template: Trainer,
+    engine: Engine,
+    order: Order,
+    position: Position,
+    folder: RunFolder | None,
+    metric: BestMetric | None,
+    workers: Workers,
+) -> Loop:
+    training, data = template.config.training, template.data
+    total = training.train_iters or order.steps_per_epoch * (training.epochs or 1)
+    has_valid = data.valid is not None and len(data.valid) > 0
+    evaluator = Evaluator(template, engine, data.valid, workers, training.eval_iters) if has_valid else None
+    epoch = order.steps_per_epoch if order.by_epochs else 0
+    metrics = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
+    if metrics and metrics.garbled:
+        say(workers, f"left out lines of metrics.jsonl that cannot be read: {_few(metrics.garbled)}", loud=True)
+    return Loop(
+        template=template,
+        engine=engine,
+        order=order,
+        evaluator=evaluator,
+        schedule=checked_schedule(template.build_scheduler(total)),
+        position=position,
+        total=total,
+        intervals=Intervals(
+            log=training.log_interval,
+            evaluate=training.eval_interval or epoch,
+            save=training.save_interval or epoch,
+            epoch=epoch,
+        ),
+        workers=workers,
+        folder=folder,
+        metrics=metrics,
+        meter=Meter(workers.device),
+        receipts=Receipts(engine, template, order),
+        keep=training.keep_checkpoints,
+        metric=metric,
+        saver=AsyncSaver(folder.checkpoints, workers, training.keep_checkpoints)
+        if folder and training.async_save
+        else None,
+        profile=_profile(template, folder, total - position.step, workers),
+    )
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+
+
+def _profile(template: Trainer, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:
+    """The recorder of the main worker, if it is asked for; a complete run that is resumed has no step to record.
+
+    Raises:
+        ConfigError: the run is too short.
+    """
+    asked = template.config.training.profile
+    if not asked or not steps_left or folder is None:
+        return None
+    if steps_left < WARMUP + asked:
+        raise ConfigError(
+            f"--profile {asked} needs {WARMUP + asked} steps, this run has {steps_left}",
+            where=template.config.origin("profile"),
+            hint=f"the first {WARMUP} are a warm-up; train for more steps, or record fewer",
+        )
+    return Profile(folder.profile, asked, workers.device) if workers.is_main else None
+
+
+def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str, Any]:
+    template, folder = loop.template, loop.folder
+    if _put_best_back(loop, workers):
+        metrics = {}
+    if loop.evaluator and not metrics:  # other weights than the last evaluation's, or a run that was complete
+        metrics = loop.evaluator.evaluate()
+    if folder and template.config.training.export_model:
+        export_model(loop.engine, template, folder.export, workers)
+    receipts = loop.receipts.measured_by_rank() if loop.meter.steps else {}
+    summary = summarise(template, loop, metrics, receipts, workers)
+    if workers.is_main:
+        show_results(folder, summary)
+    workers.barrier()
+    template.on_train_end(summary)
+    return summary
+
+
+def _put_best_back(loop: Loop, workers: Workers) -> bool:
+    """Whether the best weights are others than the last ones, and have taken their place."""
+    best, folder = loop.position.best, loop.folder
+    if best is None or folder is None or best["step"] == loop.position.step:
+        return False
+    kept = folder_of(folder.checkpoints, best["step"])
+    problem = problem_together(kept, workers)
+    if problem:
+        say(workers, f"the best checkpoint is lost ({kept.name}: {problem}): the last weights stand in", loud=True)
+        loop.position.best = None
+        return False
+    loop.engine.load(Reader(kept), optimizer=False)
+    return True
+
+
+def load_object(path: str) -> Any:
+    """What ``module:name`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

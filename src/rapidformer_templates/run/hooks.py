@@ -1,0 +1,189 @@
+"""What the user's hooks return, looked at in one place: what cannot be used is named where it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
+from rapidformer_templates.errors import DataError, ModelError, RapidformerError
+
+T = TypeVar("T")
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in a sentence: ``None``, ``a list``, ``an AdamW``."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def checked_data(data: Any) -> Data:
+    """What ``build_data`` returned.
+
+    Raises:
+        DataError: it is no :class:`Data`, or a part of it cannot be indexed or called.
+    """
+    if not isinstance(data, Data):
+        hint = "return Data(train=samples, valid=held_out, collate=collate)"
+        if hasattr(data, "dataset") and hasattr(data, "collate_fn"):
+            hint = "the loop makes the loaders: return Data(train=loader.dataset, collate=loader.collate_fn)"
+        raise DataError(f"build_data returned {_kind(data)}", where="build_data()", hint=hint)
+    for part in ("train", "valid", "test"):
+        samples = getattr(data, part)
+        # A mapping has both, and its keys are columns or names of parts.
+        indexed = isinstance(samples, Sized) and hasattr(samples, "__getitem__") and not isinstance(samples, Mapping)
+        if samples is not None and not indexed:
+            raise DataError(
+                f"the {part} samples of build_data are {_kind(samples)}",
+                where=f"Data({part}=…)",
+                hint="give anything with len and integer indexing, one item a sample: a list, a datasets.Dataset",
+            )
+    for part in ("collate", "augment"):
+        function = getattr(data, part)
+        if function is not None and not callable(function):
+            raise DataError(f"{part} of build_data is {_kind(function)}, no function", where=f"Data({part}=…)")
+    return data
+
+
+def checked_model(model: Any) -> nn.Module:
+    """What ``build_model`` returned.
+
+    Raises:
+        ModelError: it is no module.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    raise ModelError(
+        f"build_model returned {_kind(model)}", where="build_model()", hint="return the model, a torch.nn.Module"
+    )
+
+
+def checked_optimizer(recipe: Any) -> OptimizerSpec:
+    """What ``build_optimizer`` returned.
+
+    Raises:
+        RapidformerError: it is no recipe.
+    """
+    if isinstance(recipe, OptimizerSpec):
+        return recipe
+    instance = " (parameters are sharded before there is an instance)" if hasattr(recipe, "param_groups") else ""
+    raise RapidformerError(
+        f"build_optimizer returned {_kind(recipe)}",
+        where="build_optimizer()",
+        hint=f"return a recipe{instance}: OptimizerSpec(torch.optim.AdamW, {{'lr': …}})",
+    )
+
+
+def checked_schedule(schedule: Any) -> Schedule:
+    """What ``build_scheduler`` returned.
+
+    Raises:
+        RapidformerError: it is no function from a step to a number.
+    """
+    hint = "return a function from the step (from 0) to a share of the peak learning rate"
+    if not callable(schedule):
+        raise RapidformerError(
+            f"build_scheduler returned {_kind(schedule)}", where="build_scheduler(total_steps)", hint=hint
+        )
+    factor = schedule(0)
+    if not is_number(factor) or not math.isfinite(factor):
+        told = factor if is_number(factor) else _kind(factor)
+        raise RapidformerError(
+            f"the schedule's share of the first step is {told}", where="build_scheduler(total_steps)", hint=hint
+        )
+    function: Schedule = schedule
+    return function
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is one number: Python's, numpy's, or a tensor of one element."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) or (hasattr(value, "__float__") and getattr(value, "size", 1) == 1)
+
+
+def checked_batch(batch: Any) -> Any:
+    """What ``collate`` returned.
+
+    Raises:
+        DataError: it is nothing.
+    """
+    if batch is None:
+        raise DataError("collate returned None", where="Data(collate=…)", hint="return the batch: a dict of tensors")
+    return batch
+
+
+def checked_count(count: Any) -> float:
+    """What ``count_targets`` returned.
+
+    Raises:
+        RapidformerError: it is no number, or less than none.
+    """
+    if is_number(count) and count >= 0:
+        number: float = count
+        return number
+    raise RapidformerError(
+        f"count_targets returned {count if is_number(count) else _kind(count)}",
+        where="count_targets(batch)",
+        hint="return the number of targets that the loss of the batch is a mean over",
+    )
+
+
+def checked_predictions(result: Any, samples: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What ``predict`` returned for a batch of so many samples.
+
+    Raises:
+        RapidformerError: it is no pair of as many predictions and references.
+    """
+    hint = "return (predictions, references), one entry a sample, on the host"
+    if not isinstance(result, (tuple, list)) or len(result) != 2 or not all(isinstance(part, Sized) for part in result):
+        raise RapidformerError(f"predict returned {_kind(result)}", where="predict(outputs, batch)", hint=hint)
+    predictions, references = result
+    if len(predictions) != samples or len(references) != samples:
+        raise RapidformerError(
+            f"predict returned {len(predictions)} predictions and {len(references)} references "
+            f"for a batch of {samples} samples",
+            where="predict(outputs, batch)",
+            hint=hint,
+        )
+    return predictions, references
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    """What ``compute_metrics`` returned; None is no metric.
+
+    Raises:
+        RapidformerError: it is no mapping of names to numbers.
+    """
+    hint = "return a mapping of names to numbers"
+    where = "compute_metrics(predictions, references)"
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise RapidformerError(f"compute_metrics returned {_kind(metrics)}", where=where, hint=hint)
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not is_number(value):
+            raise RapidformerError(f"compute_metrics returned {_kind(value)} as {name}", where=where, hint=hint)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def collated(collate: Callable[[list[Any]], T], items: list[Any], where: str) -> T:
+    """A batch by torch's own way, for data without a ``collate`` of their own.
+
+    Raises:
+        DataError: the samples are not of a kind, or not of one shape.
+    """
+    try:
+        return collate(items)
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"samples cannot be made a batch: {reason}", where=where, hint="give Data a collate function"
+        ) from error

@@ -1,0 +1,262 @@
+"""One run at a time writes into a run folder, and all of its workers see that folder.
+
+A run holds a lock of the operating system on a file in the folder, which the kernel takes back when the
+process ends, however it ends. The first worker takes the lock for itself alone and then shares it with the others,
+so that no run can begin while any worker of an earlier one lives. The file says who holds the lock; the others
+know by a random word in it that they look at the same folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.system.files import explain, try_writing
+from rapidformer_templates.system.workers import Workers
+
+T = TypeVar("T")
+
+NAME = "run.lock"
+
+SEEN_WITHIN = 10.0
+"""Seconds within which a network file system shows a new file on other nodes."""
+
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+"""What a file system without locks answers."""
+
+_descriptors: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a forked process: a loader process that outlives its run would keep the lock."""
+    for descriptor in _descriptors:
+        os.close(descriptor)
+    _descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+class RunLock:
+    """The lock of a run folder, for one worker.
+
+    Attributes:
+        works: whether the file system knows locks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / NAME
+        self.works = True
+        self._made = self._taken = False
+        self._descriptor: int | None = None
+
+    def take(self) -> str:
+        """Make the folder and hold it for this worker alone; the word by which others know the folder.
+
+        Raises:
+            ConfigError: another run holds it, or it cannot be written to.
+        """
+        word = secrets.token_hex(16)
+        with self._explained():
+            self._made = not self.folder.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = self._open(os.O_CREAT, fcntl.LOCK_EX)
+            self._taken = True
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({**_this_process(), "word": word}).encode() + b"\n", 0)
+            os.fsync(descriptor)
+        return word
+
+    def try_writing(self) -> None:
+        """
+        Raises:
+            ConfigError: the folder, or that of the checkpoints, cannot be written to.
+        """
+        with self._explained():
+            try_writing(self.folder)
+            checkpoints = self.folder / "checkpoints"
+            if os.path.lexists(checkpoints):  # it may be a link to another disk
+                try_writing(checkpoints)
+
+    def share(self) -> None:
+        """Let the other workers of this run hold it, too."""
+        with self._explained():
+            self._lock(fcntl.LOCK_SH)
+
+    def join(self, word: str, *, write: bool) -> bool:
+        """Hold it beside the first worker; whether this worker sees the folder of that one.
+
+        Args:
+            word: what :meth:`take` gave the first worker.
+            write: whether to try to write.
+
+        Raises:
+            ConfigError: the folder cannot be written to from here.
+        """
+        end = time.monotonic() + SEEN_WITHIN
+        while self._told().get("word") != word:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        with self._explained():
+            self._open(0, fcntl.LOCK_SH)
+        if write:
+            self.try_writing()
+        return True
+
+    def release(self, *, remove: bool) -> None:
+        """Give it back; ``remove``: nothing is left of the file, nor of a folder that was made and is empty."""
+        with contextlib.suppress(OSError):  # as after a death: the kernel takes the lock back, the file is no matter
+            if remove and self._taken:
+                self.path.unlink(missing_ok=True)
+            if remove and self._made and not any(self.folder.iterdir()):
+                self.folder.rmdir()
+        self._close()
+
+    def _open(self, flags: int, kind: int) -> int:
+        """Open the file and lock it; again, if the run before has removed it meanwhile."""
+        while True:
+            self._descriptor = descriptor = os.open(self.path, os.O_RDWR | flags, 0o666)
+            _descriptors.add(descriptor)
+            self._lock(kind)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(self.path), os.fstat(descriptor)):
+                    return descriptor
+            self._close()
+
+    def _lock(self, kind: int) -> None:
+        assert self._descriptor is not None
+        try:
+            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._close()
+            raise ConfigError(
+                f"another run writes into {self.folder}: {_in_words(self._told())}",
+                where="--save",
+                hint="wait until it has ended, or give another folder",
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            self.works = False
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            _descriptors.discard(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _told(self) -> dict[str, Any]:
+        """What the file says of who holds the lock; nothing, if it is not there or not yet written."""
+        try:
+            told = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what, to_do = explain(error)
+            raise ConfigError(
+                f"{self.folder} cannot be written to: {what}", where="--save", hint=f"{to_do}, or give another folder"
+            ) from error
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(sys.orig_argv),
+    }
+
+
+def _in_words(told: dict[str, Any]) -> str:
+    if not told:
+        return "it does not say which"
+    return f"process {told.get('process')} on {told.get('host')}, since {told.get('since')}: {told.get('command')}"
+
+
+def try_folder(folder: Path) -> None:
+    """See whether a run could write into its folder now.
+
+    Raises:
+        ConfigError: another run holds it, or it cannot be written to.
+    """
+    lock = RunLock(folder)
+    try:
+        lock.take()
+        lock.try_writing()
+    finally:
+        lock.release(remove=True)
+
+
+@contextlib.contextmanager
+def hold(folder: Path, workers: Workers) -> Iterator[bool]:
+    """Keep other runs out of a folder in the body; whether the file system can; every rank must call it.
+
+    Raises:
+        ConfigError: on all ranks alike: another run holds it, a worker cannot write to it, or does not see it.
+    """
+    lock = RunLock(folder)
+    together = True
+    try:
+        word = _alike(workers, lambda: lock.take() if workers.is_main else "")[0]
+        if workers.world > 1:
+            _alike(workers, lambda: lock.share() if workers.is_main else None)
+            first = workers.local_rank == 0
+            seen = _alike(workers, lambda: workers.is_main or lock.join(word, write=first))
+            _check_seen(folder, seen, workers)
+        together = workers.world == 1
+        yield lock.works
+        together = True
+    finally:
+        # If this worker alone has failed, the others still hold the lock, and its file must stay.
+        lock.release(remove=workers.is_main and together)
+
+
+def _alike(workers: Workers, body: Callable[[], T]) -> list[T]:
+    """What the body returns on each rank; the first error of any rank is raised on all."""
+    result, problem = None, None
+    try:
+        result = body()
+    except RapidformerError as error:
+        problem = error
+    results = workers.gather((result, problem))
+    for _, other in results:
+        if other is not None:
+            raise other
+    return [value for value, _ in results]
+
+
+def _check_seen(folder: Path, seen: list[bool], workers: Workers) -> None:
+    """
+    Raises:
+        ConfigError: some worker looks at another folder.
+    """
+    hosts = workers.gather(socket.gethostname())
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        names = ", ".join(f"{rank} on {hosts[rank]}" for rank in blind[:8]) + (" …" if len(blind) > 8 else "")
+        raise ConfigError(
+            f"{folder} is not one folder for all workers: what rank 0 writes there on {hosts[0]} is not seen "
+            f"by rank {names}",
+            where="--save",
+            hint="give a folder that all nodes share, such as one on NFS or Lustre, by the same path",
+        )

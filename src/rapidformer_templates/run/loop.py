@@ -1,0 +1,315 @@
+"""The only training loop. It names no switch and imports no backend; the engine owns the step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
+from rapidformer_templates.data.order import Order
+from rapidformer_templates.engines.contract import Engine, StepResult
+from rapidformer_templates.engines.recipe import Schedule
+from rapidformer_templates.errors import Interrupted, NonFiniteLoss
+from rapidformer_templates.run.best import LOSS, BestMetric
+from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
+from rapidformer_templates.run.console import say
+from rapidformer_templates.run.evaluation import Evaluator
+from rapidformer_templates.run.folder import MetricsFile, RunFolder
+from rapidformer_templates.run.hooks import checked_count
+from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.profiler import DATA, EXCHANGE, REST, TRAIN, Profile
+from rapidformer_templates.run.progress import Progress
+from rapidformer_templates.system.signals import StopRequest
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.run.receipts import Receipts
+    from rapidformer_templates.trainer import Trainer
+
+
+@dataclass
+class Position:
+    """Where a run stands; it is saved with each checkpoint.
+
+    Attributes:
+        step: optimizer steps that are done.
+        samples, tokens: consumed since the start of the run.
+        best: step and value of the best evaluation so far, if a best one is kept.
+        data: what the order of the data depends on; a resumed run must have the same.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    best: dict[str, Any] | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Intervals:
+    """Steps between logs, evaluations and checkpoints; 0 is only at the end."""
+
+    log: int
+    evaluate: int
+    save: int
+    epoch: int
+
+    @staticmethod
+    def due(interval: int, step: int, total: int) -> bool:
+        return step == total or (interval > 0 and step % interval == 0)
+
+
+@dataclass
+class Loop:
+    """A training run with all its parts; :meth:`run` is the loop.
+
+    Attributes:
+        total: optimizer steps of the whole run.
+        keep: checkpoints that are kept.
+        metric: the one by which the best checkpoint is kept.
+        saver: saves in the background; None waits for each save.
+        profile: records some steps of this worker.
+        progress: what people see.
+    """
+
+    template: Trainer
+    engine: Engine
+    order: Order
+    evaluator: Evaluator | None
+    schedule: Schedule
+    position: Position
+    total: int
+    intervals: Intervals
+    workers: Workers
+    folder: RunFolder | None
+    metrics: MetricsFile | None
+    meter: Meter
+    receipts: Receipts
+    keep: int
+    metric: BestMetric | None
+    saver: AsyncSaver | None = None
+    profile: Profile | None = None
+    progress: Progress = field(init=False)
+
+    def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
+        """Train to the end; the last evaluation's metrics.
+
+        Raises:
+            NonFiniteLoss: names the step and the samples in it; the weights are as before the step.
+            Interrupted: the run was asked to end, and has saved a checkpoint where there is a run folder.
+            CheckpointError: one could not be saved.
+        """
+        with contextlib.closing(self.saver) if self.saver else contextlib.nullcontext():
+            return self._run(stop, progress)
+
+    def _run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
+        self.progress = progress
+        metrics: dict[str, float] = {}
+        batches = self._batches()
+        self.template.on_train_start()
+        for step in range(self.position.step, self.total):
+            if self.profile:
+                self.profile.step_begins()
+
+            # 1. The micro batches of this rank. Which samples: a function of the seed and the step.
+            with self._part(DATA):
+                microbatches = [next(batches) for _ in range(self.template.plan.sizes.accumulation)]
+
+            # 2. What all ranks must agree on before the forward: the number of targets, whether to go on,
+            #    and whether a save in the background has come further on all of them. The hosts exchange this
+            #    by themselves, while the devices compute the step before.
+            here = [m for m in microbatches if not m.idle and self.workers.speaks]
+            with self._part(EXCHANGE):
+                targets, samples, tokens, asked, saving = self.workers.sum(
+                    sum(m.targets for m in here),
+                    sum(m.sample_count for m in here),
+                    sum(m.tokens for m in here),
+                    stop.asked,
+                    self.saver is not None and self.saver.busy,
+                )
+            if self.saver and self.saver.pending and not saving:
+                self._saved(self.saver.proceed())
+
+            # 3. Forward, backward, clipping and update.
+            with self._part(TRAIN), self._watched(step, microbatches):
+                result = self._step(step, microbatches, targets)
+
+            # 4. Count.
+            with self._part(REST):
+                self.receipts.count(microbatches)
+                if self.meter.steps == 0:
+                    self.receipts.check()
+                self.position.step = done = step + 1
+                self.position.samples += int(samples)
+                self.position.tokens += int(tokens)
+                self.meter.step(int(samples), int(tokens))
+                self.template.on_step_end(done, result)
+                progress.advance(result.loss)
+            if self.profile and self.profile.step_ends():
+                self.profile = None
+
+            # 5. Log, evaluate, save; in this order, so that a checkpoint has its metrics before it.
+            if self.intervals.due(self.intervals.log, done, self.total):
+                self._log(result, step)
+            if self.evaluator and self.intervals.due(self.intervals.evaluate, done, self.total):
+                metrics = self._evaluate()
+            if self.intervals.epoch and done % self.intervals.epoch == 0:
+                self.template.on_epoch_end(done // self.intervals.epoch)
+            if asked or self._is_best or self.intervals.due(self.intervals.save, done, self.total):
+                self._save()
+            if asked or done == self.total:
+                self._wait_for_save()
+            if asked and done < self.total:
+                hint, saved = self._how_to_go_on(), self.folder is not None
+                raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
+        return metrics
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        plan, data = self.template.plan, self.template.config.data
+        requests = train_requests(
+            self.order,
+            self.position.step,
+            self.total,
+            rank=self.workers.data_rank,
+            data_size=plan.sizes.data,
+            accumulation=plan.sizes.accumulation,
+        )
+        on_gpu = self.workers.device.type == "cuda"
+        workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if on_gpu else 0)
+        pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else on_gpu
+        batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
+        # Counted on the host, before they leave it; the next step's are on their way while this one is computed.
+        return on_device(map(self._counted, batches), self.workers.device, ahead=plan.sizes.accumulation)
+
+    def _counted(self, microbatch: MicroBatch) -> MicroBatch:
+        microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
+        microbatch.size = (microbatch.sample_count, microbatch.tokens)
+        microbatch.look()
+        return microbatch
+
+    def _part(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return self.profile.part(name) if self.profile else contextlib.nullcontext()
+
+    def _watched(self, step: int, microbatches: list[MicroBatch]) -> contextlib.AbstractContextManager[Any]:
+        """Receipts are taken in the first step of this process and cost the others nothing."""
+        return self.receipts.watch(microbatches) if self.meter.steps == 0 else contextlib.nullcontext()
+
+    def _step(self, step: int, microbatches: list[MicroBatch], targets: float) -> StepResult:
+        with self._located(step):
+            return self.engine.train_batch(microbatches, targets, self.schedule(step))
+
+    def _settle(self) -> None:
+        """Nothing is written of a step before it is known to be right."""
+        with self._located(self.position.step - 1):
+            self.engine.settle()
+
+    @contextlib.contextmanager
+    def _located(self, newest: int) -> Iterator[None]:
+        """Tell step and samples of a loss that is not finite; ``newest``: the last step that was begun."""
+        try:
+            yield
+        except NonFiniteLoss as error:
+            self._wait_for_save()
+            step = newest - error.age
+            samples = self.order.step(step)[0].tolist()
+            raise NonFiniteLoss(
+                f"step {step + 1}: {error.message}; the weights are as after step {step}",
+                where=f"training samples {samples[:32]}{' …' if len(samples) > 32 else ''}",
+                hint="look at these samples; a lower --lr, --clip-grad or bf16 instead of fp16 may help; "
+                + self._how_to_go_on(),
+            ) from None
+
+    def _how_to_go_on(self) -> str:
+        return "go on with --resume" if self.folder else "nothing was saved: there is no --save"
+
+    def _log(self, result: StepResult, step: int) -> None:
+        self._settle()
+        line = {
+            "step": step + 1,
+            "epoch": round(self.order.epoch(step + 1), 6),
+            "loss": float(result.loss),
+            "grad_norm": float(result.grad_norm),
+            **{name: float(value) for name, value in result.measured.items()},
+            "lr": self.template.peak_lr * self.schedule(step),
+            "samples": self.position.samples,
+            "tokens": self.position.tokens,
+            **self.meter.window(),
+            "skipped": bool(result.skipped),
+        }
+        self.progress.logged(line)
+        if self.metrics:
+            self.metrics.write(line)
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self.evaluator is not None
+        self._settle()
+        with self.meter.paused():
+            metrics = self.evaluator.evaluate()
+        step = self.position.step
+        self.progress.evaluated(step, metrics)
+        if self.metrics:
+            self.metrics.write({"step": step, "epoch": round(self.order.epoch(step), 6), **metrics})
+        if self.metric is not None:
+            self._judge(self.metric, step, metrics)
+        self.template.on_evaluate(step, metrics)
+        return metrics
+
+    def _judge(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
+        """Note the step if it is the best so far. What the user's own function gives is known from now on."""
+        best = self.position.best
+        if metric.name not in metrics:
+            names = ", ".join(name for name in metrics if name != LOSS.name) or "nothing"
+            given = f"compute_metrics gives no '{metric.name}' (it gives {names})"
+            if best is not None and best["metric"] == metric.name:
+                say(self.workers, f"{given}: step {step} is no best", loud=True)
+                return
+            say(self.workers, f"{given}: the best checkpoint is that of the least {LOSS.name}", loud=True)
+            self.metric = metric = LOSS
+        value = metrics[metric.name]
+        if not math.isfinite(value):
+            say(self.workers, f"the {metric.name} of step {step} is {value}: no best", loud=True)
+        elif metric.improves(value, best):
+            self.position.best = {"step": step, "metric": metric.name, "value": value}
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the last step is the best one: its weights are saved before the next one changes them."""
+        return self.position.best is not None and self.position.best["step"] == self.position.step
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        self._settle()
+        with self.meter.paused():
+            if self.metrics:
+                self.metrics.sync()
+            root, step = self.folder.checkpoints, self.position.step
+            progress = dataclasses.asdict(self.position)
+            best = self.position.best["step"] if self.position.best else None
+            if self.saver:
+                self._wait_for_save()
+                self.saver.start(step, self.engine, progress, best)
+                return
+            path: Path = checkpoint.save(root, step, self.engine, progress, self.workers)
+            problem = checkpoint_check.delete_older(path, self.keep, best, self.workers)
+            if problem:
+                say(self.workers, problem, loud=True)
+        self._saved(path)
+
+    def _wait_for_save(self) -> None:
+        if self.saver:
+            with self.meter.paused():
+                self._saved(self.saver.wait())
+
+    def _saved(self, path: Path | None) -> None:
+        """Tell of a checkpoint that is whole."""
+        if path:
+            self.progress.saved(checkpoint.step_of(path), path)
+            self.template.on_checkpoint(checkpoint.step_of(path), path)

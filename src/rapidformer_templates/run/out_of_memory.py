@@ -1,0 +1,106 @@
+"""When memory runs out: the next step of the ladder that this run can take.
+
+The ladder, with the speed falling from step to step, is that of the DeepSpeed guide [D]: batch 1,
+activation checkpointing, mixed precision, ZeRO-2, its optimizer offloaded, ZeRO-3, its parameters
+and optimizer offloaded, and last a disk. Where ZeRO cannot run, FSDP shards the same states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rapidformer_templates.errors import OutOfMemory, Refused
+from rapidformer_templates.planning.changes import spell
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.plan import Plan
+
+ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
+"""In the messages of torch's allocators and of the system."""
+
+PARTITIONING = ("oss", "oss_sdp", "fsdp", "zero_1", "zero_2", "zero_3")
+
+FIRST: tuple[Mapping[str, Any], ...] = (
+    {"micro_batch_size": 1},
+    {"checkpoint_activations": True},
+    {"mixed_precision": "bf16"},
+)
+"""What needs less memory without other workers."""
+
+
+def _shard(by: str, **more: Any) -> Mapping[str, Any]:
+    """The flags that shard in this way and in no other."""
+    chosen = {f"{name}_memory_optimization": name == by for name in PARTITIONING}
+    return {**chosen, "cpu_offload": False, "nvme_path": None, **more}
+
+
+SHARDING = (
+    _shard("zero_2"),
+    _shard("zero_2", cpu_offload=True),
+    _shard("zero_3"),
+    _shard("zero_3", cpu_offload=True),
+    _shard("zero_3", nvme_path="DIR"),
+    _shard("fsdp"),  # where ZeRO cannot run: in another template than Trainer, or without DeepSpeed
+)
+
+
+def _saved(values: Callable[[str], Any]) -> int:
+    """How much less memory a way to shard needs; a rank, not a measure."""
+    if values("zero_3_memory_optimization"):
+        return 7 if values("nvme_path") else 6 if values("cpu_offload") else 5
+    if values("fsdp_memory_optimization"):
+        return 4
+    if values("zero_2_memory_optimization") or values("oss_sdp_memory_optimization"):
+        return 3 if values("cpu_offload") else 2
+    return int(bool(values("zero_1_memory_optimization") or values("oss_memory_optimization")))
+
+
+def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan]) -> str | None:
+    """The flags of the next step that works, or None at the end of the ladder.
+
+    Args:
+        config: that of the run which is out of memory; ``plan`` is its plan.
+        resolve: makes a plan, or raises :class:`Refused`.
+    """
+    for step in _steps_ahead(config, plan):
+        changed = {name: value for name, value in step.items() if config.get(name) != value}
+        if "micro_batch_size" in changed:
+            changed["global_batch_size"] = plan.sizes.global_batch
+        try:
+            resolve(config.replace("the ladder", **changed))
+        except Refused:
+            continue
+        gone = [name for name, value in changed.items() if not value]
+        return spell(changed) + (f" in place of {' '.join(map(spelling, gone))}" if gone else "")
+    return None
+
+
+def _steps_ahead(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
+    for step in FIRST:
+        has = plan.precision != "fp32" if "mixed_precision" in step else config.get(next(iter(step))) in step.values()
+        if not has:
+            yield step
+    if plan.sizes.data > 1:  # a worker alone has nobody to share with
+        yield from (step for step in SHARDING if _saved(step.get) > _saved(config.get))
+
+
+@contextmanager
+def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunConfig], Plan]) -> Iterator[None]:
+    """Around a run: an allocation that failed becomes an error that says what to do.
+
+    Raises:
+        OutOfMemory: in place of the allocator's error.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in ALLOCATION_FAILED):
+            raise
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        step = next_step(config, plan, resolve)
+        raise OutOfMemory(
+            f"worker {rank} is out of memory: {told}",
+            where=f"{' → '.join(plan.switches)} on {plan.sizes.world} workers",
+            hint=f"the next step that saves memory: {step}" if step else "more workers, or a smaller model",
+        ) from error

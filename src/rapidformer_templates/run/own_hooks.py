@@ -1,0 +1,193 @@
+"""A script's own hooks: names that are nearly one, and flags that have no effect beside them. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import RunConfig, spelling
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NEAR = 0.88
+"""Similarity (``difflib``) from which a name is taken for a misspelt hook: one letter in eight, or an s at the end.
+``build_dataset`` and ``loss`` are names of one's own."""
+
+CALLED_BY_A_LOOP = re.compile(
+    r"on_(train|step|epoch|eval|valid|checkpoint|save|log|batch|fit|test|predict|init|optimizer|before|after)"
+)
+"""What names of callbacks begin with, here and in other libraries; ``on_gpu`` is none."""
+
+OF_THE_TOKENIZER = (
+    "tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "pretrained_model_name_or_path", "model_type",
+    "trust_remote_code",
+)  # fmt: skip
+OF_THE_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length", "dropout")
+OF_THE_DATA = (
+    "data_path", "split", "data_impl", "data_dir", "data_name", "text_column", "pair_column", "label_column",
+    "validation_fraction", "max_train_samples", "max_eval_samples", "skip_bad_lines", "data_cache_dir",
+    "keep_documents_apart", "mask_prob", "whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob",
+    "loss_on", "pack_sequences", "max_position_embeddings", "seq_length",
+)  # fmt: skip
+
+ELSEWHERE = {
+    "training_step": "compute_loss",
+    "forward_step": "compute_loss",
+    "configure_optimizers": "build_optimizer",
+    "create_optimizer": "build_optimizer",
+    "create_scheduler": "build_scheduler",
+    "train_dataloader": "build_data",
+    "get_train_dataloader": "build_data",
+    "train_valid_test_datasets_provider": "build_data",
+    "model_provider": "build_model",
+    "configure_model": "build_model",
+    "model_init": "build_model",
+}
+"""Hooks of Lightning, transformers and Megatron-LM that no template calls, and the one that does it here."""
+
+
+def hook(*acting: str) -> Callable[[F], F]:
+    """Mark a method that a script may override.
+
+    Args:
+        acting: the flags that act through its default, by field name; beside a script's own they act only if it
+            reads them, or if another default does.
+    """
+
+    def mark(method: F) -> F:
+        method.acting_flags = frozenset(acting)  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def hooks_of(template: type) -> dict[str, frozenset[str]]:
+    """The flags that act through each hook's default, by the hook's name."""
+    base = _library_base(template)
+    found = {name: getattr(method, "acting_flags", None) for name, method in vars(base).items()}
+    return {name: flags for name, flags in found.items() if flags is not None}
+
+
+def _library_base(template: type) -> type:
+    return next(kind for kind in template.__mro__ if any(hasattr(m, "acting_flags") for m in vars(kind).values()))
+
+
+def _own_classes(template: type) -> list[type]:
+    """The classes of a script: those that derive from a template, and mixins that have a hook."""
+    base, hooks = _library_base(template), hooks_of(template)
+    others = [kind for kind in template.__mro__ if kind is not object and kind.__module__ not in _library_modules(base)]
+    return [kind for kind in others if issubclass(kind, base) or any(name in vars(kind) for name in hooks)]
+
+
+def _library_modules(base: type) -> set[str]:
+    package = base.__module__.rpartition(".")[0]
+    return {f"{package}.{name}" for name in ("trainer", "pretrainer", "finetuner")}
+
+
+def check_names(template: type) -> None:
+    """Refuse a method that is nearly a hook, which nobody would ever call.
+
+    A name is none of these if the class has the hook that it is near to, or if it begins with an underscore.
+
+    Raises:
+        ConfigError: names the method and the hook.
+    """
+    hooks, known = hooks_of(template), set(dir(_library_base(template)))
+    own = _own_classes(template)
+    had = {name for kind in own for name in vars(kind)}
+    for kind in own:
+        for name, value in vars(kind).items():
+            if name.startswith("_") or name in known or not (callable(value) or isinstance(value, _WRAPPED)):
+                continue
+            meant = _meant(name, [*hooks, "Flags"], had)
+            if meant:
+                raise ConfigError(
+                    f"{kind.__name__}.{name} is no hook, and nothing would call it",
+                    where=_place(kind, value),
+                    hint=f"did you mean {meant}? a method of your own may begin with an underscore: _{name}",
+                )
+
+
+_WRAPPED = (staticmethod, classmethod, property)
+
+
+def _meant(name: str, hooks: list[str], had: set[str]) -> str | None:
+    plain = {_plain(known): known for known in hooks}
+    if CALLED_BY_A_LOOP.match(name):
+        return plain[difflib.get_close_matches(_plain(name), [p for p in plain if p.startswith("on")], 1, 0.0)[0]]
+    near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=NEAR)
+    meant = plain[near[0]] if near else ELSEWHERE.get(name)
+    return None if meant in had else meant
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _place(kind: type, value: Any) -> str:
+    code = getattr(getattr(value, "__func__", None) or getattr(value, "fget", None) or value, "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else kind.__module__
+
+
+def idle_flags(template: type, config: RunConfig) -> tuple[str, ...]:
+    """A note for each flag that was given and acts through defaults alone that the script has overridden.
+
+    None is made of a flag that the script's own code names: it reads it by itself.
+    """
+    base, hooks = _library_base(template), hooks_of(template)
+    own = [name for name in hooks if _takes_the_place(getattr(template, name), getattr(base, name))]
+    acting = frozenset[str]().union(*(flags for name, flags in hooks.items() if name not in own))
+    named = frozenset(_names_in(template)) if own else frozenset()
+    notes = []
+    for name in own:
+        for flag in sorted(hooks[name] - acting - named):
+            acting |= {flag}  # told once
+            if flag in config.origins and not _of_a_template(config, flag):
+                given = f"{spelling(flag)} ({config.origin(flag)})"
+                notes.append(f"{given} is for the default {name}; the {name} of {template.__name__} does not name it")
+    return tuple(notes)
+
+
+def _takes_the_place(method: Any, default: Any) -> bool:
+    """Whether a method is a script's own and does not call the default, or what that calls."""
+    if method is default:
+        return False
+    code = getattr(method, "__code__", None)
+    return code is None or not {"super", "task"} & set(_names_of(code))
+
+
+def _of_a_template(config: RunConfig, flag: str) -> bool:
+    return config.origin(flag) in ("Trainer", "Pretrainer", "Finetuner")
+
+
+def _names_in(template: type) -> Iterator[str]:
+    """The names and texts in the code of a script's classes and of the functions beside them."""
+    base = _library_base(template)
+    for kind in _own_classes(template):
+        module = sys.modules.get(kind.__module__)
+        beside = vars(module).values() if module else ()
+        mine = [value for value in beside if getattr(value, "__module__", None) == kind.__module__]
+        mine = [value for value in mine if not (inspect.isclass(value) and issubclass(value, base))]  # another script
+        for value in (*vars(kind).values(), *mine):
+            for part in vars(value).values() if inspect.isclass(value) else (value,):
+                function = getattr(part, "__func__", None) or getattr(part, "fget", None) or part
+                if isinstance(function, FunctionType):
+                    yield from _names_of(function.__code__)
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of(constant)
+        elif isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from (text for text in constant if isinstance(text, str))

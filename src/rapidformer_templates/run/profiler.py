@@ -1,0 +1,172 @@
+"""``--profile``: where the time of a few steps goes, as a trace for Chrome, a table for people and JSON.
+
+On a GPU idle is the time in which no kernel runs. On a CPU it is the time outside of torch's operators: waiting for
+data, waiting for other workers, and Python.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rapidformer_templates.system.files import write_json
+
+WARMUP = 3
+"""Steps of this process before the first that is recorded: allocations, receipts, compiled code."""
+
+STEP, DATA, EXCHANGE, TRAIN, REST = (f"rapidformer: {part}" for part in ("step", "data", "exchange", "train", "rest"))
+"""Parts of a step of the loop, as they stand in the trace."""
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+"""What makes the host wait for a device. The third is how the host keeps from running too far ahead."""
+
+ROWS = 25
+
+Interval = tuple[float, float]
+"""From, to: microseconds."""
+
+
+class Profile:
+    """Records ``steps`` steps after a warm-up, then writes ``folder`` and is done."""
+
+    def __init__(self, folder: Path, steps: int, device: torch.device) -> None:
+        self.folder = folder
+        self.steps = steps
+        self._gpu = device.type == "cuda"
+        self._seen = 0
+        self._recorder: profile | None = None
+        self._step: AbstractContextManager[Any] = nullcontext()
+
+    def part(self, name: str) -> AbstractContextManager[Any]:
+        """Marks a part of a step while steps are recorded."""
+        return record_function(name) if self._recorder else nullcontext()
+
+    def step_begins(self) -> None:
+        """To be called before the first part of each step."""
+        if self._seen == WARMUP:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._gpu else [])]
+            self._recorder = profile(activities=activities, record_shapes=False)
+            self._recorder.start()
+        if self._recorder:
+            self._step = record_function(STEP)
+            self._step.__enter__()
+
+    def step_ends(self) -> bool:
+        """To be called after the last part of each step; whether that was all, and it is written."""
+        self._seen += 1
+        if self._recorder is None:
+            return False
+        self._step.__exit__(None, None, None)
+        if self._seen < WARMUP + self.steps:
+            return False
+        if self._gpu:
+            torch.cuda.synchronize()
+        self._recorder.stop()
+        self._write(self._recorder)
+        return True
+
+    def _write(self, recorder: profile) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        recorder.export_chrome_trace(str(self.folder / "trace.json"))
+        found = summary(list(recorder.events() or []), self.steps)
+        write_json(self.folder / "summary.json", found)
+        by = "self_device_time_total" if self._gpu else "self_cpu_time_total"
+        table = recorder.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
+        (self.folder / "table.txt").write_text(f"{describe(found)}\n\n{table}\n", encoding="utf-8")
+
+
+def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
+    """What a recording says; milliseconds a step.
+
+    Args:
+        events: torch's ``FunctionEvent``: name, time range (µs), device.
+        steps: that were recorded.
+    """
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    whole = [_interval(event) for event in host if event.name == STEP]
+    operators = _union(_interval(e) for e in host if e.name.startswith(("aten::", "c10d::")))
+    parts = {name: [_interval(e) for e in host if e.name == name] for name in (DATA, EXCHANGE, TRAIN)}
+    wall = _length(whole)
+    outside = {name: _length(found) - _length(_cut(operators, found)) for name, found in parts.items()}
+    in_operators = _length(_cut(operators, whole))
+    rest = wall - in_operators - sum(outside.values())
+    result: dict[str, Any] = {
+        "steps": steps,
+        "step_ms": _ms(wall, steps),
+        "operators_ms": _ms(in_operators, steps),
+        "waiting_for_data_ms": _ms(outside[DATA], steps),
+        "exchange_between_workers_ms": _ms(outside[EXCHANGE], steps),
+        "python_ms": _ms(outside[TRAIN] + rest, steps),
+        "outside_operators_share": round(1 - in_operators / wall, 4) if wall else 0.0,
+        "host_waits_a_step": {name: sum(e.name == name for e in host) / steps for name in WAITS},
+    }
+    kernels = _union(_interval(e) for e in events if e.device_type == DeviceType.CUDA and not _is_mark(e))
+    if kernels:
+        span = kernels[-1][1] - kernels[0][0]
+        result["device_busy_ms"] = _ms(_length(kernels), steps)
+        result["device_idle_share"] = round(1 - _length(kernels) / span, 4) if span else 0.0
+    return result
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The summary in words."""
+    waits = ", ".join(f"{name} {count:g}" for name, count in found["host_waits_a_step"].items() if count) or "none"
+    lines = [
+        f"{found['steps']} steps of {found['step_ms']} ms",
+        f"  in operators             {found['operators_ms']:>10} ms",
+        f"  waiting for data         {found['waiting_for_data_ms']:>10} ms",
+        f"  exchange between workers {found['exchange_between_workers_ms']:>10} ms",
+        f"  Python and the rest      {found['python_ms']:>10} ms",
+        f"  outside of operators     {found['outside_operators_share']:>10.1%}",
+        f"  host reads and waits a step: {waits}",
+    ]
+    if "device_idle_share" in found:
+        lines.insert(1, f"  device busy              {found['device_busy_ms']:>10} ms")
+        lines.insert(2, f"  device idle              {found['device_idle_share']:>10.1%}")
+    return "\n".join(lines)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The summary that a run has written."""
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _is_mark(event: Any) -> bool:
+    """Marks of parts are projected onto the device's time, too."""
+    return str(event.name).startswith(("rapidformer: ", "ProfilerStep", "Optimizer."))
+
+
+def _interval(event: Any) -> Interval:
+    return float(event.time_range.start), float(event.time_range.end)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time without overlaps, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _cut(intervals: Sequence[Interval], frames: Sequence[Interval]) -> list[Interval]:
+    """What of ``intervals`` lies in ``frames``; neither has overlaps of its own."""
+    return [(max(a, x), min(b, y)) for a, b in intervals for x, y in frames if min(b, y) > max(a, x)]
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _ms(microseconds: float, steps: int) -> float:
+    return round(microseconds / 1000 / steps, 3)

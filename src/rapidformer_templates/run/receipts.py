@@ -1,0 +1,278 @@
+"""Receipts: what the active switches did, measured on the running model and never copied from flags.
+
+After the first step each active switch looks at them, and one that did nothing ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.data.order import Order
+from rapidformer_templates.engines.auxiliary_losses import receipts_of
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
+from rapidformer_templates.errors import SwitchDidNothing
+from rapidformer_templates.models.blocks import find_layout, shape_of
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.switch import Measured
+from rapidformer_templates.run.configure import own_hooks
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.flash_attention.receipt import attention_functions, count_kernels
+from rapidformer_templates.switches.fused_loss.logits import head_of
+from rapidformer_templates.switches.fused_loss.receipt import WidestRows
+from rapidformer_templates.switches.onnx_runtime.transform import captured, receipt
+from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
+from rapidformer_templates.switches.torch_compile.transform import Compiled
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+
+def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
+    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are called and call none; of one that runs as a graph, the parts are not called."""
+    children = list(module.children())
+    if not children or captured(module):
+        yield module
+    for child in children if not captured(module) else ():
+        yield from _leaves(child)
+
+
+INTERNAL = frozenset(
+    {
+        "trained_elements",
+        "updated_elements",
+        "gradient_elements",
+        "divided_elements",
+        "largest_parameter",
+        "chosen_shapes",
+    }
+)
+"""What switches look at, and the summary does not show."""
+
+HELD = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "bucket_bytes")
+
+
+class Receipts:
+    """Watches the first step of a run and measures the engine after it.
+
+    Args:
+        engine: what trains.
+        template: with the plan that it should follow.
+        order: of the training samples.
+    """
+
+    def __init__(self, engine: Engine, template: Trainer, order: Order) -> None:
+        self.engine = engine
+        self.template = template
+        self.switches = [REGISTRY[name].in_layout(template.plan.sizes) for name in template.plan.switches]
+        self.wanted = frozenset(name for switch in self.switches for name in switch.receipt)
+        self._chosen_shapes = [[shape.rows, shape.length] for shape in getattr(order, "shapes", ())]
+        self._activations: set[str] = set()
+        self._early: dict[str, Any] = {}
+        self._shapes: set[tuple[int, ...]] = set()
+        self._tokens = [0, 0]
+        self._gradient_elements = 0
+
+    def count(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Note the shapes and the padding of a step's batches; called in every step."""
+        if "fill" in self.wanted:
+            self._shapes |= {microbatch.shape for microbatch in microbatches}
+            self._tokens[0] += sum(microbatch.tokens for microbatch in microbatches if not microbatch.idle)
+            self._tokens[1] += sum(microbatch.padded_tokens for microbatch in microbatches)
+
+    def _padding(self) -> dict[str, Any]:
+        """What :meth:`count` saw on all ranks: ``batch_shapes`` as (rows, tokens), ``fill`` and what it is made of."""
+        workers = self.engine.workers
+        useful, padded = workers.sum(*self._tokens)
+        shapes = sorted(set().union(*workers.gather(self._shapes)))
+        return {
+            "batch_shapes": [list(shape) for shape in shapes],
+            "useful_tokens": int(useful),
+            "padded_tokens": int(padded),
+            "fill": round(useful / max(padded, 1), 6),
+        }
+
+    @contextmanager
+    def watch(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Around the first step: what its forward puts out, and what it keeps for the backward."""
+        if "saved_tensor_bytes" in self.wanted:
+            self._early |= self._saved_tensors(microbatches[0])
+        if "logits_rows" in self.wanted:
+            self._early |= self._logits(microbatches[0])
+        compiled = "compile" in self.wanted
+        if compiled:
+            # Hooks inside of the blocks would become part of their graphs, which are compiled again without them.
+            with self._watched_leaves(), torch.compiler.set_stance("force_eager"), torch.no_grad():
+                self._forward(microbatches[0])
+        before = self.engine.micro_steps
+        self.engine.before_update = self._measure_gradients
+        try:
+            with ExitStack() as stack:
+                if not compiled:
+                    stack.enter_context(self._watched_leaves())
+                if "attention_kernels" in self.wanted:
+                    self._early["attention_kernels"] = stack.enter_context(count_kernels())
+                yield
+        finally:
+            self.engine.before_update = None
+        self._early["micro_steps"] = self.engine.micro_steps - before
+
+    @contextmanager
+    def _watched_leaves(self) -> Iterator[None]:
+        """Note the types that modules put out: leaves, since sums between them (a residual stream) keep the wider."""
+        hooks = [leaf.register_forward_hook(self._see_output) for leaf in _leaves(self.engine.model)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _forward(self, microbatch: MicroBatch) -> None:
+        """A forward that leaves no trace."""
+        batch = to_device(microbatch.batch, self.engine.workers.device)
+        with self.engine.measuring() as model:
+            self.engine.compute_loss(model, batch)
+
+    def _measure_gradients(self) -> None:
+        held = bytes_held(self.engine.held())
+        self._early["gradient_bytes"] = held["gradients"]
+        self._gradient_elements = elements_held(self.engine.held()["gradients"])
+        if "buckets" in held:
+            self._early["bucket_bytes"] = held["buckets"]
+
+    def _see_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
+
+    def _saved_tensors(self, microbatch: MicroBatch) -> dict[str, int]:
+        """Bytes kept for the backward of one micro batch, with checkpointing and without."""
+        blocks = [block.forward for block in find_layout(self.engine.model).blocks.values()]
+        inner = [forward.forward if isinstance(forward, Compiled) else forward for forward in blocks]
+        checkpointed = [forward for forward in inner if isinstance(forward, Checkpointed)]
+        with_it = self._kept_by_forward(microbatch)
+        for forward in checkpointed:
+            forward.enabled = False
+        try:
+            # Not compiled: a graph for the sake of a measurement would cost more than it tells.
+            with torch.compiler.set_stance("force_eager"):
+                without = self._kept_by_forward(microbatch)
+        finally:
+            for forward in checkpointed:
+                forward.enabled = True
+        return {"saved_tensor_bytes": with_it, "saved_tensor_bytes_without": without}
+
+    def _kept_by_forward(self, microbatch: MicroBatch) -> int:
+        engine = self.engine
+        weights = {StorageWeakRef(local_part(p).untyped_storage()).cdata for p in engine.model.parameters()}
+        kept: dict[int, tuple[StorageWeakRef, int]] = {}
+
+        def pack(tensor: torch.Tensor) -> None:
+            """Count and let go: nothing is ever computed from this graph, so its memory is not needed."""
+            storage = local_part(tensor).untyped_storage()
+            reference = StorageWeakRef(storage)  # holds the identity, which is not given to another, but no data
+            if reference.cdata not in weights:
+                kept[reference.cdata] = (reference, storage.nbytes())
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
+            self._forward(microbatch)
+        return sum(size for _, size in kept.values())
+
+    def _logits(self, microbatch: MicroBatch) -> dict[str, Any]:
+        """Rows of logits that a forward has in memory at a time, and how many there are without fusing."""
+        engine = self.engine
+        head = head_of(engine.model)
+        if head is None:
+            return {}
+        # Not compiled: what meets the watch while it looks is never compiled again.
+        with torch.compiler.set_stance("force_eager"), WidestRows(head.out_features) as seen:
+            self._forward(microbatch)
+        return {
+            "logits_rows": seen.rows,
+            "logits_rows_without": head.rows,
+            "fused_loss_kernel": sorted(head.used),
+        }
+
+    def measured(self) -> dict[str, Any]:
+        """All that was wanted, after the first step."""
+        engine, rule = self.engine, self.engine.update_rule
+        parameters = list(engine.model.parameters())
+        tensors = engine.held()
+        held = bytes_held(tensors)
+        measures: dict[str, Callable[[], Any]] = {
+            "parameter_dtypes": lambda: _types(parameters),
+            "activation_dtypes": lambda: sorted(self._activations),
+            "parameter_bytes": lambda: held["parameters"],
+            "parameter_bytes_whole": lambda: sum(math.prod(shape_of(p)) * p.element_size() for p in parameters),
+            "optimizer_state_bytes": lambda: held["optimizer"],
+            "optimizer_state_device": lambda: sorted({tensor.device.type for tensor in tensors["optimizer"]}),
+            "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
+            "onnx_runtime": lambda: receipt(engine.model),
+            "matmul_precision": torch.get_float32_matmul_precision,
+            "compile": lambda: (report := vars(engine.model).get("compile_report")) and report.measured(),
+            "optimizer_is_fused": lambda: any(group.get("fused") for group in engine.optimizer.param_groups),
+            "attention_functions": lambda: attention_functions(engine.model),
+            "blocks": lambda: list(find_layout(engine.model).blocks),
+            "swapped_bytes": lambda: getattr(engine, "swapped_bytes", 0),
+            "layout": lambda: engine.workers.layout,
+        }
+        always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
+        measures |= tensor_parallel.measures(engine.model)
+        values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
+        return values | self._early | dict(self.engine.receipts)
+
+    def _elements(self) -> dict[str, Any]:
+        """How many elements of parameters this rank trains, updates and has only a part of."""
+        engine = self.engine
+        whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
+        here = {p: min(local_part(p).numel(), count) for p, count in whole.items()}
+        # Of matrices that tensor parallelism divides, this rank would train its part also without any other switch.
+        mine = here if engine.workers.tensor > 1 else whole
+        return {
+            "trained_elements": sum(count for p, count in mine.items() if p.requires_grad),
+            "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
+            "gradient_elements": self._gradient_elements,
+            "divided_elements": sum(count for p, count in whole.items() if here[p] < count),
+            "largest_parameter": max(whole.values(), default=0),
+            "chosen_shapes": self._chosen_shapes,
+        }
+
+    def _by_rank(self) -> list[dict[str, Any]]:
+        values = self.measured() | self._elements() | dict(receipts_of(self.engine.model, self.engine.workers))
+        return self.engine.workers.gather(values | (self._padding() if "fill" in self.wanted else {}))
+
+    def check(self) -> None:
+        """After the first step: let each active switch look whether it acted; every rank must call it.
+
+        Raises:
+            SwitchDidNothing: one did nothing; all such are named.
+        """
+        template = self.template
+        hooks = frozenset(own_hooks(type(template)))
+        measured = Measured(template.plan, template.config, self._by_rank(), hooks)
+        found = {switch.name: switch.acted(measured) for switch in self.switches}
+        missing = {name: finding for name, finding in found.items() if finding}
+        if missing:
+            asked = [f"{spelling(name)} ({template.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
+            raise SwitchDidNothing(missing, where=", ".join(asked))
+
+    def measured_by_rank(self) -> dict[str, Any]:
+        """What was measured, each by the first rank that has it, and the bytes of each; every rank must call it."""
+        ranks = self._by_rank()
+        values: dict[str, Any] = {}
+        for found in reversed(ranks):
+            values |= {name: value for name, value in found.items() if name not in INTERNAL and value is not None}
+        held = [{name: found[name] for name in HELD if name in found} for found in ranks]
+        return values | {"held_bytes_by_rank": held}

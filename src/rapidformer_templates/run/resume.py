@@ -1,0 +1,170 @@
+"""Where a run starts: at the beginning, or where a checkpoint left it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.data.order import Order
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.planning.tasks import sample_flags
+from rapidformer_templates.run.checkpoint.check import newest_whole, problem_of, problem_together
+from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
+from rapidformer_templates.run.console import say
+from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.loop import Position
+from rapidformer_templates.system.random_state import restore, seed_all
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.trainer import Trainer
+
+
+def take_up(template: Trainer, engine: Engine, folder: RunFolder | None, order: Order, workers: Workers) -> Position:
+    """Put engine and random states where ``--resume`` or ``--load`` say; the run's position.
+
+    Raises:
+        CheckpointError: no checkpoint is whole, or it does not fit this run.
+    """
+    training = template.config.training
+    fresh = Position(data=order.depends_on() | sample_flags(template.config))
+    path = _newest(folder.checkpoints, workers) if folder and training.resume else None
+    weights_only = path is None and training.weights_only
+    if path is None and training.resume:
+        say(workers, "nothing to resume yet: starting from the beginning")
+    if path is None and training.load:
+        path = _to_load(Path(training.load), workers)
+    if path is None or weights_only:
+        if path is not None:
+            engine.load(Reader(path), optimizer=False)
+        seed_all(training.seed + 1 + workers.stream)
+        return fresh
+    reader = Reader(path)
+    saved = Position(**{name: reader.state[name] for name in Position.__dataclass_fields__})
+    _check_fit(reader, engine, saved, fresh, path)
+    saved.best = _own_best(saved, path, folder, workers)
+    engine.load(reader, optimizer=True)
+    engine.load_state(reader.state["engine"])
+    _restore_random_state(reader, training.seed, saved.step, workers)
+    return saved
+
+
+HOW_IT_STARTS = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}
+"""Values that change nothing of a run that goes on."""
+
+
+def say_changes(folder: RunFolder, values: Mapping[str, Mapping[str, Any]], workers: Workers) -> None:
+    """Name the flags whose values are not those with which the run was last started.
+
+    Args:
+        values: those of the plan, which is about to be written in place of the last one's.
+    """
+    if not workers.is_main or not folder.plan.exists():
+        return
+    try:
+        before = json.loads(folder.plan.read_text(encoding="utf-8"))["values"]
+    except (OSError, ValueError, KeyError) as error:
+        say(workers, f"{folder.plan} cannot be read ({error}): what was changed is not known", loud=True)
+        return
+    values = json.loads(json.dumps(values))
+    named = sorted((before.keys() | values.keys()) - HOW_IT_STARTS)
+    pairs = {name: (before.get(name, {}).get("value"), values.get(name, {}).get("value")) for name in named}
+    told = [
+        f"{name} {'its default' if was is None else was} → {'its default' if now is None else now}"
+        for name, (was, now) in pairs.items()
+        if was != now
+    ]
+    if told:
+        say(workers, f"note       changed since the run was last started: {', '.join(told)}")
+
+
+def _newest(root: Path, workers: Workers) -> Path | None:
+    """The newest whole checkpoint of a run, or None where there is none at all.
+
+    Raises:
+        CheckpointError: there are some, and none is whole.
+    """
+    found, passed_over = newest_whole(root, workers)
+    for line in passed_over:
+        say(workers, f"passed over {line}", loud=True)
+    if found is not None:
+        say(workers, f"going on from {found}")
+    elif passed_over:
+        raise CheckpointError(
+            f"no checkpoint in {root} is whole: {'; '.join(passed_over)}",
+            hint="start anew with --overwrite, or put a copy there",
+        )
+    return found
+
+
+def _to_load(path: Path, workers: Workers) -> Path:
+    if workers.broadcast(is_checkpoint(path)):
+        problem = problem_together(path, workers)
+        if problem:
+            raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(path))
+        return path
+    found = _newest(path / "checkpoints", workers)
+    if found is None:
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with one", where="--load")
+    return found
+
+
+def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> dict[str, Any] | None:
+    """The best evaluation so far, if its checkpoint is in this run's folder."""
+    best = saved.best
+    if best is None or folder is None:
+        return None
+    if path.parent.resolve() != folder.checkpoints.resolve():
+        so_far = f"step {best['step']}, {best['metric']} {best['value']:.6g}"
+        say(
+            workers,
+            f"the best evaluation so far ({so_far}) is that of {path.parent.parent}: this run looks for its own",
+        )
+        return None
+    kept = folder_of(folder.checkpoints, best["step"])
+    problem = workers.broadcast(problem_of(kept, contents=False) if workers.is_main else None)
+    if problem:
+        say(
+            workers,
+            f"the best checkpoint is lost ({kept.name}: {problem}): the next evaluation counts as best",
+            loud=True,
+        )
+        return None
+    return best
+
+
+def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position, path: Path) -> None:
+    """Refuse a checkpoint whose run would go on otherwise than it began."""
+    changed = [
+        f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}"
+        for name in fresh.data | saved.data
+        if saved.data.get(name) != fresh.data.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the order of the data would change: {'; '.join(changed)}",
+            where=str(path),
+            hint="go on with the same values, or take the weights alone with --load … --weights-only",
+        )
+    kind, used = reader.state["engine"]["optimizer"], engine.state()["optimizer"]
+    if kind != used:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {kind}, this run uses {used}",
+            where=str(path),
+            hint="use the same --optimizer, or take the weights alone with --load … --weights-only",
+        )
+
+
+def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers) -> None:
+    saved = reader.state.get("layout", [1, reader.state["world"], 1])
+    if saved == workers.layout:
+        restore(*reader.random_state(workers.rank))
+        return
+    # Other workers have other streams of random numbers; seeded by the step, they repeat no earlier ones.
+    seed_all(seed + 1 + workers.stream + step * workers.world)
+    stages, replicas, tensor = saved
+    by = f"{stages} × {replicas} × {tensor} workers" if stages * tensor > 1 else f"{replicas} workers"
+    say(workers, f"random states were saved by {by}: seeded anew for {workers.world}")

@@ -1,0 +1,71 @@
+"""``rapidformer plan --auto-strategy``, and the layout that a training command takes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY, Registry
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.hardware import Hardware, find_hardware
+from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+from rapidformer_templates.switches.auto_strategy.search import Found, Search
+from rapidformer_templates.switches.auto_strategy.show import not_predicted, print_json, reasons, show
+from rapidformer_templates.switches.mixed_precision import precision
+
+
+class NothingFits(RapidformerError):
+    """No layout of the workers fits the model."""
+
+
+def search(config: RunConfig, environment: Environment, registry: Registry = REGISTRY) -> tuple[Found, Hardware]:
+    """All layouts, and the devices that they are for.
+
+    Raises:
+        Refused: a rule is broken that no layout could mend.
+        ModelError: the model cannot be built.
+        ConfigError: the memory of the devices is not known.
+    """
+    plan = _without_a_layout(config, environment, registry)
+    hardware = find_hardware(environment, precision(registry.complete(config), environment))
+    subject = Subject(config, plan, gpu=environment.device == "cuda")
+    return Search(config, environment, subject, hardware, registry).run(), hardware
+
+
+def _without_a_layout(config: RunConfig, environment: Environment, registry: Registry) -> Plan:
+    """The plan of the flags as they stand: what is wrong with them is refused, with the usual message."""
+    open_sizes = {"micro_batch_size": 1, "global_batch_size": None}
+    return resolve(registry.complete(config).replace("default", **open_sizes), environment, registry)
+
+
+def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
+    """The fields of the best layout that the user has left open, shown before they are returned.
+
+    Raises:
+        NothingFits: no layout does; and as :func:`search`.
+    """
+    found, hardware = search(config, environment)
+    if not found.layouts:
+        raise NothingFits(
+            f"no layout of {environment.world_size} workers with {hardware.memory_gb:g} GB each fits this model",
+            where=f"--auto-strategy: {found.rejected[-1].constraint}" if found.rejected else "--auto-strategy",
+            hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
+        )
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join([*reasons(found, hardware), *not_predicted(found)]), file=sys.stderr, flush=True)
+    return found.layouts[0].layout.values_that_act(config.origins)
+
+
+def plan_command(config: RunConfig, environment: Environment, *, as_json: bool) -> int:
+    """Search and print; the exit status: 1 if nothing fits."""
+    found, hardware = search(config, environment)
+    if as_json:
+        print_json(found, hardware)
+    else:
+        show(found, hardware)
+    return 0 if found.layouts else 1

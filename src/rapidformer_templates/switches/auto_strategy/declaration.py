@@ -1,0 +1,77 @@
+"""The automatic strategy: search for the best feasible layout, and take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.changes import add
+from rapidformer_templates.planning.checks import needs_template
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+
+
+@dataclass(frozen=True)
+class AutoStrategyFlags:
+    """Acceleration"""
+
+    auto_strategy: bool = flag(False, "search for the best layout of workers and batch")
+    max_global_batch_size: int | None = flag(
+        None, "most samples an optimizer step that --auto-strategy may choose", minimum=1
+    )
+
+
+def _bounds_the_search(request: Request) -> list[Finding]:
+    bound, exact = request.config.get("max_global_batch_size"), request.config.data.global_batch_size
+    if bound is None:
+        return []
+    if not request.config.get("auto_strategy"):
+        asked = request.asked("max_global_batch_size")
+        message = "--max-global-batch-size acts only together with --auto-strategy"
+        return [Finding(message, asked, switches=("auto-strategy",), changes=(add({"auto_strategy": True}),))]
+    if exact is not None and request.config.origin("global_batch_size") != "auto-strategy":
+        asked = request.asked("max_global_batch_size", "global_batch_size")
+        message = "--global-batch-size and --max-global-batch-size exclude each other"
+        return [Finding(message, asked, switches=("auto-strategy",))]
+    return []
+
+
+def _acted(measured: Measured) -> str | None:
+    sizes, origins = measured.plan.sizes, [value["origin"] for value in measured.plan.values.values()]
+    wanted, found = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
+    if "auto-strategy" in origins and found == wanted:
+        return None
+    return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {found}"
+
+
+SWITCH = Switch(
+    name="auto-strategy",
+    summary="Search for the best feasible layout of workers and batch.",
+    source="[M]",
+    stage=Stage.DATA,
+    options=AutoStrategyFlags,
+    active=lambda options, sizes: options.auto_strategy or options.max_global_batch_size is not None,
+    on={"auto_strategy": True},
+    off={"auto_strategy": False, "max_global_batch_size": None},
+    predicts=Prediction(),
+    templates=("Trainer",),
+    receipt=("layout",),
+    acted=_acted,
+    rules=(
+        Rule(
+            "RF060",
+            "The automatic strategy needs the Trainer template.",
+            "it chooses between 3D layouts and ZeRO, which the other templates do not have",
+            "[M]",
+            needs_template("auto-strategy"),
+            Example("--template Pretrainer --auto-strategy --world-size 2"),
+        ),
+        Rule(
+            "RF061",
+            "--max-global-batch-size bounds a search: it needs --auto-strategy, and no --global-batch-size beside it.",
+            "without a search nothing would be bounded, and an exact size leaves nothing to bound",
+            "[M]",
+            _bounds_the_search,
+            Example("--max-global-batch-size 32"),
+        ),
+    ),
+)

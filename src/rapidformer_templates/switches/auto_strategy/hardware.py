@@ -1,0 +1,152 @@
+"""The devices that a plan is for: memory, rates and bandwidths, each measured, given, or assumed and said so.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.environment import Environment
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What is taken for a device where nothing else is said.
+
+    Attributes:
+        tflops: 10^12 operations of matrix products a second, as reached in training, by precision.
+        memory_bandwidth: GB/s between the device and its memory.
+        intra_node, inter_node: GB/s that a worker sends to others in its node, and to other nodes.
+        context_gb: what a process takes before it has a model: contexts, libraries, buffers of collectives.
+    """
+
+    tflops: Mapping[str, float]
+    memory_bandwidth: float
+    intra_node: float
+    inter_node: float
+    context_gb: float
+
+
+ASSUMED = {
+    # An A100: 45 % of 312 TFLOP/s in 16 bits and 80 % of 19.5 in fp32; 80 % of 2 TB/s; NVLink 3 and 200 Gbit/s a GPU.
+    "cuda": Assumed({"fp32": 15.6, "bf16": 140.0, "fp16": 140.0}, 1600.0, 200.0, 20.0, 1.5),
+    # One core of a server; workers share its memory.
+    "cpu": Assumed({"fp32": 0.05, "bf16": 0.015, "fp16": 0.015}, 8.0, 2.0, 1.0, 0.8),
+}
+
+GIVEN = {
+    "memory_gb": "DEVICE_MEMORY_GB",
+    "tflops": "DEVICE_TFLOPS",
+    "memory_bandwidth": "DEVICE_BANDWIDTH_GBS",
+    "intra_node": "INTRA_NODE_GBS",
+    "inter_node": "INTER_NODE_GBS",
+}
+"""Environment variables that say what is otherwise measured or assumed."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One worker's device and its connections.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        precision: what ``tflops`` is of.
+        memory_gb: of the device that this worker may have, 10^9 bytes.
+        tflops: 10^12 operations of matrix products a second, sustained.
+        memory_bandwidth, intra_node, inter_node: GB/s.
+        context_gb: see :class:`Assumed`.
+        sources: where each value is from.
+    """
+
+    device: str
+    precision: str
+    memory_gb: float
+    tflops: float
+    memory_bandwidth: float
+    intra_node: float
+    inter_node: float
+    context_gb: float
+    sources: Mapping[str, str]
+
+    def lines(self) -> list[str]:
+        """What is assumed, for people."""
+        return [
+            f"device memory {self.memory_gb:g} GB a worker ({self.sources['memory_gb']}), "
+            f"{self.context_gb:g} GB of it for contexts and libraries",
+            f"{self.tflops:g} TFLOP/s of {self.precision} products ({self.sources['tflops']}), "
+            f"{self.memory_bandwidth:g} GB/s to memory ({self.sources['memory_bandwidth']})",
+            f"{self.intra_node:g} GB/s a worker inside a node ({self.sources['intra_node']}), "
+            f"{self.inter_node:g} GB/s between nodes ({self.sources['inter_node']})",
+        ]
+
+
+def find_hardware(environment: Environment, precision: str) -> Hardware:
+    """The devices of this machine, or those that the environment variables of ``GIVEN`` describe.
+
+    Raises:
+        ConfigError: a variable is not a positive number, or nothing says how much memory there is.
+    """
+    assumed = ASSUMED[environment.device]
+    values: dict[str, float] = {
+        "tflops": assumed.tflops[precision],
+        "memory_bandwidth": assumed.memory_bandwidth,
+        "intra_node": assumed.intra_node,
+        "inter_node": assumed.inter_node,
+    }
+    sources = dict.fromkeys(values, "assumed")
+    for name, variable in GIVEN.items():
+        if variable in os.environ:
+            values[name], sources[name] = _positive(variable), variable
+    if "memory_gb" not in values:
+        values["memory_gb"], sources["memory_gb"] = _measured_gb(environment), "measured"
+    return Hardware(environment.device, precision, **values, context_gb=assumed.context_gb, sources=sources)
+
+
+def _positive(variable: str) -> float:
+    text = os.environ[variable]
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ConfigError(f"{variable} must be a positive number, not '{text}'", where="environment")
+    return value
+
+
+def _measured_gb(environment: Environment) -> float:
+    found = _gpu_gb() if environment.device == "cuda" else _host_gb() / environment.local_world_size
+    if found is None:
+        raise ConfigError(
+            "no GPU can be seen from here, so its memory is not known",
+            where="--auto-strategy",
+            hint="DEVICE_MEMORY_GB=80 rapidformer plan --auto-strategy … says how much each device has",
+        )
+    return round(found, 1)
+
+
+def _gpu_gb() -> float | None:
+    """Memory of the smallest visible GPU, GB."""
+    query = shutil.which("nvidia-smi")
+    if query is None:
+        return None
+    command = [query, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    sizes = [float(line) for line in answer.stdout.split() if line.replace(".", "").isdigit()]
+    return min(sizes) * 2**20 / GB if sizes else None
+
+
+def _host_gb() -> float:
+    """Memory of this machine, or of the container that this process is in, GB."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return (whole if text == "max" else min(whole, int(text))) / GB

@@ -1,0 +1,94 @@
+"""Layout: how the workers and the batch divide. What the search chooses between. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer_templates.planning.config import spelling
+
+PARTITIONINGS: Mapping[str, str | None] = {
+    "none": None,
+    "distributed-optimizer": "use_distributed_optimizer",
+    "zero-1": "zero_1_memory_optimization",
+    "zero-2": "zero_2_memory_optimization",
+    "oss": "oss_memory_optimization",
+    "oss-sdp": "oss_sdp_memory_optimization",
+    "fsdp": "fsdp_memory_optimization",
+    "zero-3": "zero_3_memory_optimization",
+}
+"""Ways to divide the model's states over the replicas, each with its flag; the fastest first [D]."""
+
+SEARCHED = ("none", "zero-1", "zero-2", "fsdp", "zero-3")
+"""Those that the search tries where none is asked for: the others divide the same states in other ways."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes, and what is saved at which cost.
+
+    Attributes:
+        tensor: workers that share the matrices of each block.
+        pipeline: stages that the blocks are cut into.
+        data: replicas of the model.
+        micro_batch: samples of a forward.
+        accumulation: micro batches of an optimizer step on each replica.
+        partitioning: a key of ``PARTITIONINGS``.
+        recompute: activation checkpointing.
+        sequence_parallel: norms and dropout are cut along the sequence, too.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    micro_batch: int = 1
+    accumulation: int = 1
+    partitioning: str = "none"
+    recompute: bool = False
+    sequence_parallel: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def by_parallel_engine(self) -> bool:
+        """Whether the engine of 3D layouts trains it, which exchanges gradients in windows."""
+        return self.tensor * self.pipeline > 1 or self.partitioning == "distributed-optimizer"
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an optimizer step."""
+        return self.micro_batch * self.accumulation * self.data
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which a pipeline's worker waits: (p - 1) / (m + p - 1) (Narayanan et al., 2021)."""
+        return (self.pipeline - 1) / (self.accumulation + self.pipeline - 1)
+
+    def values(self) -> dict[str, Any]:
+        """The fields of the configuration that ask for this layout; those that are off are among them."""
+        flags = {flag: name == self.partitioning for name, flag in PARTITIONINGS.items() if flag}
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "sequence_parallel": self.sequence_parallel,
+            "micro_batch_size": self.micro_batch,
+            "global_batch_size": self.global_batch,
+            "checkpoint_activations": self.recompute,
+            **flags,
+        }
+
+    def values_that_act(self, given: Container[str] = ()) -> dict[str, Any]:
+        """Those of :meth:`values` that differ from a plain run, and that the user has not given."""
+        batches = ("micro_batch_size", "global_batch_size")
+        acting = {name: v for name, v in self.values().items() if name in batches or v is True or v > 1}
+        return {name: value for name, value in acting.items() if name not in given}
+
+    def flags(self) -> list[str]:
+        """What to put on the training command."""
+        words: list[str] = []
+        for name, value in self.values_that_act().items():
+            words += [spelling(name)] if value is True else [spelling(name), str(value)]
+        return words

@@ -1,0 +1,71 @@
+"""Live storages: how many bytes the tensors that a piece of code makes take at each moment."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.engines.pieces import local_part
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the storages made inside of it that are still alive, on real or on fake tensors.
+
+    Views share a storage, which counts once. What a kernel allocates for itself and frees before it
+    returns is not a tensor and is not seen.
+
+    Attributes:
+        live: bytes now.
+        peak: the most since the last :meth:`restart`.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        """``known``: tensors that were there before and do not count."""
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        for tensor in known:
+            self._watch(local_part(tensor).untyped_storage(), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        return result
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor, if it is a new one."""
+        storage = local_part(tensor).untyped_storage()
+        if id(storage) not in self._sizes:
+            self._watch(storage, storage.nbytes())
+            self.peak = max(self.peak, self.live)
+
+    def restart(self) -> None:
+        """Let the peak begin anew at what lives now."""
+        self.peak = self.live
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew that has got another size: FSDP gives up and takes memory in this way."""
+        key = id(storage)
+        if key in self._sizes:
+            self.live += storage.nbytes() - self._sizes[key]
+            self._sizes[key] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = id(storage)
+        self._sizes[key] = size
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.live += size
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+        del self._references[key]

@@ -1,0 +1,207 @@
+"""Memory of a worker: the model's states by the rules of the engine, and the phases of a micro batch beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
+from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.stage_memory import Moment, Stage, telling_stages
+from rapidformer_templates.switches.auto_strategy.state_bytes import (
+    FP32,
+    Formula,
+    Held,
+    cut_each,
+    cut_each_on_disk,
+    cut_each_on_host,
+    cut_groups,
+    cut_groups_on_host,
+    cut_in_rows,
+    divided_experts,
+    owned,
+    owned_with_gradients,
+    replicated,
+    replicated_on_host,
+)
+from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
+
+FORMULAS: dict[str, dict[str, Formula]] = {
+    "": {
+        "none": replicated,
+        "oss": owned,
+        "oss-sdp": owned_with_gradients,
+        "zero-1": cut_groups,
+        "zero-2": cut_groups,
+        "zero-3": cut_each,
+        "fsdp": cut_in_rows,
+    },
+    "cpu": {
+        "none": replicated_on_host,
+        "zero-1": cut_groups_on_host,
+        "zero-2": cut_groups_on_host,
+        "zero-3": cut_each_on_host,
+    },
+    "nvme": {"zero-3": cut_each_on_disk},
+}
+"""What each engine holds of the states between two steps, by where the optimizer's state is offloaded to."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker when most are alive.
+
+    Attributes:
+        parameters, gradients, optimizer: the states; gradients as they are when the update begins.
+        buffers: what an engine holds beside them: buckets, whole parameters of blocks that are at work.
+        activations: everything else that is alive then. Where the peak is before the gradients are
+            there, their memory is used for activations, and only the rest counts here.
+        host: of offloaded states, in the host memory of a GPU's worker; no part of the total.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
+
+
+PLAIN = Setting()
+
+
+def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exact: bool = True) -> Memory:
+    """The memory of the worker that needs most.
+
+    Args:
+        exact: see :meth:`ModelShapes.trace`.
+    """
+    variant = variant_of(layout, setting)
+    if layout.by_parallel_engine:
+        stages = telling_stages(model, layout, setting)
+        return max((_of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
+    held = max(held_by_worker(model, layout, setting), key=_sum_of_states)
+    return _worst(model, layout, setting, held, model.trace(variant, exact=exact))
+
+
+def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN) -> list[Held]:
+    """The states of every worker, by rank: tensor-parallel peers lie closest, then replicas, then stages."""
+    if layout.by_parallel_engine:
+        return [
+            Stage(model, layout, stage, setting, peer).held(replica)
+            for stage in range(layout.pipeline)
+            for replica in range(layout.data)
+            for peer in range(layout.tensor)
+        ]
+    formula = divided_experts if setting.divides_experts else FORMULAS[setting.offload][layout.partitioning]
+    width = 2 if variant_of(layout, setting).narrow_parameters and layout.partitioning != "fsdp" else FP32
+    return formula(list(model.parameters.values()), layout.data, width, setting.how)
+
+
+def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:
+    """The states of the worker that holds most, without anything beside them: a lower bound that costs nothing."""
+    if layout.by_parallel_engine:
+        held = [stage.held() for stage in telling_stages(model, layout, setting)]
+    else:
+        held = held_by_worker(model, layout, setting)
+    most = max(held, key=_sum_of_states)
+    here = most.on_gpu if setting.gpu else most
+    return Memory(here.parameters, here.gradients, here.optimizer, 0, 0)
+
+
+def _sum_of_states(held: Held) -> int:
+    return held.parameters + held.gradients + held.optimizer
+
+
+def _of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
+    held = stage.held()  # of the first replica, whose shares have no padding
+    return _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
+
+
+NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
+"""DeepSpeed converts the model, and FSDP gathers its parameters in the type that is computed in."""
+
+
+def variant_of(layout: Layout, setting: Setting) -> Variant:
+    """What a micro batch of this layout's activations depends on."""
+    narrow = setting.precision != "fp32" and layout.partitioning in NARROWING and not layout.by_parallel_engine
+    shared = layout.tensor, layout.sequence_parallel
+    return Variant(layout.micro_batch, layout.recompute, setting.precision, narrow, *shared)
+
+
+def _worst(model: ModelShapes, layout: Layout, setting: Setting, held: Held, trace: Trace) -> Memory:
+    here = held.on_gpu if setting.gpu else held
+    moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, here, phase)]
+    return _memory(model, held, [*moments, _update(layout, here)], gpu=setting.gpu)
+
+
+def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment], *, gpu: bool) -> Memory:
+    """The worst of the moments, in the parts that people know."""
+    here, beside = (held.on_gpu, held.beside_gpu) if gpu else (held, 0)
+    worst = max(moments, key=lambda moment: moment.total)
+    activations = worst.total - worst.buffers - here.gradients
+    buffers = worst.buffers + model.buffer_bytes + min(activations, 0)
+    return Memory(here.parameters, here.gradients, here.optimizer, buffers, max(activations, 0), beside)
+
+
+def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, phase: Phase) -> list[Moment]:
+    """What may lie beside parameters and optimizer state in a phase, in the first micro batch and in later ones."""
+    width = 2 if variant_of(layout, setting).narrow_parameters else FP32
+    whole = width * sum(p.count for p in model.parameters.values())
+    later = layout.accumulation > 1
+    apart = phase.peak - phase.peak_without_gradients
+    alone = phase.peak_without_gradients
+    bucket = setting.bucket * width
+    match layout.partitioning:
+        case "none" | "oss" if layout.data > 1:
+            # DDP's buckets are the gradients; those of micro batches that are not sent yet lie beside them.
+            return [Moment(alone, held.gradients, whole if later else 0)]
+        case "none" | "oss" | "oss-sdp":
+            return [Moment(alone, apart, 0)] + ([Moment(alone, whole, 0)] if later else [])
+        case "zero-1" if later:
+            # Gradients are added up whole, apart from those that come, and the bucket is there from the first one on.
+            return [Moment(alone, whole, bucket + (whole if phase.after_first_gradient else 0))]
+        case "zero-1" | "zero-2":
+            # From the first gradient on: the bucket, and the parameters' gradients until they are given up.
+            begun = phase.after_first_gradient
+            added_up = held.gradients if layout.partitioning == "zero-2" and later else 0
+            return [Moment(phase.peak if begun and not later else alone, 2 * added_up, bucket + whole if begun else 0)]
+        case "zero-3":
+            return [Moment(alone, held.gradients, bucket + _gathered_by_zero(model, setting, width))]
+        case "fsdp":
+            # Until they are summed, gradients of earlier micro batches lie whole in the type of the sum.
+            gradients = FP32 // width * whole if later else apart // layout.data
+            return [Moment(alone, gradients, _gathered_by_fsdp(model, setting, phase, width))]
+    raise KeyError(layout.partitioning)
+
+
+def _update(layout: Layout, held: Held) -> Moment:
+    """While the update runs: ZeRO-1 and -2 flatten the gradients of their share once more, in fp32."""
+    flat = held.optimizer // 3 if layout.partitioning in ("zero-1", "zero-2") else 0
+    return Moment(0, held.gradients, flat)
+
+
+def _gathered_by_zero(model: ModelShapes, setting: Setting, width: int) -> int:
+    """Whole parameters that ZeRO-3 holds: all of them, until there are 10^9 elements, and what they arrive in."""
+    return 2 * width * sum(p.count for p in model.parameters.values() if p.count >= setting.how.kept_whole)
+
+
+def _gathered_by_fsdp(model: ModelShapes, setting: Setting, phase: Phase, width: int) -> int:
+    """Whole parameters that FSDP holds: of the root, of the block at work, and of the next one on its way."""
+    if not setting.reshards:
+        gradients = 2 * FP32 * model.largest_block if phase.name == "backward" else 0
+        return width * sum(p.count for p in model.parameters.values()) + gradients
+    block = width * model.largest_block
+    root = width * model.outside_blocks
+    if phase.name in ("begin", "end"):
+        return root + (block if phase.name == "begin" else 0)
+    if phase.name == "backward":
+        # The block's gradient, and its copy in the order in which it is sent.
+        arriving = block if width < FP32 else 0  # parameters of a narrow type are copied once more
+        return root + 2 * block + arriving + 2 * FP32 * model.largest_block
+    return root + 2 * block

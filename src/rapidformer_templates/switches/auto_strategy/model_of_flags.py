@@ -1,0 +1,157 @@
+"""The model that a plan is about, from the flags of a training command."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rapidformer_templates.data.pretraining.spans import span_sizes
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.architectures import DECODER_TWINS, SEQUENCE_CLASSIFICATION, objective_of
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.loading import build_config, model_type_of, seq_length_of
+from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.tasks import TASKS
+from rapidformer_templates.run.fit import load_object
+from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
+from rapidformer_templates.switches.auto_strategy.timing import Facts
+from rapidformer_templates.system.workers import Workers
+
+HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
+"""The head that an objective of pretraining needs."""
+
+
+class Subject:
+    """A model with its batches.
+
+    Attributes:
+        shapes: its parameters and what a micro batch takes.
+        facts: sizes for the time model.
+    """
+
+    def __init__(self, config: RunConfig, plan: Plan | None = None, *, gpu: bool) -> None:
+        """The model of the flags, with the switches of the plan that change its structure.
+
+        Raises:
+            ModelError: no model is named, or it cannot be built in these sizes.
+        """
+        self._config = config
+        self._kind = model_type_of(config)
+        self._auto_class = _auto_class(config, self._kind)
+        self._model_config = build_config(config, self._auto_class, _tokenizer(config))
+        self._tokens = seq_length_of(config, self._model_config)
+        self._plan = plan or Plan("Trainer")
+        asked = config.get("pipeline_stages") if plan else None
+        stages = [int(word) for word in asked.split(",")] if asked else None
+        self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages)
+        self.facts = Facts(
+            parameters=sum(facts.count for facts in self.shapes.parameters.values()),
+            blocks=sum(self.shapes.depths.values()),
+            hidden=self._model_config.hidden_size,
+            tokens=self._tokens,
+        )
+
+    def _build(self, blocks: int | None) -> nn.Module:
+        model_config = self._model_config if blocks is None else _shortened(self._model_config, blocks)
+        try:
+            model: Any = getattr(transformers, self._auto_class).from_config(model_config, dtype=torch.float32)
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            raise ModelError(f"a {self._kind} of these sizes cannot be built: {error}", where="--model-type") from error
+        if getattr(model, "loss_type", "") is None and self._auto_class == HEADS["causal"]:
+            model.loss_type = "ForCausalLM"
+        return with_switches(model.train(), self._config, self._plan)
+
+    def _batch(self, samples: int) -> Mapping[str, torch.Tensor]:
+        """A micro batch in the shapes of the task's own collate function."""
+        rows = torch.zeros((samples, self._tokens), dtype=torch.long)
+        one = torch.zeros(samples, dtype=torch.long)
+        pretrains = self._config.training.task in (None, "pretraining")
+        padded = {} if pretrains else {"attention_mask": torch.ones_like(rows)}
+        if self._auto_class == SEQUENCE_CLASSIFICATION:
+            return {"input_ids": rows, "labels": one, **padded}
+        if self._auto_class == "AutoModelForQuestionAnswering":
+            return {"input_ids": rows, "start_positions": one, "end_positions": one, **padded}
+        if self._auto_class == HEADS["causal"] and pretrains:
+            return {"input_ids": rows, "labels": rows, "shift_labels": rows}
+        if self._auto_class == HEADS["masked"] and pretrains and self._config.data.short_seq_prob > 0:
+            padded = {"attention_mask": torch.ones_like(rows)}
+        labels = rows
+        if self._auto_class == HEADS["seq2seq"] and pretrains:
+            data = self._config.data
+            sizes = span_sizes(self._tokens, data.mask_prob, data.mean_span_length)
+            labels = torch.zeros((samples, sizes.labels), dtype=torch.long)
+        return {"input_ids": rows, "labels": labels, **padded}
+
+
+def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> nn.Module:
+    """A model without data, after the transforms of those of the plan's switches that are planned by their transforms.
+
+    Raises:
+        ModelError: a switch cannot act on this model.
+    """
+    alone = Workers(0, 0, 1, torch.device("cpu"))
+    for switch in (REGISTRY[name] for name in plan.switches):
+        if switch.predicts.traced and switch.transform:
+            options = config.switches[switch.name]
+            building = Building(find_layout(model), options, plan, alone, no_loss)
+            with AnswersAboutData(dense=True):
+                model = load_object(switch.transform)(model, building)
+    return model
+
+
+def _auto_class(config: RunConfig, model_type: str) -> str:
+    task = config.training.task
+    if task in (None, "pretraining"):
+        return HEADS[objective_of(model_type)]
+    module, _, kind = TASKS[task].partition(":")
+    found: str = getattr(importlib.import_module(module), kind).auto_class
+    return found
+
+
+class _OwnVocabulary:
+    """Stands for a tokenizer where none is named: the vocabulary is that of the architecture's own."""
+
+    def __init__(self, default: PreTrainedConfig) -> None:
+        self._size = int(default.vocab_size)
+        self.pad_token_id, self.eos_token_id = 0, getattr(default, "eos_token_id", None)
+        self.bos_token_id = getattr(default, "bos_token_id", None)
+        self.cls_token_id = self.sep_token_id = 0
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"": self._size - 1}
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    named = (config.data.tokenizer_type, config.data.tokenizer_path, config.model.pretrained_model_name_or_path)
+    kind = str(config.model.model_type)
+    if any(named) or kind not in CONFIG_MAPPING:  # an unknown architecture is refused with what is near
+        return load_tokenizer(config) if any(named[:2]) else None
+    return _OwnVocabulary(CONFIG_MAPPING[kind]())
+
+
+def _shortened(model_config: PreTrainedConfig, blocks: int) -> PreTrainedConfig:
+    """The configuration of a model with so many blocks a stack; its other sizes are the same."""
+    shorter = copy.deepcopy(model_config)
+    before = model_config.num_hidden_layers
+    shorter.num_hidden_layers = blocks
+    for twin in DECODER_TWINS["num_layers"]:
+        if hasattr(shorter, twin):
+            setattr(shorter, twin, blocks)
+    for name, value in vars(model_config).items():
+        if isinstance(value, list) and len(value) == before:  # one entry a block, such as ``layer_types``
+            setattr(shorter, name, value[:blocks])
+    return shorter

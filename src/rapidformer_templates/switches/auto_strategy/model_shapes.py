@@ -1,0 +1,341 @@
+"""A model by its shapes: its parameters, its blocks, and what a micro batch of it takes. No data, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from rapidformer_templates.engines.parallel.windows import Window, windows
+from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
+from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
+from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
+from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts
+from rapidformer_templates.switches.auto_strategy.tensor_shares import divide, ends_of, local_parameters, silent_group
+from rapidformer_templates.switches.auto_strategy.trace import (
+    TRACED_BLOCKS,
+    Batch,
+    Trace,
+    gradient_bytes,
+    stacks_of,
+    trace,
+    without_warnings,
+)
+from rapidformer_templates.switches.mixture_of_experts.experts import Experts
+from rapidformer_templates.switches.optimizer.muon import tables_of
+
+TRACED_SAMPLES = (2, 4)
+"""Micro batches that are traced where the exact one need not be. Not one sample: dimensions of one spare copies."""
+
+COMPUTE_TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the memory of a micro batch depends on besides the model.
+
+    Attributes:
+        micro_batch: samples.
+        recompute: activation checkpointing.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        narrow_parameters: whether the parameters are of that type themselves, as ZeRO and FSDP have them.
+        tensor: workers that share each block's matrices.
+        sequence_parallel: whether they share the rest along the sequence.
+    """
+
+    micro_batch: int
+    recompute: bool = False
+    precision: str = "fp32"
+    narrow_parameters: bool = False
+    tensor: int = 1
+    sequence_parallel: bool = False
+
+
+class Place(NamedTuple):
+    """A worker's part of a replica: its stage, and its place among those who share each block's matrices."""
+
+    tensor: int
+    pipeline: int
+    stage: int
+    peer: int = 0
+
+
+@dataclass
+class ModelShapes:
+    """What the planner knows of a model.
+
+    Attributes:
+        build: the model with so many blocks in each stack; None for all of them.
+        batch: a micro batch of so many samples.
+        gpu: whether it will run on a GPU.
+        stages: blocks of each pipeline stage, where the user has said so.
+    """
+
+    build: Callable[[int | None], nn.Module]
+    batch: Callable[[int], Batch]
+    gpu: bool = False
+    stages: Sequence[int] | None = None
+    _traces: dict[Variant, Trace] = field(default_factory=dict)
+    _whole_traces: dict[tuple[Variant, int | None, bool], Trace] = field(default_factory=dict)
+    _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
+    _local: dict[tuple[int, int], dict[str, Facts]] = field(default_factory=dict)
+    _sizes: dict[int, list[int]] = field(default_factory=dict)
+    _stages: dict[Place, dict[str, Facts]] = field(default_factory=dict)
+    _windows: dict[tuple[Place, int], list[Window]] = field(default_factory=dict)
+    _runs: dict[tuple[Place, int, int], list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The model on the meta device."""
+        with torch.device("meta"):
+            return self.build(None)
+
+    @cached_property
+    def parameters(self) -> dict[str, Facts]:
+        """The trained parameters by canonical name; tied ones once."""
+        tables, experts = tables_of(self.whole), _expert_parameters(self.whole)
+        trained = {canonical_name(name): p for name, p in self.whole.named_parameters() if p.requires_grad}
+        return {
+            name: Facts(tuple(p.shape), p.ndim >= 2, is_table=name in tables, is_expert=id(p) in experts)
+            for name, p in trained.items()
+        }
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of what is neither trained nor computed anew: buffers and frozen parameters."""
+        frozen = [p for p in self.whole.parameters() if not p.requires_grad]
+        return sum(tensor.nbytes for tensor in (*frozen, *self.whole.buffers()))
+
+    @cached_property
+    def blocks(self) -> dict[str, tuple[str, int]]:
+        """The blocks by name: the stack that each stands in, and its place there."""
+        return stacks_of(self.whole)
+
+    @cached_property
+    def depths(self) -> Mapping[str, int]:
+        """How many blocks each stack has."""
+        counts: dict[str, int] = {}
+        for stack, _ in self.blocks.values():
+            counts[stack] = counts.get(stack, 0) + 1
+        return counts
+
+    @cached_property
+    def block_elements(self) -> dict[str, int]:
+        """Elements of the trained parameters of each block; a parameter that two blocks share counts in the first."""
+        elements = dict.fromkeys(self.blocks, 0)
+        for name, facts in self.parameters.items():
+            home = self.block_of(name)
+            if home:
+                elements[home] += facts.count
+        return elements
+
+    def block_of(self, name: str) -> str | None:
+        """The block that a parameter is in."""
+        return self._block_of.get(name)
+
+    @cached_property
+    def _block_of(self) -> dict[str, str]:
+        homes = {}
+        for name in self.parameters:
+            parts = name.split(".")
+            outer = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+            home = next((block for block in outer if block in self.blocks), None)
+            if home:
+                homes[name] = home
+        return homes
+
+    def names_of(self, name: str) -> list[str]:
+        """Every name of a parameter, which may be tied."""
+        return self._names.get(name, [name])
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.whole.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(canonical_name(name))
+        return {same[0]: same for same in names.values()}
+
+    @cached_property
+    def largest_block(self) -> int:
+        """Elements of the largest block."""
+        return max(self.block_elements.values(), default=0)
+
+    @cached_property
+    def outside_blocks(self) -> int:
+        """Elements of what stands in no block: embeddings, last norm, head."""
+        return sum(facts.count for facts in self.parameters.values()) - sum(self.block_elements.values())
+
+    @cached_property
+    def _repeats(self) -> bool:
+        """Whether the blocks of a stack are alike, so that three of them tell of all."""
+        if not self.depths or min(self.depths.values()) <= TRACED_BLOCKS:
+            return False
+        kinds: dict[str, set[object]] = {}
+        for name, (stack, place) in self.blocks.items():
+            block = self.whole.get_submodule(name)
+            shapes = tuple(tuple(p.shape) for p in block.parameters())
+            # A first block may have more, such as the table of T5's relative positions.
+            kinds.setdefault(stack, set()).update({(type(block), shapes)} if place else set())
+        return all(len(alike) == 1 for alike in kinds.values())
+
+    def trace(self, variant: Variant, blocks: int | None = None, *, exact: bool = True) -> Trace:
+        """The phases of a micro batch through the whole model, or through one with so many blocks.
+
+        Args:
+            exact: whether the very micro batch is traced; otherwise it follows from ``TRACED_SAMPLES``.
+
+        Raises:
+            ModelError: the model cannot be divided over the tensor-parallel workers.
+        """
+        key = (variant, blocks, exact)
+        if key not in self._whole_traces:
+            traced = self._traced(variant) if exact else self._between(variant)
+            if self._repeats or blocks:
+                depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
+                traced = traced.deepened(depths, self._gradients[variant.tensor])
+            self._whole_traces[key] = traced
+        return self._whole_traces[key]
+
+    def prepare(self, variants: Iterable[Variant]) -> None:
+        """Trace at one time what inexact predictions for these take; otherwise each is when it is asked for."""
+        together = {replace(variant, micro_batch=TRACED_SAMPLES[0], recompute=False) for variant in variants}
+        tasks = [partial(self._trace_apart, variant) for variant in together if variant not in self._traces]
+        for traces, gradients in in_forks(tasks):
+            self._traces.update(traces)
+            self._gradients.update(gradients)
+
+    def _trace_apart(self, variant: Variant) -> tuple[dict[Variant, Trace], dict[int, dict[str, int]]]:
+        self._traced(variant)
+        return self._traces, self._gradients
+
+    def _between(self, variant: Variant) -> Trace:
+        one, other = (self._traced(replace(variant, micro_batch=samples)) for samples in TRACED_SAMPLES)
+        return one.at(variant.micro_batch, other, TRACED_SAMPLES)
+
+    def _traced(self, variant: Variant) -> Trace:
+        if variant not in self._traces:
+            # Those that are compared with one another are traced on one model: to build and divide it takes as long.
+            together = [replace(variant, micro_batch=n, recompute=r) for n in TRACED_SAMPLES for r in (False, True)]
+            self._trace(together if variant in together else [variant])
+        return self._traces[variant]
+
+    def _trace(self, variants: Sequence[Variant]) -> None:
+        """Trace variants that differ in their batches and in recomputation only."""
+        of_all = variants[0]
+        compute_type = COMPUTE_TYPES[of_all.precision]
+        with silent_group(of_all.tensor) as workers, fake_tensors():
+            model = self.build(TRACED_BLOCKS if self._repeats else None).train()
+            if of_all.narrow_parameters and compute_type is not None:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.to(compute_type)
+            model = divide(model, workers, sequence_parallel=of_all.sequence_parallel)
+            self._gradients[of_all.tensor] = gradient_bytes(model)
+            for variant in variants:
+                self._traces[variant] = trace(
+                    model,
+                    self.batch(variant.micro_batch),
+                    compute_type=compute_type,
+                    recompute=variant.recompute,
+                    gpu=self.gpu,
+                )
+
+    def local_parameters(self, tensor: int, peer: int = 0) -> dict[str, Facts]:
+        """The parameters as ``tensor`` workers share them: those of one of the workers; the first has most.
+
+        Raises:
+            ModelError: the model cannot be divided so.
+        """
+        if (tensor, peer) not in self._local:
+            self._local[tensor, peer] = local_parameters(self.whole, self.parameters, tensor, peer)
+        return self._local[tensor, peer]
+
+    def stage_sizes(self, pipeline: int) -> list[int]:
+        """Blocks of each stage, as the engine cuts them: by the number of parameters.
+
+        Raises:
+            ModelError: the model cannot be cut into stages.
+        """
+        if self.stages is not None and len(self.stages) == pipeline:
+            return list(self.stages)
+        if pipeline not in self._sizes:
+            outside = [name for name in self.parameters if self.block_of(name) is None]
+            front, back = (
+                float(sum(self.parameters[name].count for name in outside if end in self.ends_of(name)))
+                for end in ("first", "last")
+            )
+            blocks = [float(count) for count in self.block_elements.values()]
+            self._sizes[pipeline] = cut(front, blocks, back, pipeline)
+        return self._sizes[pipeline]
+
+    def stage_parameters(self, place: Place) -> dict[str, Facts]:
+        """What a worker of a stage has of the parameters, by name and in the model's order.
+
+        Raises:
+            ModelError: the model cannot be divided or cut so.
+        """
+        if place not in self._stages:
+            self._stages[place] = self._parameters_of_stage(place)
+        return self._stages[place]
+
+    def _parameters_of_stage(self, place: Place) -> dict[str, Facts]:
+        local = self.local_parameters(place.tensor, place.peer)
+        if place.pipeline == 1:
+            return local
+        sizes, rank = self.stage_sizes(place.pipeline), place.stage
+        begin = sum(sizes[:rank])
+        end = "first" if rank == 0 else "last" if rank == place.pipeline - 1 else "middle"
+
+        def is_here(name: str) -> bool:
+            block = self.block_of(name)
+            if block is None:
+                return end in self.ends_of(name)
+            return begin <= self.blocks[block][1] < begin + sizes[rank]
+
+        return {name: facts for name, facts in local.items() if is_here(name)}
+
+    def windows(self, place: Place, data: int) -> list[Window]:
+        """What a worker of a stage exchanges at a time with the other replicas.
+
+        Parameters that several stages have lie in windows of their own.
+        """
+        if (place, data) not in self._windows:
+            own = self.stage_parameters(place)
+            shared = {name for name in own if place.pipeline > 1 and len(self.ends_of(name)) > 1}
+            alone = [facts.count for name, facts in reversed(own.items()) if name not in shared]
+            tied = [own[name].count for name in sorted(shared)]
+            self._windows[place, data] = [w for counts in (alone, tied) for w in windows(list(enumerate(counts)), data)]
+        return self._windows[place, data]
+
+    def runs(self, place: Place, data: int, replica: int) -> list[int]:
+        """Elements of each run that the optimizer of a replica updates, if its state is shared out."""
+        key = (place, data, replica)
+        if key not in self._runs:
+            self._runs[key] = [run.length for window in self.windows(place, data) for run, _ in window.owned(replica)]
+        return self._runs[key]
+
+    def ends_of(self, name: str) -> frozenset[str]:
+        """The stages that have a parameter which is in no block, under any of its names."""
+        return frozenset().union(*(self.ends.get(other, frozenset()) for other in self.names_of(name)))
+
+    @cached_property
+    def ends(self) -> dict[str, frozenset[str]]:
+        """For each parameter that is in no block, by its every name, the stages that have it.
+
+        Raises:
+            ModelError: the model cannot be cut into stages.
+        """
+        with fake_tensors(), AnswersAboutData(dense=True), without_warnings():
+            model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
+            return ends_of(model, lambda model: model(**self.batch(1)).loss)
+
+
+def _expert_parameters(model: nn.Module) -> frozenset[int]:
+    """Identities of what expert parallelism divides."""
+    mixtures = (module for module in model.modules() if isinstance(module, Experts))
+    return frozenset(id(parameter) for mixture in mixtures for parameter in mixture.parameters())

@@ -1,0 +1,169 @@
+"""What ``plan --auto-strategy`` puts out: a table and reasons for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.memory import Memory
+from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, Found
+
+SHOWN = 10
+"""Layouts in the table; JSON has all of them."""
+
+
+def to_json(found: Found, hardware: Hardware) -> dict[str, Any]:
+    """The public form: see docs/planner.md."""
+    return {
+        "ok": bool(found.layouts),
+        "layouts": [_layout_json(candidate) for candidate in found.layouts],
+        "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in found.rejected],
+        "assumed": hardware.lines(),
+        "not_predicted": [vars(unknown) for unknown in found.not_predicted],
+    }
+
+
+def _sizes(layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "data": layout.data,
+        "micro_batch_size": layout.micro_batch,
+        "global_batch_size": layout.global_batch,
+        "accumulation": layout.accumulation,
+        "partitioning": layout.partitioning,
+        "checkpoint_activations": layout.recompute,
+    }
+
+
+def _layout_json(candidate: Candidate) -> dict[str, Any]:
+    timing = candidate.timing
+    return {
+        **_sizes(candidate.layout),
+        "memory_gb": _memory_gb(candidate.memory) | {"needed": round(candidate.needed_gb, 3)},
+        "bubble": round(candidate.layout.bubble, 6),
+        "communication": round(timing.communication / timing.total, 6),
+        "step_seconds": timing.total,
+        "samples_per_second": candidate.samples_per_second,
+        "flags": " ".join(candidate.layout.flags()),
+    }
+
+
+def _memory_gb(memory: Memory) -> dict[str, float]:
+    parts = {**vars(memory), "total": memory.total}
+    return {name: round(size / GB, 6) for name, size in parts.items()}
+
+
+def show(found: Found, hardware: Hardware) -> None:
+    """Print the best layouts, what they assume, and why the others do not do."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    if found.layouts:
+        console.print(_table(found))
+        for line in reasons(found, hardware):
+            print(line)
+    for line in hardware.lines():
+        print(f"assumed: {line}")
+    for line in not_predicted(found):
+        print(line)
+    print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free beside it")
+    _show_rejected(found, console)
+
+
+def _table(found: Found) -> Table:
+    table = Table(title=f"Layouts that fit: {len(found.layouts)}, best first", title_justify="left")
+    for name in ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute"):
+        table.add_column(name, justify="right")
+    for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
+        table.add_column(name, justify="right")
+    for candidate in found.layouts[:SHOWN]:
+        layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
+        table.add_row(
+            *(str(n) for n in (layout.tensor, layout.pipeline, layout.data, layout.micro_batch, layout.accumulation)),
+            str(layout.global_batch),
+            layout.partitioning,
+            "yes" if layout.recompute else "no",
+            f"{(memory.parameters + memory.gradients + memory.optimizer) / GB:.2f}",
+            f"{(memory.activations + memory.buffers) / GB:.2f}",
+            f"{candidate.needed_gb:.2f}",
+            f"{layout.bubble:.0%}",
+            f"{timing.communication / timing.total:.0%}",
+            f"{timing.total:.3g}",
+            f"{candidate.samples_per_second:.3g}",
+        )
+    return table
+
+
+def reasons(found: Found, hardware: Hardware) -> list[str]:
+    """Why the best one is the best, and how to ask for it."""
+    best = found.layouts[0]
+    layout, timing = best.layout, best.timing
+    lines = [
+        f"best: {' '.join(layout.flags())}",
+        f"  fits: {best.needed_gb:.1f} of {hardware.memory_gb:g} GB a worker, the allowance included",
+    ]
+    shares = {
+        "computing": timing.compute,
+        "bubble": timing.bubble,
+        "tensor sums": timing.tensor,
+        "stage transfers": timing.pipeline,
+        "replica sums": timing.data,
+        "update": timing.update,
+    }
+    spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
+    lines.append(f"  where the step goes: {spent}")
+    lines += [f"  {why}" for why in _comparisons(found)]
+    if best.memory.host:
+        lines.append(f"  host memory: {best.memory.host / GB:.1f} GB a worker beside its device, which nothing checks")
+    return lines
+
+
+def not_predicted(found: Found) -> list[str]:
+    """What the numbers leave out, a line for each reason."""
+    return [
+        f"not predicted: {unknown.switch}: {', '.join(unknown.kinds)}: {unknown.why}" for unknown in found.not_predicted
+    ]
+
+
+def _comparisons(found: Found) -> list[str]:
+    """What the nearest other choices would change."""
+    best, lines = found.layouts[0], []
+    for name, words in (
+        ("tensor", "tensor size"),
+        ("pipeline", "pipeline size"),
+        ("micro_batch", "micro batch"),
+        ("recompute", "recomputation"),
+        ("partitioning", "partitioning"),
+    ):
+        chosen = getattr(best.layout, name)
+        other = next((c for c in found.layouts if getattr(c.layout, name) != chosen), None)
+        if other:
+            share = other.samples_per_second / best.samples_per_second - 1
+            value = getattr(other.layout, name)
+            shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+            lines.append(f"best with another {words} ({shown}): {share:+.0%} samples/s, {other.needed_gb:.1f} GB")
+    return lines
+
+
+def _show_rejected(found: Found, console: Console) -> None:
+    if not found.rejected:
+        return
+    kinds = Counter(rejected.constraint.partition(":")[0] for rejected in found.rejected)
+    table = Table("layouts", "constraint", "such as", title=f"Rejected: {len(found.rejected)}", title_justify="left")
+    for kind, count in kinds.most_common():
+        example = next(r for r in found.rejected if r.constraint.partition(":")[0] == kind)
+        sizes = example.layout
+        where = f"tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}, {sizes.partitioning}"
+        table.add_row(str(count), example.constraint, where)
+    console.print(table)
+
+
+def print_json(found: Found, hardware: Hardware) -> None:
+    print(json.dumps(to_json(found, hardware), indent=2))

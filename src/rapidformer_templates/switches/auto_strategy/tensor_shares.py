@@ -1,0 +1,99 @@
+"""A model as tensor parallelism divides it: the real transform on fake tensors, in a group that exchanges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.models.blocks import canonical_name, find_layout
+from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts, part_of
+from rapidformer_templates.switches.pipeline_parallel.transform import _Cut
+from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
+from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, plan_of
+from rapidformer_templates.system.workers import Workers
+
+
+@contextmanager
+def silent_group(tensor: int) -> Iterator[Workers]:
+    """The first of ``tensor`` workers of a tensor-parallel group whose other workers do not exist.
+
+    Collectives return at once, with tensors of the right shapes. To be entered before fake tensors are: the mesh
+    of workers is made of real ones.
+    """
+    if tensor == 1:
+        yield Workers(0, 0, 1, torch.device("cpu"))
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1, tensor), mesh_dim_names=("pipeline", "data", "tensor"))
+        yield Workers(0, 0, tensor, torch.device("cpu"), tensor, 1, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn.Module:
+    """The first worker's share of a model.
+
+    Raises:
+        ModelError: the model has no tensor plan, or sizes that cannot be divided.
+    """
+    if workers.tensor == 1:
+        return model
+    switches = ("tensor-parallel", "sequence-parallel") if sequence_parallel else ("tensor-parallel",)
+    plan = Plan("Trainer", switches=switches, sizes=Sizes(world=workers.world, tensor=workers.tensor))
+    return tensor_parallel.apply(model, Building(find_layout(model), None, plan, workers, no_loss))
+
+
+def no_loss(model: nn.Module) -> Any:
+    """For transforms that do not try the user's loss."""
+    raise AssertionError("this transform asks for no loss")
+
+
+def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: int, rank: int) -> dict[str, Facts]:
+    """The shares of one of ``tensor`` workers; the first has the largest.
+
+    Raises:
+        ModelError: see :func:`divide`.
+    """
+    if tensor == 1:
+        return dict(parameters)
+    plan = plan_of(model)
+    check_sizes(model, plan, tensor)
+    cuts = {canonical_name(name): cut for name, cut in plan.cuts.items()}
+    local = {}
+    for name, facts in parameters.items():
+        shape = list(facts.shape)
+        if name in cuts:
+            shape[cuts[name].dim] = part_of(shape[cuts[name].dim], rank, tensor)
+        local[name] = replace(facts, shape=tuple(shape))
+    return local
+
+
+def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], Any]) -> dict[str, frozenset[str]]:
+    """Which stages have a parameter that is in no block: ``first``, ``middle``, ``last``; by its every name.
+
+    Args:
+        model: of three blocks and fake tensors.
+        try_loss: the loss of one sample.
+
+    Raises:
+        ModelError: the model cannot be cut between its blocks.
+    """
+    stages = ("first", "middle", "last")
+    workers = Workers(0, 0, 3, torch.device("cpu"), 1, 3)
+    found = _Cut(model, Building(find_layout(model), None, Plan("Trainer"), workers, try_loss))
+    return {
+        canonical_name(name): frozenset(stages[rank] for rank in found._ranks_of(name, {}))
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if found._block_of(name) is None
+    }

@@ -1,0 +1,133 @@
+"""How long a step takes: computation, waiting in the pipeline, and communication, from counted work and stated rates.
+
+What is assumed: matrix products run at the sustained rate of the device and everything else at the rate of its
+memory; stages and shards are equal; a worker computes or waits for its peers, but what DDP and FSDP exchange
+hides behind the computation of the micro batch that it belongs to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.trace import Trace
+
+ADAM_TRAFFIC = 28
+"""Bytes that an fp32 update reads and writes a parameter: weight, gradient and moments; weight and moments."""
+
+OVERLAP = 0.7
+"""Share of the computation that an exchange can hide behind: what comes first and last has nothing to hide behind."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of the computation of a micro batch: its backward pass."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Sizes of a model that communication depends on.
+
+    Attributes:
+        parameters: elements.
+        blocks: number of blocks.
+        hidden: width of the hidden state.
+        tokens: of a sample.
+    """
+
+    parameters: int
+    blocks: int
+    hidden: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of an optimizer step.
+
+    Attributes:
+        compute: matrix products and memory traffic of all micro batches of a worker, recomputation included.
+        bubble: waiting for other stages.
+        tensor, pipeline, data: communication in each direction of the layout, as far as nothing hides it.
+        update: of the optimizer.
+    """
+
+    compute: float
+    bubble: float
+    tensor: float
+    pipeline: float
+    data: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.update
+
+    @property
+    def communication(self) -> float:
+        return self.tensor + self.pipeline + self.data
+
+
+def predict_seconds(layout: Layout, trace: Trace, facts: Facts, hardware: Hardware, local_world: int) -> Timing:
+    """Seconds of a step of a layout.
+
+    Args:
+        trace: a micro batch through one worker's share of all blocks.
+        local_world: workers of a node; tensor groups lie closest together, then replicas, then stages.
+    """
+    share = layout.tensor * layout.pipeline
+    width = 4 if hardware.precision == "fp32" else 2
+    computed = trace.flops / (hardware.tflops * 1e12) + trace.traffic / (hardware.memory_bandwidth * GB)
+    computed /= layout.pipeline
+    near, far = hardware.intra_node * GB, hardware.inter_node * GB
+    hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
+
+    # Two sums over the tensor group a block in the forward, two in the backward; recomputation repeats the forward's.
+    sums = (6 if layout.recompute else 4) * facts.blocks / layout.pipeline
+    ring = 2 * (layout.tensor - 1) / layout.tensor
+    tensor = sums * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
+
+    neighbours = near if layout.world <= local_world else far
+    transfer = 2 * hidden_bytes / neighbours if layout.pipeline > 1 else 0.0
+
+    turn = computed + tensor + transfer
+    waiting = (layout.pipeline - 1) * turn
+    data = _data_seconds(layout, facts, width, near if layout.tensor * layout.data <= local_world else far)
+    hidden = OVERLAP * _hides(layout) * computed
+    replicas = layout.data if layout.partitioning != "none" else 1
+    update = ADAM_TRAFFIC * facts.parameters / share / replicas / (hardware.memory_bandwidth * GB)
+    return Timing(
+        compute=layout.accumulation * computed,
+        bubble=waiting,
+        tensor=layout.accumulation * tensor,
+        pipeline=layout.accumulation * transfer,
+        data=max(0.0, data - hidden),
+        update=update,
+    )
+
+
+def _data_seconds(layout: Layout, facts: Facts, width: int, bandwidth: float) -> float:
+    """What the replicas exchange in a step, if nothing hides it (Rajbhandari et al., 2020, section 7)."""
+    if layout.data == 1:
+        return 0.0
+    ring = (layout.data - 1) / layout.data * facts.parameters / (layout.tensor * layout.pipeline) / bandwidth
+    match layout.partitioning:
+        case "none" | "zero-1" | "distributed-optimizer" | "oss-sdp":
+            return 2 * ring * 4  # a sum of fp32 gradients; or its two halves: shares of gradients, then of weights
+        case "oss":
+            return 3 * ring * 4  # a sum of gradients, and the weights from their owners
+        case "zero-2":
+            # In each micro batch the gradients go to their owner, and once the weights come back.
+            return (layout.accumulation + 1) * ring * (width if layout.tensor * layout.pipeline == 1 else 4)
+        case _:
+            # Weights for each forward and backward; FSDP sums gradients once, ZeRO-3 in each micro batch.
+            sums = 1 if layout.partitioning == "fsdp" else layout.accumulation
+            return (2 * layout.accumulation * width + sums * 4) * ring
+
+
+def _hides(layout: Layout) -> float:
+    """Micro batches behind whose computation the exchange hides."""
+    if layout.by_parallel_engine or layout.partitioning == "zero-1":
+        return 0.0  # their exchange begins when the last backward has ended
+    if layout.partitioning in ("none", "oss", "oss-sdp"):
+        return BACKWARD_SHARE  # of the last one
+    return layout.accumulation * (1.0 if layout.partitioning in ("fsdp", "zero-3") else BACKWARD_SHARE)

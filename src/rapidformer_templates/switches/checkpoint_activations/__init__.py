@@ -1,0 +1,1 @@
+"""Activations computed again in the backward."""

@@ -1,0 +1,1 @@
+"""Batches by length under a budget of tokens."""

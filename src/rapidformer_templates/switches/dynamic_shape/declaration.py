@@ -1,0 +1,138 @@
+"""The dynamic-shape iterator: batches of a few shapes, each with about the same number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rapidformer_templates.planning.acted import shown
+from rapidformer_templates.planning.changes import drop, replace
+from rapidformer_templates.planning.checks import needs_template
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
+
+# A compiler keeps one graph a shape; torch.compile gives up on a function after eight of them.
+MAX_SHAPES = 8
+# Lengths suit the matrix units of a GPU best in multiples of eight [S].
+MULTIPLE = 8
+# Tasks whose samples have one length each, and labels of whole numbers that a row of padding can do without.
+TASKS = (None, "pretraining", "masked_lm", "causal_lm", "sequence_classification", "token_classification")
+
+# What cannot be asked for besides: field → its value when off, and why.
+OWN_BATCHES = {
+    "group_by_length": (None, "forms its batches by length itself"),
+    "pack_sequences": (False, "has nothing to gain from packed rows: they are all of one length"),
+    "keep_documents_apart": (False, "keeps documents apart: each is a sample of its own"),
+}
+
+
+@dataclass(frozen=True)
+class DynamicShapeFlags:
+    """Acceleration"""
+
+    data_iterator: Literal["static", "dynamic-shape"] = flag("static", "batches of one shape, or of varying shapes")
+    tokens_per_batch: int | None = flag(
+        None,
+        "dynamic shapes: most tokens of a micro batch with padding (default: micro batch × sequence length)",
+        minimum=1,
+    )
+    max_shapes: int | None = flag(
+        None, f"dynamic shapes: most distinct shapes (default: {MAX_SHAPES}; 0: no limit)", minimum=0
+    )
+    shape_multiple: int | None = flag(
+        None, f"dynamic shapes: lengths are padded to multiples of this (default: {MULTIPLE})", minimum=1
+    )
+
+
+def max_shapes(options: DynamicShapeFlags) -> int:
+    """Most distinct shapes; 0 is no limit."""
+    return MAX_SHAPES if options.max_shapes is None else options.max_shapes
+
+
+def multiple(options: DynamicShapeFlags) -> int:
+    """What padded lengths are multiples of."""
+    return options.shape_multiple or MULTIPLE
+
+
+def _notes(request: Request) -> Sequence[str]:
+    config, sizes = request.config, request.sizes
+    options, length = config.switches["dynamic-shape"], config.model.seq_length
+    budget: int | None = options.tokens_per_batch or (length and length * sizes.micro_batch)
+    tokens = f"{budget:,} tokens" if budget else f"{sizes.micro_batch} × the sequence length"
+    most = max_shapes(options)
+    count = f"at most {most} shapes" if most else "any number of shapes"
+    return (f"dynamic-shape: micro batches of up to {tokens}, {count}, lengths in multiples of {multiple(options)}",)
+
+
+def _one_length(request: Request) -> list[Finding]:
+    findings = []
+    if request.config.training.task not in TASKS:
+        message = f"dynamic-shape does not go with task {request.config.training.task}"
+        asked = (*request.asked("task"), *request.asked_for("dynamic-shape"))
+        findings.append(Finding(message, asked, switches=("dynamic-shape",)))
+    for name, (off, reason) in OWN_BATCHES.items():
+        if request.config.get(name) != off:
+            asked = (*request.asked(name), *request.asked_for("dynamic-shape"))
+            changes = (drop({name: off}), replace({"data_iterator": "static"}))
+            findings.append(Finding(f"dynamic-shape {reason}", asked, changes=changes))
+    return findings
+
+
+def _acted(measured: Measured) -> str | None:
+    chosen, seen = measured["chosen_shapes"], measured["batch_shapes"] or []
+    if chosen and seen and all(shape in chosen for shape in seen):
+        return None
+    return f"batches of the shapes {shown(chosen)} were expected; there were {shown(seen)}"
+
+
+SWITCH = Switch(
+    name="dynamic-shape",
+    summary="Batches of a few shapes with a constant number of tokens, chosen for the least padding.",
+    source="[R]",
+    stage=Stage.DATA,
+    options=DynamicShapeFlags,
+    active=lambda options, sizes: options.data_iterator == "dynamic-shape",
+    on={"data_iterator": "dynamic-shape"},
+    off={"data_iterator": "static"},
+    predicts=Prediction(
+        unknown=always(
+            activations="the shapes of the batches follow from the data; --seq-length is taken for all",
+            time="the shapes of the batches follow from the data; --seq-length is taken for all",
+        )
+    ),
+    templates=("Pretrainer",),
+    notes=_notes,
+    receipt=("batch_shapes", "fill", "useful_tokens", "padded_tokens"),
+    acted=_acted,
+    changes_result=True,
+    rules=(
+        Rule(
+            "RF007",
+            "The dynamic-shape iterator only in the Pretrainer template.",
+            "its batches hold varying numbers of samples, while recipes for fine-tuning count in samples a step",
+            "[R]",
+            needs_template("dynamic-shape"),
+            Example("--template Finetuner --data-iterator dynamic-shape"),
+        ),
+        Rule(
+            "RF039",
+            "Dynamic shapes need samples of one length each, and order them by themselves.",
+            "a shape has one length; a task with a second one, or with targets that a row of padding cannot do "
+            "without, cannot be padded to it",
+            "[rapidformer_templates]",
+            _one_length,
+            Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),
+        ),
+    ),
+)

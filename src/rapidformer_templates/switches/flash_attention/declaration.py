@@ -1,0 +1,134 @@
+"""Flash attention: torch's flash kernel, or the package ``flash_attn`` where it is installed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer_templates.planning.acted import shown
+from rapidformer_templates.planning.changes import REPLACE
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    Change,
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+)
+from rapidformer_templates.switches.mixed_precision import AMPERE, precision
+
+FUSED = re.compile("flash|efficient|cudnn")
+"""In the names of the operators that compute attention without a matrix of scores."""
+
+
+@dataclass(frozen=True)
+class FlashAttentionFlags:
+    """Acceleration"""
+
+    use_flash_attn: bool = flag(
+        False, "flash attention in batches without padding, memory-efficient attention elsewhere"
+    )
+
+
+def kernel(request: Request) -> str:
+    """The kernel of batches without padding: ``flash_attn`` (the package), ``flash`` or ``efficient`` (torch's)."""
+    environment = request.environment
+    if environment.device == "cpu":
+        return "flash"
+    capability = environment.compute_capability
+    old = capability is not None and capability < AMPERE
+    if old or precision(request.config, environment) == "fp32":
+        return "efficient"
+    return "flash_attn" if "flash_attn" in environment.packages else "flash"
+
+
+def _notes(request: Request) -> Sequence[str]:
+    of = {
+        "flash": "torch's flash kernel",
+        "flash_attn": "the flash kernel of the package flash_attn",
+        "efficient": "torch's memory-efficient kernel: the flash kernel needs 16 bits and compute capability 8.0",
+    }
+    where = " for CPUs" if request.environment.device == "cpu" else ""
+    packed = request.config.data.pack_sequences or request.config.get("keep_documents_apart")
+    chosen = kernel(request)
+    without = "; packed documents one by one, without a mask" if packed and chosen != "efficient" else ""
+    return (f"flash-attention: {of[chosen]}{where}{without}",)
+
+
+def _padded_batches(request: Request) -> list[Finding]:
+    config = request.config
+    if config.training.task == "pretraining" or config.data.pack_sequences:
+        return []  # packed: every sequence has the full length
+    if request.environment.device == "cpu":
+        message = "flash-attention: in batches with padding, the CPU's flash kernel takes the padding as a mask"
+    else:
+        message = "flash-attention: batches with padding use the memory-efficient kernel"
+    return [Finding(message, request.asked("use_flash_attn"))]
+
+
+def _no_dropout(request: Request) -> list[Finding]:
+    rate = request.config.model.dropout
+    if request.environment.device != "cpu" or not rate:
+        return []
+    message = f"flash-attention on a CPU does not go with --dropout {rate:g}"
+    changes = (Change("--dropout 0", REPLACE, {"dropout": 0.0}),)
+    return [
+        Finding(message, request.asked("use_flash_attn", "dropout"), switches=("flash-attention",), changes=changes)
+    ]
+
+
+def _engine_options(request: Request) -> Mapping[str, Any]:
+    return {"attention_kernel": kernel(request)}
+
+
+def _acted(measured: Measured) -> str | None:
+    """The model calls our functions, and they a kernel without the matrix of scores."""
+    called = sorted({name for names in measured.all("attention_functions") for name in names})
+    kernels = sorted({name for counts in measured.all("attention_kernels") for name in counts})
+    if any(name.startswith("rapidformer_") for name in called) and any(FUSED.search(name) for name in kernels):
+        return None
+    chosen = measured.plan.engine_options.get("attention_kernel")
+    return f"the kernel {chosen} was expected; the attention {shown(called)} called {shown(kernels)}"
+
+
+SWITCH = Switch(
+    name="flash-attention",
+    summary="Attention without the matrix of scores (flash kernel).",
+    source="[M, S]",
+    stage=Stage.KERNEL,
+    options=FlashAttentionFlags,
+    active=lambda options, sizes: options.use_flash_attn,
+    on={"use_flash_attn": True},
+    off={"use_flash_attn": False},
+    predicts=Prediction({"activations": "no scores of attention are kept; on a GPU that is taken for granted"}),
+    notes=_notes,
+    engine_options=_engine_options,
+    transform="rapidformer_templates.switches.flash_attention.kernels:use_flash_attention",
+    receipt=("attention_kernels", "attention_functions"),
+    acted=_acted,
+    rules=(
+        Rule(
+            "RF013",
+            "Flash attention only without a padding mask; with one, the memory-efficient kernel is used.",
+            "the flash kernels of GPUs take no mask",
+            "[S]",
+            _padded_batches,
+            Example("--use-flash-attn --task sequence_classification"),
+            refuses=False,
+        ),
+        Rule(
+            "RF081",
+            "Flash attention on a CPU has no dropout.",
+            "torch's flash kernel for CPUs has none, and falls back to the matrix of scores where dropout is asked for",
+            "[torch]",
+            _no_dropout,
+            Example("--use-flash-attn --dropout 0.1"),
+        ),
+    ),
+)

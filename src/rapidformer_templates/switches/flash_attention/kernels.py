@@ -1,0 +1,217 @@
+"""The attention function that a model of transformers calls under ``--use-flash-attn``.
+
+It stands in transformers' own registry of attention functions, under a name for each kernel, with
+a mask function beside it: transformers asks the one for what the attention may see, and gives it
+to the other. The mask is None, a matrix, or, in packed rows, the borders of the documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
+
+# Transformers treats any name with "flash" in it as one of its own.
+NAMES = {"flash": "rapidformer_torch", "efficient": "rapidformer_efficient", "flash_attn": "rapidformer_package"}
+"""Name in transformers' registry of each kernel that the plan may choose (``engine_options``)."""
+
+ANY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def use_flash_attention(model: nn.Module, building: Building) -> nn.Module:
+    """Let the model call the kernel that the plan names.
+
+    Raises:
+        ModelError: its attention cannot be chosen, or needs what the kernel lacks.
+    """
+    kernel = building.plan.engine_options["attention_kernel"]
+    check_attention(model, building.plan.device)
+    assert isinstance(model, PreTrainedModel)
+    model.set_attn_implementation(NAMES[kernel])
+    return model
+
+
+def check_attention(model: nn.Module, device: str) -> None:
+    """Look whether a model's attention can go through a flash kernel.
+
+    Raises:
+        ModelError: it cannot; the model is named.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise _refusal(name, "it is not a model of transformers: only their attention can be chosen from outside")
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    fixed = [type(part).__name__ for part in parts if not (part._supports_sdpa and part._can_set_attn_implementation())]
+    if fixed:
+        raise _refusal(name, f"the attention of {fixed[0]} cannot go through torch's scaled_dot_product_attention")
+    settings = model.config.to_dict()
+    dropping = [key for key, value in settings.items() if "att" in key and "drop" in key and value]
+    if dropping and device == "cpu":
+        message = f"the flash kernel of a CPU has no dropout, and {dropping[0]} is {settings[dropping[0]]:g}"
+        raise _refusal(name, message, "--dropout 0, or ")
+
+
+def _refusal(where: str, why: str, instead: str = "") -> ModelError:
+    return ModelError(f"flash attention cannot act: {why}", where=where, hint=f"{instead}leave out --use-flash-attn")
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    *,
+    packs: bool = True,
+    **others: Any,
+) -> torch.Tensor | None:
+    """What the attention may see: None, a matrix (rows, 1, tokens, tokens), or the borders of packed documents.
+
+    The parameters are those of transformers' ``sdpa_mask``, which makes all but the borders.
+
+    Args:
+        packs: whether the kernel takes borders.
+    """
+    special = attention_mask is not None or local_size is not None or use_vmap or q_length != kv_length
+    if packs and not (special or allow_is_causal_skip or allow_is_bidirectional_skip or q_offset or kv_offset):
+        # Packed documents, if each token sees the one before it or begins a document, and none sees the next.
+        rows = torch.arange(batch_size, device=device)[:, None]
+        here = torch.arange(q_length, device=device)[None]
+        sees = partial(mask_function, rows, 0)
+        if q_length > 1 and not sees(here[:, :-1], here[:, 1:]).any():
+            return borders_of(sees(here, (here - 1).clamp(min=0)).expand(batch_size, -1).clone())
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        local_size,
+        allow_is_causal_skip,
+        allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **others,
+    )
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    kernel: str,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it, through one kernel.
+
+    Args:
+        module: the attention layer.
+        query: shape (rows, heads, tokens, size of a head); ``key`` and ``value`` may have fewer heads.
+        attention_mask: of :func:`attention_mask`.
+        dropout: rate of the attention weights.
+        scaling: factor of the scores; one over the root of the head's size by default.
+        kernel: ``flash``, ``efficient`` or ``flash_attn``.
+
+    Returns:
+        (shape (rows, tokens, heads, size of a head), None for the weights, which no kernel has).
+
+    Raises:
+        ModelError: the kernel cannot compute this.
+    """
+    if attention_mask is not None and attention_mask.ndim == 1:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        package = kernel == "flash_attn"
+        output = packed_attention(query, key, value, attention_mask, scale=scale, dropout=dropout, package=package)
+        return output, None
+    position_bias = others.get("position_bias")
+    if kernel == "flash_attn" and position_bias is None and _suits_package(query, key, value, attention_mask):
+        return _package_attention(module, query, key, value, dropout, scaling, others.get("is_causal")), None
+    if torch.is_grad_enabled():
+        _check_call(module, query, value, attention_mask, dropout, position_bias)
+    with sdpa_kernel(_backends(query, attention_mask, kernel)):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+
+
+def _backends(query: torch.Tensor, mask: torch.Tensor | None, kernel: str) -> list[SDPBackend]:
+    """The kernels that torch may take; what is forced in training is only preferred in an evaluation."""
+    if not torch.is_grad_enabled():
+        return ANY
+    if query.device.type == "cpu" or (mask is None and kernel == "flash"):
+        return [SDPBackend.FLASH_ATTENTION]
+    return [SDPBackend.EFFICIENT_ATTENTION]
+
+
+def _suits_package(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether ``flash_attn`` takes this: no mask, 16 bits, and as many queries as keys (not so in a generation)."""
+    return mask is None and value.dtype in (torch.float16, torch.bfloat16) and query.shape[2] == key.shape[2]
+
+
+def _package_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+) -> torch.Tensor:
+    from flash_attn import flash_attn_func
+
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    tensors = [tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value)]
+    output: torch.Tensor = flash_attn_func(*tensors, dropout_p=dropout, softmax_scale=scaling, causal=causal)
+    return output
+
+
+def _check_call(
+    module: nn.Module,
+    query: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    position_bias: torch.Tensor | None,
+) -> None:
+    """What a configuration does not tell."""
+    if query.shape[-1] != value.shape[-1]:
+        raise _refusal(
+            type(module).__name__, f"the heads of query and value differ: {query.shape[-1]}, {value.shape[-1]}"
+        )
+    if query.device.type != "cpu":
+        return
+    if dropout:
+        raise _refusal(type(module).__name__, "the flash kernel of a CPU has no dropout", "--dropout 0, or ")
+    if any(given is not None and given.requires_grad for given in (mask, position_bias)):
+        raise _refusal(type(module).__name__, "the flash kernel of a CPU learns no bias of the scores")
+
+
+for _kernel, _name in NAMES.items():
+    AttentionInterface.register(_name, partial(attention, kernel=_kernel))
+    # The memory-efficient kernel takes no borders.
+    AttentionMaskInterface.register(_name, partial(attention_mask, packs=_kernel != "efficient"))

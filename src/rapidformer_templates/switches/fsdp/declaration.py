@@ -1,0 +1,161 @@
+"""FSDP: torch's ``fully_shard``, a transformer block at a time, and what can be chosen about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out, shown
+from rapidformer_templates.planning.changes import add, drop, replace
+from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
+from rapidformer_templates.switches.mixed_precision import precision
+
+
+@dataclass(frozen=True)
+class FsdpFlags:
+    """Acceleration"""
+
+    fsdp_memory_optimization: bool = flag(
+        False, "FSDP: shard optimizer state, gradients and parameters (torch fully_shard)", choice=PARTITIONING
+    )
+
+
+@dataclass(frozen=True)
+class FsdpOptionsFlags:
+    """Acceleration"""
+
+    fsdp_reshard_after_forward: bool = flag(
+        True, "FSDP: give up a block's whole parameters between forward and backward; without it: faster"
+    )
+    fsdp_reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
+        None, "FSDP with mixed precision: type in which gradients are summed (default: fp32)"
+    )
+
+
+OFF = {"fsdp_reshard_after_forward": True, "fsdp_reduce_dtype": None}
+
+
+def _notes(request: Request) -> Sequence[str]:
+    return ("fsdp: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
+
+
+def _given(request: Request) -> dict[str, Any]:
+    """The options that differ from their defaults, with the values that they have by default."""
+    return {name: off for name, off in OFF.items() if request.config.get(name) != off}
+
+
+def _only_with_fsdp(request: Request) -> list[Finding]:
+    given = _given(request)
+    if "fsdp" in request.active:
+        return _reduces_in_range(request)
+    words = " and ".join(spelling(name) for name in given)
+    return [
+        Finding(
+            f"{words} acts only together with --fsdp-memory-optimization",
+            request.asked(*given),
+            switches=("fsdp-options",),
+            changes=(add({"fsdp_memory_optimization": True}),),
+        )
+    ]
+
+
+def _reduces_in_range(request: Request) -> list[Finding]:
+    """Sums in 16 bits go with products in 16 bits, and those in fp16 with the loss scale that fp16 brings."""
+    wanted, computed = request.config.get("fsdp_reduce_dtype"), precision(request.config, request.environment)
+    if wanted is None or (computed != "fp32" and (computed, wanted) != ("bf16", "fp16")):
+        return []
+    if computed == "fp32":
+        message = "--fsdp-reduce-dtype acts only together with --mixed-precision"
+        mend = add({"mixed_precision": "fp16" if wanted == "fp16" else "bf16"})
+    else:
+        message = "--fsdp-reduce-dtype fp16 needs the loss scale of --mixed-precision fp16"
+        mend = replace({"fsdp_reduce_dtype": "bf16"}, "has the range of fp32")
+    asked = request.asked("fsdp_reduce_dtype", "mixed_precision")
+    return [Finding(message, asked, changes=(mend, drop({"fsdp_reduce_dtype": None})))]
+
+
+def _options(request: Request) -> Mapping[str, Any]:
+    return {name: request.config.get(name) for name in _given(request)}
+
+
+_SHARES = all_of(shared_out(updated_elements="optimizer state", gradient_elements="gradients"), divides_parameters)
+
+
+def _options_acted(measured: Measured) -> str | None:
+    asked, summed = measured.config.get("fsdp_reduce_dtype"), measured["gradients_summed_in"]
+    if asked is not None and summed != [asked]:
+        return f"gradients summed in {asked} were expected; they are summed in {shown(summed)}"
+    whole = measured["whole_in_backward"]
+    if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.data == 1 or whole == 1:
+        return None
+    return f"whole parameters at the beginning of the backward were expected; {whole or 0:.0%} of them are whole"
+
+
+SWITCHES = (
+    Switch(
+        name="fsdp",
+        summary="Shard parameters, gradients and optimizer state, a block at a time (torch fully_shard).",
+        source="[R]",
+        stage=Stage.SHARD,
+        options=FsdpFlags,
+        active=lambda options, sizes: options.fsdp_memory_optimization,
+        on={"fsdp_memory_optimization": True},
+        off={"fsdp_memory_optimization": False},
+        predicts=Prediction(
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each parameter")
+            | {
+                "activations": "whole parameters of the blocks at work beside them",
+                "time": "what is gathered and summed",
+            }
+        ),
+        family=PARTITIONING,
+        claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS}),
+        notes=_notes,
+        engine="rapidformer_templates.switches.fsdp.engine:FSDPEngine",
+        receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
+        acted=_SHARES,
+    ),
+    Switch(
+        name="fsdp-options",
+        summary="What FSDP keeps whole between forward and backward, and the type that it sums gradients in.",
+        source="[torch]",
+        stage=Stage.SHARD,
+        options=FsdpOptionsFlags,
+        active=lambda options, sizes: any(getattr(options, name) != off for name, off in OFF.items()),
+        on={"fsdp_reshard_after_forward": False},
+        off=OFF,
+        predicts=Prediction(
+            {"activations": "without resharding all parameters whole beside them"},
+            always(time="what is gathered once or twice, and in which type it is summed, makes no difference"),
+        ),
+        engine_options=_options,
+        receipt=("parameter_bytes_in_backward", "whole_in_backward", "gradients_summed_in"),
+        acted=_options_acted,
+        rules=(
+            Rule(
+                "RF035",
+                "FSDP's options need FSDP; the type of its sums needs mixed precision, fp16 also the loss scale.",
+                "no other engine gathers parameters for a forward; without mixed precision gradients are fp32, and "
+                "without a loss scale small ones vanish in fp16",
+                "[torch]",
+                _only_with_fsdp,
+                Example("--no-fsdp-reshard-after-forward --world-size 2"),
+            ),
+        ),
+    ),
+)

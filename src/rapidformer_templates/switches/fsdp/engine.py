@@ -1,0 +1,158 @@
+"""FSDP: torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.contract import Piece, StateReader
+from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.pieces import bytes_held
+from rapidformer_templates.engines.reached import Route
+from rapidformer_templates.models.blocks import canonical_name, find_layout
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system.workers import Workers, open_group_alone
+
+REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FSDPEngine(SingleEngine):
+    """Parameters, gradients and optimizer state sharded over the workers, block by block.
+
+    Attributes:
+        receipts: measured in the first step: ``parameter_bytes_in_backward``, what this rank has of the
+            parameters, whole or in shards, when a backward begins; ``whole_in_backward``, the share that is whole
+            then; ``gradients_summed_in``, the types of the sums.
+    """
+
+    def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
+        super().__init__(plan, workers, clip_grad=clip_grad)
+        self.reshards = plan.engine_options.get("fsdp_reshard_after_forward", True)
+        self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
+
+    def _shard(self, model: nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if self.workers.world > 1:
+                dist.broadcast(tensor.detach(), src=0)
+        open_group_alone(self.workers.device)
+        mesh = init_device_mesh(self.workers.device.type, (self.workers.world,))
+        policy = MixedPrecisionPolicy()
+        if self.compute_type is not None:
+            # Parameters travel in the compute type; gradients are summed in fp32 unless it is asked otherwise.
+            policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
+        # None: all but the root, whose parameters the backward needs first.
+        reshard = None if self.reshards else False
+        for block in find_layout(model).blocks.values():
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    def _distribute(self) -> nn.Module:
+        units: dict[str, Any] = {n: m for n, m in self.model.named_modules() if isinstance(m, FSDPModule)}
+        names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
+        trained: dict[str, list[str]] = {}
+        for name, unit in units.items():
+            groups = _groups(unit)
+            trained[name] = [names[id(p.sharded_param)] for g in groups for p in g.fsdp_params if _is_trained(p)]
+            for group in groups:
+                self._reduce_all_of(group)
+        self._route = Route(units, trained, self.workers, "FSDP") if self.workers.world > 1 else None
+        return self.model
+
+    def _reduce_all_of(self, group: Any) -> None:
+        """Have every trained parameter in each reduction of a group, with zeros where there is no gradient."""
+        post_backward = group.post_backward
+
+        def reduce_all(*unused: Any) -> None:
+            if group.reduce_grads:
+                trained = [p for p in group.fsdp_params if _is_trained(p)]
+                accumulated = any(p.unsharded_accumulated_grad is not None for p in trained)
+                for parameter in trained:
+                    unsharded = parameter.unsharded_param
+                    if parameter.unsharded_accumulated_grad is not None:
+                        self._reached.add(id(parameter.sharded_param))
+                        continue
+                    if unsharded.grad is not None:
+                        self._reached.add(id(parameter.sharded_param))
+                    else:
+                        unsharded.grad = torch.zeros_like(unsharded)
+                    if accumulated:  # in the type of the others
+                        parameter.to_accumulated_grad_if_needed()
+            post_backward(*unused)
+
+        group.post_backward = reduce_all
+
+    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
+        self._reached: set[int] = set()
+        return super()._schedule(microbatches, weight)
+
+    def _missed(self) -> Sequence[int]:
+        return [place for place, p in enumerate(self._parameters) if id(p) not in self._reached]
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
+        if not self.reshards:
+            # Parameters stay whole from the first micro batch to the last; there is memory for them.
+            self._callable.set_reshard_after_backward(last)  # type: ignore[operator]
+        return self._route.followed() if self._route else nullcontext()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if not self.receipts:
+            held = bytes_held({"parameters": list(self.model.parameters())})
+            self.receipts["parameter_bytes_in_backward"] = held["parameters"]
+            self.receipts["whole_in_backward"] = self._whole_now()
+            self.receipts["gradients_summed_in"] = self._summed_in()
+        if self._route:
+            self._route.forward_done()
+        super()._backward(loss)
+
+    def _whole_now(self) -> float:
+        """The share of the parameters' elements that are whole on this rank."""
+        sizes = [(p.numel(), isinstance(p, DTensor)) for p in self.model.parameters()]
+        return sum(count for count, cut in sizes if not cut) / sum(count for count, _ in sizes)
+
+    def _summed_in(self) -> list[str]:
+        """The types in which FSDP sums gradients over the workers."""
+        states = (module._get_fsdp_state() for module in self.model.modules() if isinstance(module, FSDPModule))
+        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+        # None where nothing need be cast: then in the type of the gradients, which is that of the computation.
+        types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
+        return [name for name, known in REDUCE_TYPES.items() if known in types]
+
+    def _settle(self) -> None:
+        """Give up whole parameters that a forward without a backward (an evaluation) has left behind."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        self._settle()
+        return super().pieces(kind)
+
+    def load(self, reader: StateReader, *, optimizer: bool) -> None:
+        self._settle()
+        super().load(reader, optimizer=optimizer)
+
+    def full_weights(self) -> dict[str, torch.Tensor] | None:
+        self._settle()
+        return super().full_weights()
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """The groups of parameters that a unit gathers and reduces at a time."""
+    state: Any = unit._get_fsdp_state()
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _is_trained(parameter: Any) -> bool:
+    trained: bool = parameter.sharded_param.requires_grad
+    return trained

@@ -1,0 +1,90 @@
+"""Fused loss: the last layer's product and the cross-entropy as one, without the logits of all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+
+TASKS = ("causal_lm", "masked_lm", "seq2seq_lm", "pretraining")
+CUTS_THE_HEAD = ("tensor-parallel", "pipeline-parallel")
+
+
+@dataclass(frozen=True)
+class FusedLossFlags:
+    """Acceleration"""
+
+    fused_linear_cross_entropy: bool = flag(
+        False, "take the loss over the vocabulary a chunk of tokens at a time: less memory, a little more time"
+    )
+
+
+def _notes(request: Request) -> Sequence[str]:
+    liger = request.environment.device == "cuda" and "liger_kernel" in request.environment.packages
+    kernel = "Liger's kernel" if liger else "chunks of torch's operations"
+    return (f"fused-linear-cross-entropy: by {kernel}; a training step has no logits",)
+
+
+def _scores_words(request: Request) -> list[Finding]:
+    task = request.config.training.task
+    if task is None or task in TASKS:
+        return []
+    message = f"--task {task} has no loss over the vocabulary to fuse"
+    asked = request.asked("fused_linear_cross_entropy", "task")
+    return [Finding(message, asked, switches=("fused-linear-cross-entropy",))]
+
+
+def _whole_head(request: Request) -> list[Finding]:
+    return [
+        Finding(
+            f"fused-linear-cross-entropy does not work together with {name}",
+            request.asked_for("fused-linear-cross-entropy", name),
+            switches=("fused-linear-cross-entropy", name),
+        )
+        for name in CUTS_THE_HEAD
+        if name in request.active
+    ]
+
+
+def _acted(measured: Measured) -> str | None:
+    if any(measured.all("fused_loss_kernel")):
+        return None
+    return "a loss over the vocabulary from the fused kernel was expected; the last layer put out logits"
+
+
+SWITCH = Switch(
+    name="fused-linear-cross-entropy",
+    summary="Loss over the vocabulary without the logits of all tokens.",
+    source="[Liger]",
+    stage=Stage.KERNEL,
+    options=FusedLossFlags,
+    active=lambda options, sizes: options.fused_linear_cross_entropy,
+    on={"fused_linear_cross_entropy": True},
+    off={"fused_linear_cross_entropy": False},
+    predicts=Prediction({"activations": "logits of a chunk of tokens at a time"}, traced=True),
+    notes=_notes,
+    transform="rapidformer_templates.switches.fused_loss.transform:fuse_loss",
+    receipt=("logits_rows", "logits_rows_without", "fused_loss_kernel"),
+    acted=_acted,
+    rules=(
+        Rule(
+            "RF062",
+            "The fused loss is for tasks that predict words.",
+            "it joins the product with the vocabulary and the cross-entropy over it; other tasks have neither",
+            "[Liger]",
+            _scores_words,
+            Example("--fused-linear-cross-entropy --task sequence_classification"),
+        ),
+        Rule(
+            "RF063",
+            "The fused loss needs the whole head on each worker.",
+            "tensor parallelism cuts the vocabulary and has a loss of its own for that, and a pipeline hands the "
+            "last stage's logits to its schedule",
+            "[rapidformer_templates]",
+            _whole_head,
+            Example("--fused-linear-cross-entropy --tensor-model-parallel-size 2 --world-size 2"),
+        ),
+    ),
+)

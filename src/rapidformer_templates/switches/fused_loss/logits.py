@@ -1,0 +1,278 @@
+"""Logits that are not computed, and the head that puts them out instead."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import EllipsisType
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
+from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Scale, Shift, Tanh
+
+SWITCH_FLAG = "--fused-linear-cross-entropy"
+
+
+class FusedHead(nn.Linear):
+    """A language model's last layer, which waits for the loss with its product while the model trains.
+
+    In evaluation it is the linear layer that it was. In training it gives :class:`Logits`, and comes
+    back to itself when their cross-entropy is taken, so that an engine which shards parameters brings
+    the weight for the time of the loss as it does for any layer.
+
+    Attributes:
+        kernel: ``torch`` or ``liger``: who computes the loss.
+        used: the kernels that have computed one.
+        rows: the most rows of one loss so far.
+    """
+
+    kernel: str
+    used: set[str]
+    rows: int
+
+    @torch.compiler.disable
+    def __call__(self, hidden: torch.Tensor) -> Any:
+        if self.training and torch.is_grad_enabled():
+            return Logits.of(self, hidden)
+        return super().__call__(hidden)
+
+    def loss(self, hidden: torch.Tensor, target: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        """The sum of the losses of rows; see :func:`linear_cross_entropy`."""
+        return cast(torch.Tensor, super().__call__(hidden, target, recipe))
+
+    def forward(
+        self, hidden: torch.Tensor, target: torch.Tensor | None = None, recipe: Recipe | None = None
+    ) -> torch.Tensor:
+        if target is None or recipe is None:
+            return super().forward(hidden)
+        self.rows = max(self.rows, len(target))
+        casts_only = all(isinstance(step, Cast) for step in recipe.pointwise)
+        if self.kernel == "liger" and casts_only and hidden.dtype != torch.float64:
+            self.used.add("liger")
+            return _by_liger(hidden, self.weight, self.bias, target, recipe)
+        self.used.add("torch")
+        return linear_cross_entropy(hidden, self.weight, self.bias, target, recipe)
+
+
+def _by_liger(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, recipe: Recipe
+) -> torch.Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=recipe.ignored,
+        label_smoothing=recipe.smoothing,
+        reduction="sum",
+        accum_dtype=torch.float32,
+    )
+    return cast(torch.Tensor, loss(weight, hidden, target, bias))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Origin:
+    """Where logits would come from, besides the hidden states.
+
+    Attributes:
+        head: the layer.
+        pointwise: what the model has done to each logit since.
+        dtype: of the result.
+        totals: the sums of losses that were taken of them.
+    """
+
+    head: FusedHead
+    pointwise: tuple[Pointwise, ...]
+    dtype: torch.dtype
+    totals: list[torch.Tensor] = field(default_factory=list)
+
+
+class Logits(tuple[Any, ...]):
+    """Stands for the logits of a model in training: whoever asks for their cross-entropy gets it, without them.
+
+    What models do to logits on the way to the loss is done to what they would be computed from:
+    choosing and reshaping rows to the hidden states, and functions of each number to each chunk later.
+
+    A tuple, (origin, hidden states), because ZeRO-3 and DDP look for tensors in what a module puts out,
+    and ZeRO-3 puts others in their place: they find the hidden states.
+
+    Raises:
+        ModelError: from everything else that is asked of them.
+    """
+
+    @classmethod
+    def of(cls, head: FusedHead, hidden: torch.Tensor) -> Logits:
+        """The logits that ``head`` would give for ``hidden``, of shape (..., hidden size)."""
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device)
+        return cls((_Origin(head, (), torch.get_autocast_dtype(device) if autocast else hidden.dtype), hidden))
+
+    @property
+    def _origin(self) -> _Origin:
+        return cast(_Origin, tuple.__getitem__(self, 0))
+
+    @property
+    def _hidden(self) -> torch.Tensor:
+        return cast(torch.Tensor, tuple.__getitem__(self, 1))
+
+    def _of_rows(self, hidden: torch.Tensor) -> Logits:
+        return Logits((self._origin, hidden))
+
+    def _then(self, step: Pointwise, dtype: torch.dtype | None = None) -> Logits:
+        origin = self._origin
+        changed = replace(origin, pointwise=(*origin.pointwise, step), dtype=dtype or origin.dtype)
+        return Logits((changed, self._hidden))
+
+    # What they are like.
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._hidden.shape[:-1], self._origin.head.out_features))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._origin.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self._hidden.ndim
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    # Choosing and reshaping rows.
+
+    def view(self, *shape: Any) -> Logits:
+        wanted = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        words, hidden = self.shape[-1], self._hidden
+        if wanted[-1] == -1:
+            wanted[-1] = math.prod(self.shape) // math.prod(wanted[:-1])
+        if wanted[-1] != words:
+            _refuse(f"a shape of {tuple(shape)}, which cuts their {words} words")
+        return self._of_rows(hidden.reshape(*wanted[:-1], hidden.shape[-1]))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Logits:
+        if end_dim % self.ndim == self.ndim - 1:
+            _refuse("flattening their words")
+        return self._of_rows(self._hidden.flatten(start_dim, end_dim))
+
+    def contiguous(self) -> Logits:
+        return self
+
+    def __getitem__(self, index: Any) -> Logits:
+        parts = list(index) if isinstance(index, tuple) else [index]
+        dots = next((i for i, part in enumerate(parts) if isinstance(part, EllipsisType)), len(parts))
+        before, after = parts[:dots], parts[dots + 1 :]
+        whole = [*before, *[slice(None)] * (self.ndim - len(before) - len(after)), *after]
+        if len(whole) > self.ndim or any(part is None for part in whole) or whole[-1] != slice(None):
+            _refuse(f"the part {index!r}")
+        return self._of_rows(self._hidden[tuple(whole)])
+
+    # Functions of each number.
+
+    def to(self, kind: Any) -> Logits:
+        if isinstance(kind, torch.dtype):
+            return self._then(Cast(kind), kind)
+        if torch.device(kind).type != self.device.type:
+            _refuse(f"moving them to {kind}")
+        return self
+
+    def float(self) -> Logits:
+        return self.to(torch.float32)
+
+    def tanh(self) -> Logits:
+        return self._then(Tanh())
+
+    def __mul__(self, factor: Any) -> Logits:
+        return self._then(Scale(float(factor)))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Logits:
+        return self._then(Scale(1.0 / float(divisor)))
+
+    def __add__(self, constant: Any) -> Logits:
+        one_row = isinstance(constant, torch.Tensor) and constant.shape[-1:] == self.shape[-1:]
+        if not one_row or constant.requires_grad or math.prod(constant.shape[:-1]) != 1:
+            _refuse("a sum with anything but a constant for each word")
+        return self._then(Shift(constant.reshape(1, -1).to(self.dtype)))
+
+    # The loss.
+
+    def cross_entropy(
+        self,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: builtins.float = 0.0,
+    ) -> torch.Tensor:
+        """As ``torch.nn.functional.cross_entropy`` of (rows, words) and (rows,), with reduction mean or sum."""
+        if weight is not None or size_average is not None or reduce is not None or reduction == "none":
+            _refuse("a cross-entropy with weights or without a sum over the rows")
+        if self.ndim != 2 or target.ndim != 1 or target.is_floating_point():
+            _refuse(f"a cross-entropy of {tuple(self.shape)} and {tuple(target.shape)}, not of rows and their words")
+        recipe = Recipe(self._origin.pointwise, ignore_index, label_smoothing)
+        total = self._origin.head.loss(self._hidden, target, recipe)
+        self._origin.totals.append(total)
+        return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+    def zero(self) -> torch.Tensor:
+        """A zero that depends on all that these logits would depend on.
+
+        From a sum that was taken, if there is one: to ask the head again would gather a sharded weight
+        on this worker alone. The sum is finite where no row counts, while their mean is 0/0. And from the
+        hidden states, because it is them that an engine watches at the end of the model.
+        """
+        if self._origin.totals:
+            return self._origin.totals[-1] * 0.0 + self._hidden.sum() * 0.0
+        row = self._hidden.reshape(-1, self._hidden.shape[-1])[:1]
+        return self._of_rows(row).cross_entropy(row.new_full((len(row),), -100, dtype=torch.long), reduction="sum")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is F.cross_entropy and isinstance(args[0], cls):
+            return args[0].cross_entropy(*args[1:], **(kwargs or {}))
+        if function is torch.tanh:
+            return args[0].tanh()
+        return _refuse(f"torch's {getattr(function, '__name__', function)}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _refuse(f"their {name}")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ModelError(
+        f"something asks the logits of a training step for {what}, and there are none",
+        where=SWITCH_FLAG,
+        hint=f"take the loss from torch's cross_entropy of whole rows of logits, or leave {SWITCH_FLAG} out",
+    )
+
+
+def head_of(model: nn.Module) -> FusedHead | None:
+    """The fused head of a model, if it has one."""
+    return next((module for module in model.modules() if isinstance(module, FusedHead)), None)

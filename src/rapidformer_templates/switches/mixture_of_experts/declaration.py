@@ -1,0 +1,324 @@
+"""Mixture of experts: sparse gated feed-forwards, with a balance and a z loss; and experts divided over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer_templates.planning.acted import divides_parameters
+from rapidformer_templates.planning.changes import add, drop, replace
+from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    ModelFacts,
+    Prediction,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
+
+OWN_EXPERTS = frozenset(
+    {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "flex_olmo"}
+)  # fmt: skip
+"""Architectures of transformers whose experts are taken in as they are."""
+
+CONVERTED = "moe-"
+"""Begins the ``model_type`` of an exported model whose dense feed-forwards have become mixtures."""
+
+
+@dataclass(frozen=True)
+class MixtureOfExpertsFlags:
+    """Acceleration"""
+
+    num_experts: int | None = flag(None, "replace feed-forwards by this many gated experts", metavar="N", minimum=1)
+    moe_top_k: int | None = flag(None, "experts that each token visits (default: 2)", metavar="K", minimum=1)
+    moe_ffn_hidden_size: int | None = flag(
+        None, "inner width of an expert (default: that of the dense feed-forward)", metavar="N", minimum=1
+    )
+    moe_layer_interval: int = flag(1, "experts in every K-th block", metavar="K", minimum=1)
+    moe_loss_coeff: float | None = flag(
+        None, "weight of the balance loss (default: 0.01; a pretrained mixture's own)", metavar="C", minimum=0
+    )
+    moe_z_loss_coeff: float | None = flag(
+        None, "weight of the router z loss (default: 0.001; of a pretrained mixture 0)", metavar="C", minimum=0
+    )
+    moe_capacity_factor: float | None = flag(
+        None, "room of an expert over an even load; what is more is dropped (default: nothing is)", metavar="F"
+    )
+
+
+@dataclass(frozen=True)
+class ExpertParallelFlags:
+    """Acceleration"""
+
+    expert_parallel: bool = flag(False, "divide the experts over the data-parallel workers (all-to-all of tokens)")
+
+
+OFF = {
+    "num_experts": None,
+    "moe_top_k": None,
+    "moe_ffn_hidden_size": None,
+    "moe_layer_interval": 1,
+    "moe_loss_coeff": None,
+    "moe_z_loss_coeff": None,
+    "moe_capacity_factor": None,
+}
+SIZING = ("moe_top_k", "moe_ffn_hidden_size")
+SHAPING = ("moe_layer_interval", "moe_capacity_factor")
+NOT_WITH = ("tensor-parallel", "pipeline-parallel", "sequence-parallel", "onnx-runtime")
+
+
+def _asks_for_mixture(options: Any) -> bool:
+    return any(getattr(options, name) is not None for name in ("num_experts", "moe_loss_coeff", "moe_z_loss_coeff"))
+
+
+def _has_experts(model: ModelFacts) -> bool:
+    kind = model.model_type or ""
+    return kind in OWN_EXPERTS or kind.startswith(CONVERTED)
+
+
+def _top_k_exists(request: Request) -> list[Finding]:
+    experts, top_k = request.config.get("num_experts"), request.config.get("moe_top_k")
+    if experts is None or top_k is None or top_k <= experts:
+        return []
+    return [
+        Finding(
+            f"a token cannot visit {top_k} of {experts} experts",
+            request.asked("moe_top_k", "num_experts"),
+            switches=("mixture-of-experts",),
+            changes=(replace({"moe_top_k": experts}),),
+        )
+    ]
+
+
+def _weights_have_experts(request: Request) -> list[Finding]:
+    """A pretrained model has the experts that it has; a new one needs to be told of any."""
+    config, model = request.config, request.model
+    pretrained, asked = config.model.pretrained_model_name_or_path, config.get("num_experts")
+    if asked is None:
+        known = model.model_type is None or _has_experts(model)
+        given = [name for name in ("moe_loss_coeff", "moe_z_loss_coeff") if config.get(name) is not None]
+        if known or not given:
+            return []
+        message = f"{' and '.join(map(spelling, given))} needs a model with experts"
+        return [Finding(message, request.asked(*given), changes=(add({"num_experts": 8}), drop(dict.fromkeys(given))))]
+    if not pretrained or model.model_type is None or (_has_experts(model) and asked == model.num_experts):
+        return []
+    has = f"{model.num_experts} experts, not {asked}" if _has_experts(model) else "dense feed-forwards"
+    return [
+        Finding(
+            f"the pretrained {model.model_type} has {has}",
+            request.asked("num_experts", "pretrained_model_name_or_path"),
+            switches=("mixture-of-experts",),
+            changes=(
+                drop({name: off for name, off in OFF.items() if config.get(name) != off and name != "moe_loss_coeff"}),
+            ),
+        )
+    ]
+
+
+def _own_experts_as_they_are(request: Request) -> list[Finding]:
+    config, kind = request.config, request.model.model_type
+    if not _has_experts(request.model):
+        return []
+    fixed: tuple[str, ...] = SHAPING if kind in OWN_EXPERTS else ()
+    if config.model.pretrained_model_name_or_path:
+        fixed = (*SIZING, *SHAPING)
+    given = {name: OFF[name] for name in fixed if config.get(name) != OFF[name]}
+    if kind in OWN_EXPERTS and config.get("expert_parallel"):
+        given["expert_parallel"] = False
+    if not given:
+        return []
+    words = " and ".join(map(spelling, given))
+    message = f"the experts of {kind} are taken as they are, and {words} cannot change them"
+    return [Finding(message, request.asked(*given), changes=(drop(given),))]
+
+
+def _whole_model_in_eager(request: Request) -> list[Finding]:
+    return [
+        Finding(
+            f"{name} does not work together with mixture-of-experts",
+            request.asked_for("mixture-of-experts", name),
+            switches=("mixture-of-experts", name),
+        )
+        for name in NOT_WITH
+        if name in request.active
+    ]
+
+
+def _room_for_a_token(request: Request) -> list[Finding]:
+    factor = request.config.get("moe_capacity_factor")
+    if factor is None or factor > 0:
+        return []
+    message = f"with a capacity factor of {factor:g} the experts have no room"
+    return [
+        Finding(
+            message,
+            request.asked("moe_capacity_factor"),
+            changes=(replace({"moe_capacity_factor": 1.25}), drop({"moe_capacity_factor": None})),
+        )
+    ]
+
+
+def _experts_divide(request: Request) -> list[Finding]:
+    experts, data = request.config.get("num_experts"), request.sizes.data
+    if experts is None or experts % data == 0:
+        return []
+    above = -(-experts // data) * data
+    return [
+        Finding(
+            f"{experts} experts cannot be shared out evenly over {data} data-parallel workers",
+            (*request.asked("num_experts", "expert_parallel"), f"data-parallel size {data}"),
+            switches=("expert-parallel",),
+            changes=tuple(replace({"num_experts": n}) for n in (above, above - data) if n),
+        )
+    ]
+
+
+def _copies_of_the_rest(request: Request) -> list[Finding]:
+    others = [s.name for s in request.of_family(PARTITIONING)] + [
+        n for n in ("cpu-offload", "nvme-offload") if n in request.active
+    ]
+    return [
+        Finding(
+            f"{name} does not work together with expert-parallel",
+            request.asked_for("expert-parallel", name),
+            switches=("expert-parallel", name),
+        )
+        for name in others
+    ]
+
+
+def _mixture_notes(request: Request) -> Sequence[str]:
+    if request.config.get("num_experts") is None or _has_experts(request.model):
+        return ()
+    return (
+        "mixture-of-experts: export/ is read by rapidformer and rapidformer_templates.load_mixture, "
+        "not by from_pretrained",
+    )
+
+
+def _parallel_notes(request: Request) -> Sequence[str]:
+    return ("expert-parallel: one worker, so there is nothing to divide",) if request.sizes.data == 1 else ()
+
+
+def _mixture_acted(measured: Measured) -> str | None:
+    layers = measured["expert_load_by_layer"]
+    if layers and all(any(layer) for layer in layers):
+        return None
+    return "tokens that visit the experts of each layer, and their balance loss, were expected; there are none"
+
+
+SWITCHES = (
+    Switch(
+        name="mixture-of-experts",
+        summary="Sparse gated feed-forwards with a load-balancing loss.",
+        source="[R, S]",
+        stage=Stage.STRUCTURE,
+        options=MixtureOfExpertsFlags,
+        active=lambda options, sizes: _asks_for_mixture(options),
+        implied=_has_experts,
+        on={"num_experts": 8},
+        off=OFF,
+        predicts=Prediction(
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "with those of gates and all experts")
+            | {"activations": "each token as often as it visits experts", "time": "products of the experts visited"},
+            traced=True,
+        ),
+        notes=_mixture_notes,
+        transform="rapidformer_templates.switches.mixture_of_experts.transform:mixture_of_experts",
+        receipt=("expert_load", "expert_load_by_layer", "dropped_choices"),
+        acted=_mixture_acted,
+        changes_result=True,
+        rules=(
+            Rule(
+                "RF027",
+                "A token visits at most as many experts as there are.",
+                "the gate chooses distinct experts",
+                "[deepspeed]",
+                _top_k_exists,
+                Example("--num-experts 2 --moe-top-k 4"),
+            ),
+            Rule(
+                "RF070",
+                "Experts come with a model that is trained from scratch, or with the pretrained weights.",
+                "dense weights have no experts, and a gate that has learned nothing would only spoil them",
+                "[rapidformer_templates]",
+                _weights_have_experts,
+                Example("--moe-loss-coeff 0.01 --model-type gpt2"),
+            ),
+            Rule(
+                "RF071",
+                "Experts that an architecture or a pretrained model has itself are taken as they are.",
+                "which blocks have them and what they drop is part of the architecture, and their sizes of the weights",
+                "[transformers]",
+                _own_experts_as_they_are,
+                Example("--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25"),
+            ),
+            Rule(
+                "RF072",
+                "A mixture is computed eagerly, on workers that have whole blocks.",
+                "how many tokens an expert gets is known only when the gate has chosen, so there is no graph to export "
+                "beforehand; a balance loss knows nothing of tokens on other stages or in other shards",
+                "[rapidformer_templates]",
+                _whole_model_in_eager,
+                Example("--num-experts 4 --onnx-runtime-training"),
+            ),
+            Rule(
+                "RF073",
+                "A capacity factor is above zero.",
+                "an expert without room takes no token at all",
+                "[rapidformer_templates]",
+                _room_for_a_token,
+                Example("--num-experts 4 --moe-capacity-factor 0"),
+            ),
+        ),
+    ),
+    Switch(
+        name="expert-parallel",
+        summary="Each data-parallel worker holds a share of the experts; tokens travel to them.",
+        source="[S]",
+        stage=Stage.SHARD,
+        options=ExpertParallelFlags,
+        active=lambda options, sizes: options.expert_parallel,
+        on={"expert_parallel": True, "num_experts": 8},
+        off={"expert_parallel": False},
+        predicts=Prediction(
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "of the experts a share"),
+            always(
+                activations="as if as many tokens came as went: how many do is the gate's choice",
+                time="the way of the tokens to the experts and back is not in the seconds",
+            ),
+        ),
+        notes=_parallel_notes,
+        engine="rapidformer_templates.switches.mixture_of_experts.expert_parallel:ExpertParallelEngine",
+        receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
+        acted=divides_parameters,
+        rules=(
+            Rule(
+                "RF020",
+                "The number of experts is a multiple of the data-parallel size.",
+                "each data-parallel worker holds as many experts as any other",
+                "[deepspeed]",
+                _experts_divide,
+                Example("--num-experts 3 --expert-parallel --world-size 2"),
+            ),
+            Rule(
+                "RF074",
+                "Divided experts go with copies of the rest of the model.",
+                "switches that partition the states, or move them elsewhere, sum and gather every parameter over all "
+                "workers, and an expert's has only one",
+                "[rapidformer_templates]",
+                _copies_of_the_rest,
+                Example("--num-experts 4 --expert-parallel --fsdp-memory-optimization --world-size 2"),
+            ),
+        ),
+    ),
+)

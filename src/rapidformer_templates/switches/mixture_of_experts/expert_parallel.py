@@ -1,0 +1,120 @@
+"""Expert parallelism: each worker holds a share of the experts, and tokens travel to them and back.
+
+What is not an expert is copied and averaged over the workers as under DDP. An expert sees the tokens of all workers,
+so its gradient is complete where it is, and its optimizer state exists once. (Lepikhin et al., 2020.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from rapidformer_templates.engines.local import DDPEngine
+from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.switches.mixture_of_experts.convert import sparse_layers
+from rapidformer_templates.switches.mixture_of_experts.experts import Experts
+from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
+from rapidformer_templates.system.workers import Workers
+
+
+def divide(model: nn.Module, workers: Workers) -> None:
+    """Leave each worker its share of the experts of every sparse layer."""
+    mesh = init_device_mesh(workers.device.type, (workers.world,), mesh_dim_names=("data",))
+    group = dist.new_group()  # its own: the gradients of the rest travel at the same time
+    for _, layer in sparse_layers(model):
+        for name, parameter in list(layer.experts.named_parameters()):
+            share = parameter.detach().chunk(workers.world)[workers.rank].clone()
+            divided = DTensor.from_local(
+                share, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+            layer.experts.register_parameter(name, nn.Parameter(divided))
+        layer.set_submodule("experts", DividedExperts(layer.experts, group))
+
+
+class DividedExperts(nn.Module):
+    """The experts of a layer, some here and the others on other workers."""
+
+    def __init__(self, experts: Experts, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.module = experts  # a name that canonical names leave out
+        self._group = group
+
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True) -> torch.Tensor:
+        """As :meth:`Experts.forward`, for tokens of this worker and the experts of all."""
+        world = dist.get_world_size(self._group)
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=self._group)
+        coming = coming.view(world, -1)  # by the worker that sends, and by expert
+        sent, received = counts.view(world, -1).sum(1).tolist(), coming.sum(1).tolist()
+        taken = sum(sent)
+        arrived: torch.Tensor = Exchange.apply(tokens[:taken], sent, received, self._group)
+
+        # By sender they have come, by expert they are computed.
+        here = coming.shape[1]
+        experts = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(coming.flatten())
+        grouped = group_by_expert(arrived, experts.unsqueeze(1), None, here)
+        outputs = self.module(grouped.tokens, grouped.counts)
+        outputs = ungroup(outputs, grouped, torch.ones_like(experts, dtype=outputs.dtype).unsqueeze(1))
+
+        back: torch.Tensor = Exchange.apply(outputs, received, sent, self._group)
+        return back if all_taken else torch.cat([back, back.new_zeros(len(tokens) - taken, back.shape[1])])
+
+
+class Exchange(torch.autograd.Function):
+    """Sends each worker its rows and takes those that the others send; the backward goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes = sent, received
+        ctx.group = group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent, received = ctx.sizes
+        return _exchange(gradients[0], received, sent, ctx.group), None, None, None
+
+
+def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    result = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
+
+
+class ExpertParallelEngine(DDPEngine):
+    """DDP for all but the experts, of which each worker has its own."""
+
+    def _distribute(self) -> nn.Module:
+        self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
+        self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
+        names = [name for name, parameter in self.model.named_parameters() if isinstance(parameter, DTensor)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, names)
+        return super()._distribute()
+
+    def _reduce(self) -> None:
+        for parameter in self._divided:
+            if parameter.grad is not None:
+                # The losses are weighted for an average over the workers; these gradients are sums.
+                local_part(parameter.grad).div_(self.workers.world)
+
+    def _grad_norm(self) -> torch.Tensor:
+        divided = [local_part(p.grad) for p in self._divided if p.grad is not None]
+        copied = [p.grad for p in self._copied if p.grad is not None]
+        own = get_total_norm(divided).to(self.workers.device, torch.float64)
+        others = self.workers.sum_tensor(own.square()) if self._divided else own.square()
+        norm = get_total_norm(copied)
+        norm = (norm.double().square() + others).sqrt().to(norm.dtype)
+        return norm if self.loss_scale is None else norm / self.loss_scale.scale
+
+    def _clip(self, norm: torch.Tensor) -> None:
+        for parameters in (self._copied, self._divided):
+            clip_grads_with_norm_(parameters, self.clip_grad, norm)

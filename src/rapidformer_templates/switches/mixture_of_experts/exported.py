@@ -1,0 +1,102 @@
+"""A model with mixtures in a folder: how it is marked, and read again.
+
+The folder is one of transformers' but for the ``model_type`` in its ``config.json``, which begins with ``moe-``, so
+that ``from_pretrained`` refuses it rather than fill dense feed-forwards with random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse
+from rapidformer_templates.switches.mixture_of_experts.declaration import CONVERTED
+from rapidformer_templates.system.files import write_json
+
+KEY = "mixture_of_experts"
+"""Of ``config.json``: the fields of :class:`MixtureSizes`."""
+
+
+def describe(model: nn.Module, sizes: MixtureSizes) -> None:
+    """Note in a model's configuration, if it has one, what has become of its feed-forwards."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        setattr(config, KEY, asdict(sizes))
+
+
+def mark(folder: Path) -> None:
+    """Mark a saved folder whose model has mixtures; others are left as they are."""
+    file = folder / "config.json"
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    if KEY in saved:
+        write_json(
+            file,
+            saved | {"model_type": CONVERTED + saved["model_type"], "num_experts": saved[KEY]["experts"]},
+        )
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether a folder holds a model with mixtures."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return False
+    return str(json.loads(file.read_text(encoding="utf-8")).get("model_type", "")).startswith(CONVERTED)
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of the dense architecture, with that of the mixtures as an attribute."""
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = saved.pop("model_type").removeprefix(CONVERTED)
+    saved.pop("num_experts")
+    config: PreTrainedConfig = AutoConfig.for_model(kind, **saved)
+    return config
+
+
+def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+    """The model in a marked folder, and what ``from_pretrained`` would tell of the loading.
+
+    Args:
+        factory: transformers' class for the task, such as ``AutoModelForCausalLM``.
+        folder: that :func:`mark` has marked.
+        config: from :func:`read_config`.
+    """
+    model = factory.from_config(config).float()
+    make_sparse(model, find_layout(model).blocks, MixtureSizes(**getattr(config, KEY)))
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    there = model.state_dict()
+    wrong = [(n, w.shape, there[n].shape) for n, w in weights.items() if n in there and w.shape != there[n].shape]
+    for name, _, _ in wrong:
+        del weights[name]
+    missing = set(model.load_state_dict(weights, strict=False).missing_keys) - {name for name, _, _ in wrong}
+    read = {there[name].data_ptr() for name in weights if name in there}
+    untied = {name for name in missing if there[name].data_ptr() not in read}
+    return model, {"missing_keys": untied, "mismatched_keys": wrong}
+
+
+def load_mixture(folder: str | Path, auto_class: str = "AutoModelForCausalLM") -> Any:
+    """The model of an exported folder whose feed-forwards are mixtures, for use outside of this library.
+
+    Args:
+        folder: ``export/`` of a run with ``--num-experts``.
+        auto_class: transformers' class for the task.
+
+    Raises:
+        ValueError: the folder is not marked; transformers' own ``from_pretrained`` reads it.
+    """
+    import transformers
+
+    folder = Path(folder)
+    if not is_marked(folder):
+        raise ValueError(f"{folder} holds no mixture of this library: use {auto_class}.from_pretrained")
+    model, _ = read_model(getattr(transformers, auto_class), folder, read_config(folder))
+    return model.eval()

@@ -1,0 +1,228 @@
+"""Balance loss and router z loss: their formulas, and how they reach the gradient and the reports.
+
+The objective of a step is the mean of the user's loss over the targets of the global batch, plus, for each
+sparse layer, the mean over the tokens of the global batch of
+
+    ``balance coefficient · balance + z coefficient · z``
+
+where the balance loss of a token is that of its sample. Both are thus sums over samples, which neither the micro
+batch nor accumulation nor the number of workers changes. (A balance loss over a micro batch would depend
+on its size, because it is a product of two means.)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.auxiliary_losses import ATTRIBUTE
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.system.workers import Workers
+
+
+def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The balance loss of each row: ``N Σ_i f_i P_i``; 1 if all experts are visited alike.
+
+    ``f_i`` is the share of the row's choices that fall on expert ``i``, ``P_i`` the mean of its probability
+    (Fedus et al., 2021, equations 4 to 6; per sequence as in DeepSeek-V3). transformers'
+    ``load_balancing_loss_func`` counts choices a token, and so is top-k times as large.
+
+    Args:
+        logits: [B, T, N].
+        chosen: [B, T, K].
+        mask: [B, T], False where there is padding.
+
+    Returns:
+        [B]; 0 for a row of padding.
+    """
+    shares = F.one_hot(chosen, logits.shape[-1]).sum(2).to(logits.dtype)  # [B, T, N]
+    probabilities = logits.softmax(-1)
+    tokens: Any = logits.shape[1]
+    if mask is not None:
+        shares, probabilities = shares * mask.unsqueeze(-1), probabilities * mask.unsqueeze(-1)
+        tokens = mask.sum(1, keepdim=True).clamp(min=1).to(logits.dtype)
+    share = shares.sum(1) / (tokens * chosen.shape[-1])
+    return logits.shape[-1] * (share * probabilities.sum(1) / tokens).sum(-1)
+
+
+def z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """The router z loss of each token: ``(log Σ_i exp(logit_i))²`` (Zoph et al., 2022, equation 5)."""
+    return logits.logsumexp(-1).square()
+
+
+def token_mask(mask: Any, shape: Sequence[int]) -> torch.Tensor | None:
+    """A batch's attention mask as a mask of its tokens; None if it is no such mask or there is no padding to see."""
+    if isinstance(mask, torch.Tensor) and tuple(mask.shape) == tuple(shape):
+        return mask.bool()
+    return None
+
+
+class BalanceLosses:
+    """The losses of all sparse layers of a model; see :class:`engines.auxiliary.AuxiliaryLosses`.
+
+    A layer attaches its losses to the weights of its choices. What happens in a backward happens once for each
+    micro batch, also where activations are computed twice, so it is there that losses and visits are noted.
+
+    Args:
+        layers, experts: their numbers.
+        balance, z: coefficients.
+    """
+
+    def __init__(self, layers: int, experts: int, *, balance: float, z: float) -> None:
+        self.layers = layers
+        self.experts = experts
+        self.balance = balance
+        self.z = z
+        self._mask: Any = None
+        self._shape: tuple[int, ...] = ()
+        self._tokens: float = 1.0  # of the global batch
+        self._unit = torch.zeros(())  # gradient of one token's loss in the backward that runs now
+        self._counts = True  # whether its micro batch counts
+        # By layer: sums of both losses over the tokens, choices that were not carried out, choices of each expert.
+        self._step = torch.zeros(layers, 3 + experts, dtype=torch.float64)
+        self._run = torch.zeros_like(self._step)
+
+    # What the model tells.
+
+    def watch(self, model: nn.Module) -> None:
+        """See in each forward of the model which tokens are padding, and tell the engine of these losses."""
+        names = list(inspect.signature(model.forward).parameters)
+
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            self._mask = given.get("attention_mask")
+            inputs = given.get("input_ids", given.get("inputs_embeds"))
+            self._shape = tuple(inputs.shape[:2]) if isinstance(inputs, torch.Tensor) else ()
+
+        model.register_forward_pre_hook(see, with_kwargs=True)
+        setattr(model, ATTRIBUTE, self)
+
+    def mask_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """[B, T], False where there is padding; None where there is none."""
+        return token_mask(self._mask, rows.shape[:2])
+
+    def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, T, N] of what a router puts out for all tokens, [B · T, N]; one row if it is not known how many."""
+        fits = len(self._shape) == 2 and self._shape[0] * self._shape[1] == len(tokens)
+        return tokens.unflatten(0, self._shape) if fits else tokens.unsqueeze(0)
+
+    def attach(
+        self,
+        weights: torch.Tensor,
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        kept: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        place: int,
+    ) -> torch.Tensor:
+        """``weights`` as they are; the backward through them adds the gradient of this layer's losses.
+
+        Args:
+            weights: anything that the layer's output depends on.
+            logits, chosen, kept: see :class:`gate.Routing`.
+            mask: [B, T], False where there is padding.
+            place: of the layer.
+        """
+        if not (torch.is_grad_enabled() and weights.requires_grad):
+            return weights
+        with torch.autocast(logits.device.type, enabled=False):
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            real = torch.ones_like(logits[..., 0]) if mask is None else mask.to(logits.dtype)
+            balance = (balance_loss(logits, chosen, mask) * real.sum(1)).sum()
+            z = (z_loss(logits) * real).sum()
+            visits = F.one_hot(chosen, self.experts).sum(2).to(logits.dtype) * real.unsqueeze(-1)
+            lost = logits.new_zeros(()) if kept is None else (~kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
+            seen = torch.cat([torch.stack([balance.detach(), z.detach(), lost]), visits.sum((0, 1))])
+            own = self.balance * balance + self.z * z
+        carried: torch.Tensor = _Attach.apply(weights, own, seen, self, place)
+        return carried
+
+    def note(self, seen: torch.Tensor, place: int) -> None:
+        """Add what a layer has seen in a micro batch that counts."""
+        if self._step.device != seen.device:
+            self._step, self._run = self._step.to(seen.device), self._run.to(seen.device)
+        self._step[place] += seen
+
+    # What the engine tells and asks.
+
+    def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
+        here = sum(_tokens_in(microbatch) for microbatch in microbatches if not microbatch.idle)
+        (tokens,) = workers.sum(here)
+        if not tokens:
+            raise RapidformerError(
+                "the balance loss is a mean over tokens, and there are no input_ids in the batches to count them",
+                where="mixture of experts",
+                hint="call the tokens input_ids in the batches, and their mask attention_mask",
+            )
+        self._tokens = tokens
+        self._step.zero_()
+
+    def follow(self, loss: torch.Tensor, microbatch: MicroBatch, scale: float) -> None:
+        # A backward begins with the gradient of the loss itself: 1, or the loss scale of an engine that has its own.
+        weight = 0.0 if microbatch.idle else scale / self._tokens
+        self._counts = not microbatch.idle
+        loss.register_hook(lambda gradient: self._set_unit(gradient.double() * weight))
+
+    def _set_unit(self, unit: torch.Tensor) -> None:
+        self._unit = unit
+
+    def results(self, workers: Workers) -> dict[str, torch.Tensor]:
+        step = workers.sum_tensor(self._step.clone())
+        self._run += step
+        load = _load(step)
+        return {
+            "balance_loss": step[:, 0].mean() / self._tokens,
+            "z_loss": step[:, 1].mean() / self._tokens,
+            "expert_load_min": load.min(),
+            "expert_load_max": load.max(),
+        }
+
+    def receipts(self, workers: Workers) -> dict[str, Any]:
+        run = self._run.cpu()
+        load = _load(run)
+        return {
+            "expert_load": {"min": round(float(load.min()), 4), "max": round(float(load.max()), 4)},
+            "expert_load_by_layer": [[round(float(value), 4) for value in layer] for layer in load],
+            "dropped_choices": int(run[:, 2].sum()),
+            "dropped_share": round(float(run[:, 2].sum() / run[:, 3:].sum().clamp(min=1)), 6),
+        }
+
+
+def _load(seen: torch.Tensor) -> torch.Tensor:
+    """[layers, N], choices of each expert over those of an even load."""
+    visits = seen[:, 3:]
+    return visits / visits.mean(1, keepdim=True).clamp(min=1e-9)
+
+
+def _tokens_in(microbatch: MicroBatch) -> int:
+    """Tokens of a micro batch as the layers see them."""
+    get = getattr(microbatch.batch, "get", None)
+    mask = token_mask(get("attention_mask") if get else None, microbatch.shape)
+    return microbatch.padded_tokens if mask is None else int(mask.sum())
+
+
+class _Attach(torch.autograd.Function):
+    """Hands ``weights`` on; in the backward ``own`` gets the gradient that its place in the objective gives it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: torch.Tensor, own: torch.Tensor, seen: torch.Tensor, losses: BalanceLosses, place: int
+    ) -> torch.Tensor:
+        ctx.losses, ctx.place = losses, place
+        ctx.save_for_backward(seen)
+        ctx.own_type = own.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (seen,) = ctx.saved_tensors
+        losses: BalanceLosses = ctx.losses
+        if losses._counts:
+            losses.note(seen, ctx.place)
+        return gradients[0], losses._unit.to(ctx.own_type), None, None, None

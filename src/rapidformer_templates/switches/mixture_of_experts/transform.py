@@ -1,0 +1,57 @@
+"""The transform of the mixture-of-experts switch: layers into a dense model, or losses onto a mixture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse, sparse_layers
+from rapidformer_templates.switches.mixture_of_experts.exported import describe
+from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import has_own_experts, watch_own_experts
+
+BALANCE, Z = 0.01, 0.001
+"""Coefficients of Fedus et al. (2021) and of Zoph et al. (2022)."""
+
+
+def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
+    """Replace feed-forwards by mixtures, or bring the losses into a model that has experts already.
+
+    Raises:
+        ModelError: a feed-forward or a router is of no known kind.
+    """
+    options = building.options
+    balance, z = options.moe_loss_coeff, options.moe_z_loss_coeff
+    if has_own_experts(model):
+        watch_own_experts(model, balance=balance, z=0.0 if z is None else z)
+        return model
+    balance, z = BALANCE if balance is None else balance, Z if z is None else z
+    if any(sparse_layers(model)):  # an exported one of ours
+        losses: BalanceLosses = model.auxiliary_losses  # type: ignore[assignment]
+        losses.balance, losses.z = balance, z
+    else:
+        sizes = _sizes(options, balance, z)
+        make_sparse(model, building.layout.blocks, sizes)
+        describe(model, sizes)
+    if "expert-parallel" in building.plan.switches and building.workers.data > 1:
+        from rapidformer_templates.switches.mixture_of_experts.expert_parallel import divide
+
+        divide(model, building.workers)
+    return model
+
+
+def _sizes(options: Any, balance: float, z: float) -> MixtureSizes:
+    if options.num_experts is None:
+        raise ModelError("this model has no experts", where="--moe-loss-coeff", hint="give --num-experts")
+    return MixtureSizes(
+        options.num_experts,
+        min(options.moe_top_k or 2, options.num_experts),
+        width=options.moe_ffn_hidden_size,
+        interval=options.moe_layer_interval,
+        capacity_factor=options.moe_capacity_factor,
+        balance=balance,
+        z=z,
+    )

@@ -1,0 +1,104 @@
+"""Mixtures that transformers has itself: mixtral, qwen2_moe, qwen3_moe, olmoe and others.
+
+Their experts stand in stacks already. What is brought to them: grouped products that also obey mixed precision and
+fp64, and the losses. transformers adds its own balance loss to the model's loss only if
+``config.output_router_logits`` is set, and never where the loss is computed outside of the model; here it enters the
+gradient in each case, and the loss that is reported stays the task's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.mixture_of_experts.declaration import OWN_EXPERTS
+from rapidformer_templates.switches.mixture_of_experts.experts import grouped_product
+from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
+from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
+
+IMPLEMENTATION = "rapidformer_grouped"
+"""The name by which transformers knows :func:`grouped_experts`."""
+
+
+def has_own_experts(model: nn.Module) -> bool:
+    """Whether this is one of the architectures whose experts are taken as they are."""
+    return getattr(getattr(model, "config", None), "model_type", None) in OWN_EXPERTS
+
+
+def watch_own_experts(model: Any, *, balance: float | None, z: float) -> BalanceLosses:
+    """Have the experts computed by grouped products, and bring the losses into the gradient.
+
+    Args:
+        model: a transformers model with experts.
+        balance: coefficient; None is the model's own, ``config.router_aux_loss_coef``.
+        z: coefficient.
+
+    Raises:
+        ModelError: its routers cannot be found.
+    """
+    config = model.config
+    routers = _routers(model)
+    if not routers:
+        raise ModelError(
+            f"found no router in {type(model).__name__}",
+            where="mixture of experts",
+            hint=f"known are those of {', '.join(sorted(OWN_EXPERTS))}",
+        )
+    config.output_router_logits = False  # else the model's own loss would count them, too
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
+    model.set_experts_implementation(IMPLEMENTATION)
+    own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+    experts = len(routers[0].weight)
+    losses = BalanceLosses(len(routers), experts, balance=own if balance is None else balance, z=z)
+    losses.watch(model)
+    for place, router in enumerate(routers):
+        router.register_forward_hook(_Attached(losses, place))
+    return losses
+
+
+def _routers(model: nn.Module) -> list[Any]:
+    kinds = {
+        recorder.target_class
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+        for name, recorder in (getattr(part, "_can_record_outputs", None) or {}).items()
+        if name == "router_logits"
+    }
+    return [module for module in model.modules() if type(module) in kinds]
+
+
+class _Attached:
+    """A hook behind a router, which gives (logits, weights, experts) of all tokens in a row."""
+
+    def __init__(self, losses: BalanceLosses, place: int) -> None:
+        self.losses = losses
+        self.place = place
+
+    def __call__(self, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, chosen = output
+        rows = self.losses.rows_of(logits)
+        mask = self.losses.mask_of(rows)
+        attached = self.losses.attach(weights, rows, chosen.view(*rows.shape[:2], -1), None, mask, self.place)
+        return logits, attached, chosen
+
+
+def grouped_experts(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts of transformers by grouped products, in the form of its ``ExpertsInterface``."""
+    grouped = group_by_expert(hidden_states, top_k_index, None, experts.num_experts)
+
+    def project(inputs: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        turned = matrices if experts.is_transposed else matrices.transpose(1, 2)
+        return grouped_product(inputs, turned, grouped.counts)
+
+    if experts.has_gate:
+        inner = experts._apply_gate(project(grouped.tokens, experts.gate_up_proj))
+    else:
+        inner = experts.act_fn(project(grouped.tokens, experts.up_proj))
+    return ungroup(project(inner, experts.down_proj), grouped, top_k_weights).to(hidden_states.dtype)

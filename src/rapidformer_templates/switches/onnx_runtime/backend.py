@@ -1,0 +1,75 @@
+"""A backend of torch.compile that runs forward and backward in ONNX Runtime."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rapidformer_templates.switches.onnx_runtime.export import decompositions, export
+from rapidformer_templates.switches.onnx_runtime.partition import partition, take_out_dropout
+from rapidformer_templates.switches.onnx_runtime.session import Graph
+
+
+class OnnxBackend:
+    """Makes graphs of what torch.compile hands it. Modules of one class share a backend and so their graphs.
+
+    Attributes:
+        name: of the class, for errors and the receipt.
+        device: where the model will be.
+        graphs: those made so far.
+        began, seconds: when the first was asked for, and the time that tracing and making took.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.graphs: list[Graph] = []
+        self.began, self.seconds = 0.0, 0.0
+
+    def __call__(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """Trace ``module`` and make a graph of its forward and, where gradients are asked for, of its backward.
+
+        Raises:
+            ModelError: an operator has no ONNX, or ONNX Runtime cannot run it.
+        """
+        began = time.perf_counter()
+        self.began = self.began or began
+        try:
+            return self._trace(module, inputs)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _trace(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        # Attention as products and a softmax: torch's fused kernels have no ONNX. Both graphs at once,
+        # so that a backward that cannot be exported is known before anything has run.
+        with sdpa_kernel(SDPBackend.MATH), functorch_config.patch(force_non_lazy_backward_lowering=True):
+            return aot_module_simplified(
+                module,
+                inputs,
+                fw_compiler=lambda traced, _: self._make(traced, "forward"),
+                bw_compiler=lambda traced, _: self._make(traced, "backward"),
+                inference_compiler=lambda traced, _: self._make(traced, "evaluation"),
+                partition_fn=partition,
+                decompositions=decompositions(),
+            )
+
+    def _make(self, traced: fx.GraphModule, part: str) -> Callable[[list[Any]], list[Any]]:
+        take_out_dropout(traced)
+        name = f"{self.name} {part}"
+        graph = Graph(export(traced, name), name, self.device)
+        self.graphs.append(graph)
+
+        def run(given: list[Any]) -> list[Any]:
+            values = list(given)
+            given.clear()  # "boxed": what the forward saved is freed as soon as the backward has read it
+            return graph(values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run

@@ -1,0 +1,183 @@
+"""ONNX Runtime: its graph optimisations on the exported forward and backward graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
+from rapidformer_templates.switches.mixed_precision import precision
+
+INSTALL = "pip install 'rapidformer_templates[onnx]'"
+EXPORTER = ("onnx", "onnxscript")
+"""What torch's exporter needs."""
+
+OTHERS_BLOCKS = {
+    "tensor-parallel": "parallelises the blocks by hooks and sharded tensors, which a graph cannot hold",
+    "pipeline-parallel": "cuts the model into stages",
+    "flash-attention": "chooses a kernel of torch for attention, which is part of the graph",
+    "mixture-of-experts": "sends tokens to experts by their values, and a graph has sizes of its own for each tensor",
+}
+"""Switches that change what a block computes with, and why a graph of it cannot be made."""
+
+
+@dataclass(frozen=True)
+class OnnxRuntimeFlags:
+    """Acceleration"""
+
+    onnx_runtime_training: bool = flag(False, "run forward and backward graphs in ONNX Runtime", choice="graph")
+
+
+def _needs_whole_parameters(request: Request) -> list[Finding]:
+    return [
+        Finding(
+            f"onnx-runtime does not work together with {switch.name}",
+            request.asked_for("onnx-runtime", switch.name),
+            switches=("onnx-runtime", switch.name),
+        )
+        for switch in request.active.values()
+        if Resource.PARAMETERS in switch.claims
+    ]
+
+
+def _needs_plain_blocks(request: Request) -> list[Finding]:
+    return [
+        Finding(
+            f"onnx-runtime does not work together with {name}, which {why}",
+            request.asked_for("onnx-runtime", name),
+            switches=("onnx-runtime", name),
+        )
+        for name, why in OTHERS_BLOCKS.items()
+        if name in request.active
+    ]
+
+
+def _generates(request: Request) -> list[Finding]:
+    if request.config.training.task != "seq2seq_lm":
+        return []
+    message = "onnx-runtime does not go with --task seq2seq_lm, which generates texts to evaluate them"
+    return [Finding(message, (*request.asked_for("onnx-runtime"), *request.asked("task")), switches=("onnx-runtime",))]
+
+
+def _sixteen_bits_on_cpu(request: Request) -> list[Finding]:
+    computed = precision(request.config, request.environment)
+    if request.environment.device != "cpu" or computed == "fp32":
+        return []
+    return [
+        Finding(
+            f"onnx-runtime does not compute in {computed} on a CPU",
+            request.asked_for("onnx-runtime", "mixed-precision"),
+            switches=("onnx-runtime", "mixed-precision"),
+        )
+    ]
+
+
+def _complete(request: Request) -> list[Finding]:
+    packages = request.environment.packages
+    if "onnxruntime" not in packages:
+        return []  # RF023 says so
+    asked = request.asked_for("onnx-runtime")
+    missing = [name for name in EXPORTER if name not in packages]
+    findings = []
+    if missing:
+        message = f"onnx-runtime needs {' and '.join(missing)} to export graphs: {INSTALL}"
+        findings.append(Finding(message, asked, switches=("onnx-runtime",)))
+    if request.environment.device == "cuda" and packages["onnxruntime"].endswith("+cpu"):
+        message = (
+            f"onnxruntime {packages['onnxruntime']} does not compute on a GPU: "
+            "pip uninstall onnxruntime; pip install onnxruntime-gpu"
+        )
+        findings.append(Finding(message, asked, switches=("onnx-runtime",)))
+    return findings
+
+
+def _notes(request: Request) -> Sequence[str]:
+    return (
+        "onnx-runtime: blocks and heads are exported in the first step, and again if the shape of the batches changes",
+    )
+
+
+def _acted(measured: Measured) -> str | None:
+    if any(found["graphs"] for found in measured.all("onnx_runtime")):
+        return None
+    return "graphs that ran in ONNX Runtime were expected; there is none"
+
+
+SWITCH = Switch(
+    name="onnx-runtime",
+    summary="Forward and backward graphs in ONNX Runtime.",
+    source="[R]",
+    stage=Stage.GRAPH,
+    options=OnnxRuntimeFlags,
+    active=lambda options, sizes: options.onnx_runtime_training,
+    on={"onnx_runtime_training": True},
+    off={"onnx_runtime_training": False},
+    predicts=Prediction(
+        unknown=always(
+            activations="what ONNX Runtime keeps and frees is its own; those of torch are predicted",
+            time="ONNX Runtime's kernels are its own; those of torch are predicted",
+        )
+    ),
+    family="graph",
+    claims=frozenset({Resource.GRAPH}),
+    needs_package="onnxruntime",
+    install=INSTALL,
+    transform="rapidformer_templates.switches.onnx_runtime.transform:run_in_onnx_runtime",
+    receipt=("onnx_runtime",),
+    acted=_acted,
+    notes=_notes,
+    rules=(
+        Rule(
+            "RF017",
+            "ONNX Runtime needs whole parameters: no FSDP, no ZeRO-3.",
+            "the exported graphs take whole parameters, which these gather and free outside the graph",
+            "[onnxruntime, torch]",
+            _needs_whole_parameters,
+            Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
+        ),
+        Rule(
+            "RF085",
+            "ONNX Runtime captures plain blocks: no tensor or pipeline parallelism, flash attention or experts.",
+            "a graph is made of the operators of a block as it was built",
+            "[onnxruntime, torch]",
+            _needs_plain_blocks,
+            Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
+        ),
+        Rule(
+            "RF086",
+            "ONNX Runtime computes in 32 bits on a CPU.",
+            "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 after casts to and fro",
+            "[onnxruntime]",
+            _sixteen_bits_on_cpu,
+            Example("--onnx-runtime-training --mixed-precision bf16"),
+        ),
+        Rule(
+            "RF087",
+            "ONNX Runtime comes with what exports its graphs, and on a GPU with its CUDA provider.",
+            "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
+            "[torch, onnxruntime]",
+            _complete,
+            Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
+        ),
+        Rule(
+            "RF088",
+            "ONNX Runtime is not for tasks that generate texts.",
+            "generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold",
+            "[torch]",
+            _generates,
+            Example("--onnx-runtime-training --task seq2seq_lm"),
+        ),
+    ),
+)

@@ -1,0 +1,249 @@
+"""A graph of aten operators to ONNX, through torch's exporter.
+
+``torch.onnx.export`` traces and decomposes a model anew, and fills its table of operators anew, at each
+call. Here the graph is traced and decomposed by AOTAutograd already, so the exporter's inner functions are used.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.onnx._internal.exporter import _core, _decomp, _fx_passes, _registration
+from torch.onnx.errors import OnnxExporterError
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.onnx_runtime.operators import TRANSLATIONS
+from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise, take_out_idle_expansions
+
+aten = torch.ops.aten
+
+ADVICE = "leave --onnx-runtime-training out, or write that part of the model with other operators"
+
+OPSET = 20
+"""The first with GELU as one operator."""
+
+Sizes = Callable[[Sequence[Any]], Any]
+"""From the values of a graph's inputs to a shape or a number."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that the ONNX graph takes or gives.
+
+    Attributes:
+        name: in the ONNX graph.
+        dtype: of its elements.
+        shape: from the values of the inputs.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: Sizes
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A graph as ONNX, and how to call it.
+
+    Attributes:
+        model: the serialized ONNX model.
+        nodes: its number of nodes.
+        inputs: (position among the graph's inputs, name in the ONNX graph) of those that it takes.
+        noise: what must be drawn before each run: (the tensor, the rate).
+        constants: tensors of the graph itself, which it takes like inputs.
+        outputs: what it computes.
+        results: each result of the graph: a position among its inputs, or the name of a tensor, or a number
+            computed from the inputs, or None.
+    """
+
+    model: bytes
+    nodes: int
+    inputs: tuple[tuple[int, str], ...]
+    noise: tuple[tuple[Value, float], ...]
+    constants: Mapping[str, torch.Tensor]
+    outputs: tuple[Value, ...]
+    results: tuple[int | str | Sizes | None, ...]
+
+
+@cache
+def _registry() -> Any:
+    for module in (_registration, _core):  # they regret each package and each name that is not there
+        logging.getLogger(module.__name__).setLevel(logging.ERROR)
+    registry = _registration.ONNXRegistry.from_torchlib(OPSET)
+    for target, function in TRANSLATIONS.items():
+        registry.register_op(target, function)
+    return registry
+
+
+@cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """How to write what ONNX has no operator for, in operators that it has."""
+    registry = _registry()
+    known = set(_decomp.get_onnx_implemented_overloads(registry))
+    known |= {aten.native_dropout.default, aten.native_dropout_backward.default}  # taken out beforehand
+    return _decomp.create_onnx_friendly_decomposition_table(known)
+
+
+def export(module: fx.GraphModule, name: str) -> Exported:
+    """The graph of ``module`` as ONNX.
+
+    Args:
+        module: a graph of aten operators from AOTAutograd; left as it is.
+        name: what to call it in an error.
+
+    Raises:
+        ModelError: there is no ONNX for an operator in it, which is named.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    module = fx.GraphModule(module, graph)
+    take_out_idle_expansions(graph)
+    given = graph.find_nodes(op="placeholder")
+    symbols = _symbols(given)
+    noise = [_into_placeholder(graph, node) for node in graph.find_nodes(op="call_function", target=dropout_noise)]
+    constants = [_into_placeholder(graph, node) for node in graph.find_nodes(op="get_attr")]
+    results = _results(graph, given, symbols)
+    computed = list(dict.fromkeys(r for r in results if isinstance(r, fx.Node)))
+    graph.output_node().args = (tuple(computed),)
+    graph.eliminate_dead_code()
+    taken = [(i, node.name) for i, node in enumerate(given) if node.users]
+    for node in given:
+        if not node.users:
+            graph.erase_node(node)
+    model = _to_onnx(module, name)
+    return Exported(
+        model=model.model_proto.SerializeToString(),
+        nodes=len(list(model.model.graph)),
+        inputs=tuple(taken),
+        noise=tuple((_value(node, symbols), rate) for node, (_, rate) in noise),
+        constants={node.name: getattr(module, target) for node, (target,) in constants if node.users},
+        outputs=tuple(_value(node, symbols) for node in computed),
+        results=tuple(r.name if isinstance(r, fx.Node) else r for r in results),
+    )
+
+
+def _outputs(graph: fx.Graph) -> Sequence[Any]:
+    outputs: Any = graph.output_node().args[0]
+    return tuple(outputs)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], torch.SymInt)
+
+
+def _symbols(given: Sequence[fx.Node]) -> dict[Any, int]:
+    """The size symbols of a graph with dynamic shapes, each with the position of the input that is its value."""
+    numbers = {node.meta["val"].node.expr: i for i, node in enumerate(given) if _is_number(node)}
+    return {expression: i for expression, i in numbers.items() if expression.is_symbol}
+
+
+def _into_placeholder(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
+    """An input in the place of ``node``, and what the node was made of."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        placeholder = graph.placeholder(node.name)
+    placeholder.meta = dict(node.meta)
+    made_of = (node.target,) if node.op == "get_attr" else node.args
+    node.replace_all_uses_with(placeholder)
+    graph.erase_node(node)
+    return placeholder, made_of
+
+
+def _results(graph: fx.Graph, given: list[fx.Node], symbols: Mapping[Any, int]) -> list[Any]:
+    positions = {node: i for i, node in enumerate(given)}
+    results: list[Any] = []
+    for result in _outputs(graph):
+        if isinstance(result, fx.Node) and result in positions:
+            results.append(positions[result])
+        elif isinstance(result, fx.Node) and _is_number(result):
+            results.append(_sizes(result.meta["val"], symbols))
+        else:
+            results.append(result)
+    return results
+
+
+def _value(node: fx.Node, symbols: Mapping[Any, int]) -> Value:
+    fake = node.meta["val"]
+    return Value(node.name, fake.dtype, _sizes(tuple(fake.shape), symbols))
+
+
+def _sizes(what: Any, symbols: Mapping[Any, int]) -> Sizes:
+    """A shape or a number, of integers and expressions in ``symbols``, as a function of the inputs' values."""
+    print_number = PythonPrinter().doprint
+    wanted = what if isinstance(what, tuple) else (what,)
+    numbers = [print_number(n.node.expr) if isinstance(n, torch.SymInt) else str(n) for n in wanted]
+    compute = eval(f"lambda {', '.join(map(str, symbols))}: [{', '.join(numbers)}]")
+
+    def sizes(given: Sequence[Any]) -> Any:
+        values = compute(*(given[position] for position in symbols.values()))
+        return values if isinstance(what, tuple) else values[0]
+
+    return sizes
+
+
+def _to_onnx(module: fx.GraphModule, name: str) -> Any:
+    registry = _registry()
+    _fx_passes.insert_type_promotion_nodes(module)
+    missing = [n for n in module.graph.nodes if n.op == "call_function" and not _has_onnx(n, registry)]
+    if missing:
+        # Under the name that the model called it by, before it was decomposed.
+        operators = sorted({str(node.meta.get("original_aten") or node.target) for node in missing})
+        raise ModelError(
+            f"{name} cannot run in ONNX Runtime: there is no ONNX for {', '.join(operators)}",
+            where=_source_of(missing[0]),
+            hint=ADVICE,
+        )
+    try:
+        model = _core._exported_program_to_onnx_program(_program(module), registry=registry)
+    except OnnxExporterError as error:
+        raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
+    model.model.opset_imports[""] = OPSET
+    return model
+
+
+def _has_onnx(node: fx.Node, registry: Any) -> bool:
+    return node.target is operator.getitem or _core._is_onnx_op(node.target) or registry.is_registered(node.target)
+
+
+def _program(module: fx.GraphModule) -> ExportedProgram:
+    """The graph in the form that the exporter takes; it has neither parameters nor buffers of its own."""
+    inputs = [InputSpec(InputKind.USER_INPUT, _argument(n), None) for n in module.graph.find_nodes(op="placeholder")]
+    outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(n), None) for n in _outputs(module.graph)]
+    called = ModuleCallSignature(
+        inputs=[],
+        outputs=[],
+        in_spec=pytree.tree_structure(((0,) * len(inputs), {})),
+        out_spec=pytree.tree_structure((0,) * len(outputs)),
+    )
+    signature = ExportGraphSignature(inputs, outputs)
+    return ExportedProgram(module, module.graph, signature, {}, {}, [ModuleCallEntry("", called)])
+
+
+def _argument(node: fx.Node) -> SymIntArgument | TensorArgument:
+    return SymIntArgument(node.name) if _is_number(node) else TensorArgument(node.name)
+
+
+def _source_of(node: fx.Node) -> str | None:
+    """The line of the model that the node comes from."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    return lines[-1] if lines else None

@@ -1,0 +1,173 @@
+"""One ONNX graph in ONNX Runtime, on tensors of torch."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import torch
+from onnxruntime import IOBinding, OrtValue
+from onnxruntime.capi import _pybind_state
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.onnx_runtime.export import ADVICE, Exported, Value
+from rapidformer_templates.switches.onnx_runtime.partition import dropout_noise
+
+onnxruntime.set_default_logger_severity(3)  # errors; the optimiser warns of each constant that it leaves
+
+
+class Graph:
+    """A graph that ONNX Runtime has optimised and runs; called with the inputs that AOTAutograd gives.
+
+    Tensors go in and out through DLPack: ONNX Runtime reads what torch holds, and writes into tensors that
+    torch has allocated. Only an input that is not contiguous is copied.
+
+    Attributes:
+        name: such as ``BertLayer forward``.
+        provider: what runs it, such as ``CPUExecutionProvider``.
+        nodes_exported: nodes of the graph as it was exported.
+        operators: how often each operator is in the graph that runs.
+        runs: how often it has run.
+        seconds: time spent in it, without the drawing of dropout.
+        copies: inputs that had to be copied.
+    """
+
+    def __init__(self, exported: Exported, name: str, device: torch.device) -> None:
+        """
+        Raises:
+            ModelError: ONNX Runtime has no kernel for an operator of it.
+        """
+        self.name = name
+        self.nodes_exported = exported.nodes
+        self.runs, self.seconds, self.copies = 0, 0.0, 0
+        self._exported = exported
+        self._device = device
+        self._constants = {k: _share(v.to(device).contiguous()) for k, v in exported.constants.items()}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._session, self.operators = _open(exported.model, name, _providers(device, self._stream))
+        self.provider: str = self._session.get_providers()[0]
+
+    def __call__(self, given: list[Any]) -> list[Any]:
+        exported = self._exported
+        binding = self._session.io_binding()
+        noise = {value.name: self._draw(value, rate, given) for value, rate in exported.noise}
+        fed = {name: self._tensor(given[position]) for position, name in exported.inputs}
+        computed = {v.name: torch.empty(v.shape(given), dtype=v.dtype, device=self._device) for v in exported.outputs}
+        began = time.perf_counter()
+        for name, tensor in (fed | noise).items():
+            binding.bind_ortvalue_input(name, _share(tensor))
+        for name, constant in self._constants.items():
+            binding.bind_ortvalue_input(name, constant)
+        for name, tensor in computed.items():
+            binding.bind_ortvalue_output(name, _share(tensor))
+        self._run(binding)
+        self.seconds += time.perf_counter() - began
+        self.runs += 1
+        everything = computed | noise
+        return [self._result(result, given, everything) for result in exported.results]
+
+    def _run(self, binding: IOBinding) -> None:
+        if self._stream is None:
+            self._session.run_with_iobinding(binding)
+            return
+        # ONNX Runtime takes no default stream, so it has one of its own, in order with torch's.
+        torchs = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(torchs)
+        self._session.run_with_iobinding(binding, _without_waiting())
+        torchs.wait_stream(self._stream)
+
+    def _draw(self, value: Value, rate: float, given: Sequence[Any]) -> torch.Tensor:
+        return dropout_noise(torch.empty(value.shape(given), dtype=value.dtype, device=self._device), rate)
+
+    def _tensor(self, value: Any) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor(value)
+        if value.is_contiguous():
+            return value.detach()
+        self.copies += 1
+        return value.detach().contiguous()
+
+    def summary(self) -> dict[str, Any]:
+        """For the receipt."""
+        return {
+            "name": self.name,
+            "nodes_exported": self.nodes_exported,
+            "nodes": sum(self.operators.values()),
+            "operators": dict(self.operators.most_common()),
+            "runs": self.runs,
+            "milliseconds": round(1000 * self.seconds / max(1, self.runs), 3),
+            "copies": self.copies,
+        }
+
+    @staticmethod
+    def _result(result: Any, given: Sequence[Any], computed: dict[str, torch.Tensor]) -> Any:
+        if isinstance(result, int):
+            return given[result]
+        if isinstance(result, str):
+            return computed[result]
+        return None if result is None else result(given)
+
+
+def _share(tensor: torch.Tensor) -> OrtValue:
+    """The tensor as ONNX Runtime sees it, in the same memory; DLPack there knows truth values as bytes only."""
+    if tensor.dtype is torch.bool:
+        return OrtValue(_pybind_state.OrtValue.from_dlpack(tensor.view(torch.uint8).__dlpack__(), True))
+    return OrtValue.from_dlpack(tensor)
+
+
+def _without_waiting() -> onnxruntime.RunOptions:
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def _open(model: bytes, name: str, providers: list[Any]) -> tuple[onnxruntime.InferenceSession, Counter[str]]:
+    """The optimised graph, and how often each operator is in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        optimised = Path(folder) / "optimised.onnx"
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        options.optimized_model_filepath = str(optimised)
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            session = onnxruntime.InferenceSession(model, options, providers=providers)
+        except Exception as error:
+            raise ModelError(f"{name} cannot run in ONNX Runtime: {error}", hint=ADVICE) from error
+        return session, Counter(node.op_type for node in onnx.load(optimised).graph.node)
+
+
+def check_provider(device: torch.device) -> None:
+    """
+    Raises:
+        ModelError: this build of ONNX Runtime does not compute on ``device``.
+    """
+    wanted, available = _provider(device), onnxruntime.get_available_providers()
+    if wanted not in available:
+        raise ModelError(
+            f"this ONNX Runtime has no {wanted}, only {', '.join(available)}",
+            where=f"onnxruntime {onnxruntime.__version__}",
+            hint="pip uninstall onnxruntime; pip install onnxruntime-gpu",
+        )
+
+
+def _provider(device: torch.device) -> str:
+    return "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
+
+
+def _providers(device: torch.device, stream: torch.cuda.Stream | None) -> list[Any]:
+    if stream is None:
+        return [_provider(device)]
+    options = {
+        "device_id": str(device.index or 0),
+        "user_compute_stream": str(stream.cuda_stream),
+        "use_tf32": str(int(torch.get_float32_matmul_precision() != "highest")),
+    }
+    return [(_provider(device), options), "CPUExecutionProvider"]  # sizes are computed on the host

@@ -1,0 +1,137 @@
+"""Which modules of a model run in ONNX Runtime, and what shows that they did. Imports no ONNX Runtime by itself."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.errors import ModelError, RapidformerError
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.fused_loss.logits import FusedHead
+
+if TYPE_CHECKING:
+    from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
+
+ADVICE = "leave --onnx-runtime-training out, or write that part of the model in another way"
+
+GRAPHS_OF_A_CLASS = 16
+"""With and without gradients, of frozen and of trained parameters, each for one shape and then for all others."""
+
+
+class Captured:
+    """A module's forward that runs in ONNX Runtime, and its backward with it.
+
+    The ``forward`` is replaced on the instance: parameters keep their names, and the hooks of an
+    engine stay outside of the graph.
+    """
+
+    def __init__(self, module: nn.Module, backend: OnnxBackend) -> None:
+        forward = module.forward
+        functools.update_wrapper(self, forward)
+        self.backend = backend
+        self._compiled = torch.compile(forward, backend=backend, fullgraph=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, RapidformerError):
+                raise error.inner_exception from None
+            raise self._refusal(f"{error.inner_exception}") from error
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise self._refusal(f"it was called in more than {GRAPHS_OF_A_CLASS} different ways") from error
+        except torch._dynamo.exc.Unsupported as error:
+            raise self._refusal(f"it is not one graph: {str(error).splitlines()[0]}") from error
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(f"{self.backend.name} cannot run in ONNX Runtime: {why}", hint=ADVICE)
+
+
+def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
+    """Capture the blocks, and beside them all other modules that multiply matrices; embeddings stay as they are.
+
+    Raises:
+        ModelError: the model has no repeated blocks, or ONNX Runtime cannot compute on the device.
+    """
+    from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
+    from rapidformer_templates.switches.onnx_runtime.session import check_provider
+
+    if not building.layout.blocks:
+        raise ModelError(
+            "ONNX Runtime found no repeated blocks to capture",
+            where=type(model).__name__,
+            hint="keep the blocks in an nn.ModuleList, or leave --onnx-runtime-training out",
+        )
+    check_provider(building.workers.device)
+    torch._dynamo.reset()  # graphs of an earlier run in this process would count towards the limit
+    torch._dynamo.config.recompile_limit = GRAPHS_OF_A_CLASS
+    # Blocks are small enough for DDP to send their gradients while others are computed; it need not cut them.
+    torch._dynamo.config.optimize_ddp = False
+    backends: dict[type, OnnxBackend] = {}
+    for module in _parts(model, set(building.layout.blocks.values())):
+        kind = type(module)
+        backend = backends.setdefault(kind, OnnxBackend(kind.__name__, building.workers.device))
+        module.forward = Captured(module, backend)
+    return model
+
+
+def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """The blocks, and the largest modules outside of them that multiply matrices.
+
+    A module that looks something up, or that takes the loss in place of its product, is none of a graph's operators.
+    """
+    if module in blocks:
+        yield module
+    elif blocks.isdisjoint(module.modules()) and not _stays(module):
+        if any(parameter.ndim > 1 for parameter in module.parameters()):
+            yield module
+    else:
+        for child in module.children():
+            yield from _parts(child, blocks)
+
+
+def _stays(module: nn.Module) -> bool:
+    return any(isinstance(part, (nn.Embedding, FusedHead)) for part in module.modules())
+
+
+def captured(module: nn.Module) -> Captured | None:
+    """What runs the module in ONNX Runtime, if it is captured."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, Checkpointed):
+        forward = forward.forward
+    return forward if isinstance(forward, Captured) else None
+
+
+def seconds_in_graphs(model: nn.Module) -> float:
+    """Time that has been spent in the graphs of a model until now."""
+    backends = {id(part.backend): part.backend for module in model.modules() if (part := captured(module))}
+    return sum(graph.seconds for backend in backends.values() for graph in backend.graphs)
+
+
+def receipt(model: nn.Module) -> dict[str, Any]:
+    """What ran in ONNX Runtime: providers, graphs with their nodes, parameters, and share of the time.
+
+    ``share_of_time`` is the time spent in graphs over the time since the first was made, the making left out.
+    """
+    found = [(module, part) for module in model.modules() if (part := captured(module))]
+    backends = list({id(part.backend): part.backend for _, part in found}.values())
+    graphs = [graph for backend in backends for graph in backend.graphs]
+    inside = {id(p): p.numel() for module, _ in found for p in module.parameters()}
+    whole = {id(p): p.numel() for p in model.parameters()}
+    since = min((backend.began for backend in backends if backend.began), default=0.0)
+    training = time.perf_counter() - since - sum(backend.seconds for backend in backends)
+    return {
+        "providers": sorted({graph.provider for graph in graphs}),
+        "modules": dict(Counter(part.backend.name for _, part in found)),
+        "share_of_parameters": round(sum(inside.values()) / max(1, sum(whole.values())), 4),
+        "share_of_time": round(seconds_in_graphs(model) / training, 4),
+        "seconds_to_make": round(sum(backend.seconds for backend in backends), 2),
+        "graphs": [graph.summary() for graph in graphs],
+    }

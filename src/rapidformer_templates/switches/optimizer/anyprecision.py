@@ -1,0 +1,73 @@
+"""AdamW with moments in bfloat16, and Kahan summation of weights of 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rapidformer_templates.switches.optimizer.adam_like import AdamLike
+
+TURN = 40503
+"""65536 divided by the golden ratio: its multiples spread evenly over the 65536 places between two bfloat16 numbers."""
+
+
+class AnyPrecisionAdamW(AdamLike):
+    """AdamW whose two moments lie in bfloat16: 4 bytes a parameter instead of 8.
+
+    Every update is computed in fp32 and rounded once. A second moment that decays by a thousandth a
+    step would never change if it were rounded to the nearest of numbers that lie a 256th apart, so the
+    place where rounding turns from down to up moves from step to step. Over the steps the errors
+    cancel, without random numbers: each run, and each worker of a run, rounds alike.
+
+    Weights of 16 bits keep what rounding takes from them in a third number (Kahan, "Further Remarks
+    on Reducing Truncation Errors", 1965), 2 bytes more, and add it in the next step. Each element is
+    updated by itself, so that shards of parameters give what whole ones give.
+    """
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            elif state[moment].dtype != torch.bfloat16:  # whoever loads a state may give it the type of the parameter
+                state[moment] = state[moment].bfloat16()
+        if parameter.itemsize == 2 and "compensation" not in state:
+            state["compensation"] = torch.zeros_like(parameter)
+        return state
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self._state_of(parameter)
+        state["step"] += 1
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        gradient = _local(parameter.grad).float()
+        kept_first, kept_second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        first = kept_first.float().lerp_(gradient, 1 - beta1)
+        second = kept_second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update = torch.div(first, root, out=root).mul_(group["lr"] / (1 - beta1**step))
+        kept_first.copy_(_round(first, step))
+        kept_second.copy_(_round(second, step))
+        decay, weight = 1 - group["lr"] * group["weight_decay"], _local(parameter)
+        if "compensation" not in state:
+            weight.mul_(decay).sub_(update)
+            return
+        compensation = _local(state["compensation"])
+        exact = weight.float().add_(compensation).mul_(decay).sub_(update)
+        weight.copy_(exact)
+        compensation.copy_(exact.sub_(weight))
+
+
+def _round(values: torch.Tensor, step: int) -> torch.Tensor:
+    """fp32 values, which are overwritten, at one of the two bfloat16 numbers next to them."""
+    bits = values.view(torch.int32)
+    bits.add_(step * TURN % 65536).bitwise_and_(-65536)
+    return values
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """What this worker holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

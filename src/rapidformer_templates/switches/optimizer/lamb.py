@@ -1,0 +1,40 @@
+"""LAMB: Adam with a trust ratio for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from rapidformer_templates.switches.optimizer.adam_like import AdamLike
+
+
+class Lamb(AdamLike):
+    """LAMB of You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
+
+    The update of each parameter is Adam's, with bias correction and decoupled weight decay, scaled
+    by ‖weights‖ / ‖update‖. Parameters with neither norm above zero keep a ratio of 1.
+
+    ``weight_decay`` is added to the update before the trust ratio is taken.
+    """
+
+    def __init__(self, params: Iterable[Any], eps: float = 1e-6, weight_decay: float = 0.0, **options: Any) -> None:
+        super().__init__(params, eps=eps, weight_decay=weight_decay, **options)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        step = float(state["step"])
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.lerp_(parameter.grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        update = (first / (1 - beta1**step)).div_(root).add_(parameter, alpha=group["weight_decay"])
+        weight_norm, update_norm = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+        ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+        parameter.sub_(update.mul_(ratio * group["lr"]))

@@ -1,0 +1,1 @@
+"""fairscale's OSS and SDP."""

@@ -1,0 +1,82 @@
+"""OSS and OSS + SDP: partition optimizer state, and gradients, with fairscale in every template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.acted import shared_out
+from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import Prediction, Request, Resource, Stage, Switch
+
+INSTALL = "pip install 'rapidformer_templates[fairscale]'"
+
+
+@dataclass(frozen=True)
+class OssFlags:
+    """Acceleration"""
+
+    oss_memory_optimization: bool = flag(False, "OSS: shard the optimizer state (fairscale)", choice=PARTITIONING)
+
+
+@dataclass(frozen=True)
+class OssSdpFlags:
+    """Acceleration"""
+
+    oss_sdp_memory_optimization: bool = flag(
+        False, "OSS + SDP: shard optimizer state and gradients (fairscale)", choice=PARTITIONING
+    )
+
+
+def _notes(name: str) -> Callable[[Request], Sequence[str]]:
+    return lambda request: (f"{name}: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
+
+
+SWITCHES = (
+    Switch(
+        name="oss",
+        summary="Shard optimizer state (fairscale).",
+        source="[R]",
+        stage=Stage.SHARD,
+        options=OssFlags,
+        active=lambda options, sizes: options.oss_memory_optimization,
+        on={"oss_memory_optimization": True},
+        off={"oss_memory_optimization": False},
+        predicts=Prediction({"optimizer": "that of the parameters that a worker owns", "time": "sums, and weights"}),
+        family=PARTITIONING,
+        claims=frozenset({Resource.OPTIMIZER_STATE}),
+        needs_package="fairscale",
+        install=INSTALL,
+        notes=_notes("oss"),
+        engine="rapidformer_templates.switches.oss.engine:OSSEngine",
+        receipt=("optimizer_state_bytes",),
+        acted=shared_out(updated_elements="optimizer state"),
+    ),
+    Switch(
+        name="oss-sdp",
+        summary="Shard optimizer state and gradients (fairscale).",
+        source="[R]",
+        stage=Stage.SHARD,
+        options=OssSdpFlags,
+        active=lambda options, sizes: options.oss_sdp_memory_optimization,
+        on={"oss_sdp_memory_optimization": True},
+        off={"oss_sdp_memory_optimization": False},
+        predicts=Prediction(
+            {
+                "gradients": "those of the parameters that a worker owns",
+                "optimizer": "that of the parameters that a worker owns",
+                "activations": "no buckets beside them",
+                "time": "a sum at the owner, and weights from there",
+            }
+        ),
+        family=PARTITIONING,
+        claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS}),
+        needs_package="fairscale",
+        install=INSTALL,
+        notes=_notes("oss-sdp"),
+        engine="rapidformer_templates.switches.oss.engine:SDPEngine",
+        receipt=("optimizer_state_bytes", "gradient_bytes"),
+        acted=shared_out(updated_elements="optimizer state", gradient_elements="gradients"),
+    ),
+)

@@ -1,0 +1,167 @@
+"""OSS and OSS + SDP: fairscale's sharded optimizer, and its reduction of gradients to their owners.
+
+Each parameter has one owner, who keeps its optimizer state, updates it and sends it to the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS
+from torch import nn
+from torch.autograd import Variable
+
+from rapidformer_templates.engines import pieces as engine_state
+from rapidformer_templates.engines.contract import Piece
+from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
+from rapidformer_templates.engines.reached import InOrder
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.errors import RapidformerError
+
+
+class _ShardedState(SingleEngine):
+    """Optimizer state sharded by whole parameters.
+
+    ``optimizer`` is the one inside of OSS: it has the parameters that this rank owns, and their state.
+    One worker has nothing to shard and is left to the plain engine.
+    """
+
+    _oss: OSS
+
+    @property
+    def _shards(self) -> bool:
+        return self.workers.world > 1
+
+    def _build_optimizer(
+        self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
+    ) -> torch.optim.Optimizer:
+        if not self._shards:
+            return super()._build_optimizer(recipe, trainable, differing)
+        types = sorted({str(parameter.dtype).removeprefix("torch.") for _, parameter in trainable})
+        if len(types) > 1:
+            raise RapidformerError(
+                f"OSS needs parameters of one type, this model has {' and '.join(types)}",
+                where="build_model()",
+                hint="convert the model to one type, or shard it with --fsdp-memory-optimization",
+            )
+        self._oss = dataclasses.replace(recipe, cls=partial(OSS, optim=recipe.cls)).build(trainable, differing)
+        return self._oss.optim
+
+    def _update(self) -> None:
+        if not self._shards:
+            return super()._update()
+        # OSS begins a step by setting the options of the inner groups to those of its own.
+        for own, inner in zip(self._oss.param_groups, self.optimizer.param_groups, strict=True):
+            own.update({name: value for name, value in inner.items() if name != "params"})
+        self._oss.step()
+        return None
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        # Nobody else has this rank's optimizer state, so it is written as by a worker alone.
+        alone = dataclasses.replace(self.workers, rank=0, world=1)
+        return engine_state.pieces(self.model, self.optimizer, kind, alone if kind == "optimizer" else self.workers)
+
+
+class OSSEngine(_ShardedState, DDPEngine):
+    """DDP with the optimizer state sharded over the workers."""
+
+    def _distribute(self) -> nn.Module:
+        return super()._distribute() if self._shards else self.model
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        return super()._synchronise(last=last) if self._shards else nullcontext()
+
+
+class SDPEngine(_ShardedState):
+    """Optimizer state and gradients sharded over the workers: a gradient is summed where its owner is."""
+
+    _sdp: OrderedSDP
+
+    def _distribute(self) -> nn.Module:
+        if not self._shards:
+            return self.model
+        self._sdp = OrderedSDP(self.model, self._oss)
+        return self._sdp
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last or not self._shards else self._sdp.no_sync()
+
+    def _missed(self) -> Sequence[int]:
+        if not self._shards or not self._sdp.unreached:
+            return ()
+        return [place for place, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
+
+    def _grad_norm(self) -> torch.Tensor:
+        """As the base's; each rank adds the gradients that it owns, the only ones that it still has."""
+        owned = super()._grad_norm()
+        if not self._shards:
+            return owned
+        square = owned.to(self.workers.device, torch.float64) ** 2
+        return self.workers.sum_tensor(square).sqrt().to(owned.dtype)
+
+
+class OrderedSDP(ShardedDataParallel):
+    """fairscale's ShardedDataParallel, which reduces in one and the same order on all workers.
+
+    fairscale reduces each gradient when this worker's backward has it. Workers with different graphs
+    (an idle micro batch, a layer that is skipped) would add up gradients of different parameters, or
+    wait for one another for ever. Here a gradient waits for those before it, and what this
+    worker's loss did not reach is filled with zeros at the end of the backward.
+
+    Small gradients are not gathered in fairscale's buffers, because those stay whole on every worker.
+
+    Attributes:
+        unreached: identities of the parameters that had no gradient in this step on this worker.
+    """
+
+    _bucket_flush_callback_set: bool  # whether the end of this backward is already waited for
+
+    def __init__(self, module: nn.Module, optimizer: OSS) -> None:
+        super().__init__(module, optimizer, reduce_buffer_size=0)
+        self.unreached: set[int] = set()
+        self._reducers: dict[int, Callable[..., None]] = {}
+        self._in_order = InOrder(0, self._reduce)
+        self.refresh_trainable()
+
+    def _setup_backward_hooks(self) -> None:
+        indices = {parameter: index for index, parameter in enumerate(self._trainable_params)}
+        self._indices = [indices[p] for p in self.module.parameters() if p in indices]
+        self._places = {index: place for place, index in enumerate(self._indices)}
+        self._in_order = InOrder(len(self._indices), self._reduce)
+        super()._setup_backward_hooks()
+
+    def _clear_counters(self) -> None:
+        super()._clear_counters()
+        self.unreached = set()
+        self._in_order.begin()
+
+    def _get_reduce_fn(self, index: int, param: torch.Tensor, dst_rank: int) -> Callable[..., None]:
+        self._reducers[index] = super()._get_reduce_fn(index, param, dst_rank)
+
+        def ready(*_: Any) -> None:
+            if self._should_accumulate_grads:
+                return
+            if not self._bucket_flush_callback_set:
+                self._bucket_flush_callback_set = True
+                Variable._execution_engine.queue_callback(self._flush_reduce_calls)
+            self._in_order.take(self._places[index])
+
+        return ready
+
+    def _reduce(self, place: int) -> None:
+        parameter = self._trainable_params[self._indices[place]]
+        if parameter.grad is None:
+            self.unreached.add(id(parameter))
+            parameter.grad = torch.zeros_like(parameter)
+        self._reducers[self._indices[place]]()
+
+    def _flush_reduce_calls(self) -> None:
+        """At the end of the backward: nothing more will become ready."""
+        self._in_order.finish()
+        super()._flush_reduce_calls()

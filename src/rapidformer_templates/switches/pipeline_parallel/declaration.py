@@ -1,0 +1,174 @@
+"""Pipeline parallelism: give each worker of a group a run of consecutive blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.acted import shown
+from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.changes import drop, replace
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
+from rapidformer_templates.planning.switch import (
+    FORECAST,
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Reasons,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+)
+
+
+@dataclass(frozen=True)
+class PipelineParallelFlags:
+    """Acceleration"""
+
+    pipeline_model_parallel_size: int = flag(1, "stages that the blocks are cut into", metavar="N", minimum=1)
+    virtual_pipeline_size: int = flag(
+        1, "stages that each worker of a pipeline has: above 1 they are interleaved", metavar="N", minimum=1
+    )
+    pipeline_stages: str | None = flag(
+        None, "blocks of each stage, such as 3,5 (default: by parameters, embedding and head counted)", metavar="A,B"
+    )
+
+
+def _stages(request: Request) -> int:
+    return request.sizes.pipeline * int(request.config.get("virtual_pipeline_size"))
+
+
+def _stages_fit(request: Request) -> list[Finding]:
+    asked, stages, layers = request.config.get("pipeline_stages"), _stages(request), request.model.num_layers
+    if asked is None:
+        return []
+    words = [word.strip() for word in asked.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        message = f"--pipeline-stages {asked} is not a list of numbers of blocks above zero"
+    elif len(words) != stages:
+        message = f"--pipeline-stages {asked} names {len(words)} stages; there are {stages}"
+    elif layers is not None and sum(map(int, words)) != layers:
+        message = f"--pipeline-stages {asked} has {sum(map(int, words))} blocks; the model has {layers}"
+    else:
+        return []
+    even = ",".join(map(str, cut(0, [1] * layers, 0, stages))) if layers and layers >= stages else None
+    return [
+        Finding(
+            message,
+            request.asked("pipeline_stages", "pipeline_model_parallel_size", "virtual_pipeline_size"),
+            changes=(*((replace({"pipeline_stages": even}),) if even else ()), drop({"pipeline_stages": None})),
+        )
+    ]
+
+
+def _enough_blocks(request: Request) -> list[Finding]:
+    stages, layers = _stages(request), request.model.num_layers
+    if layers is None or request.config.get("virtual_pipeline_size") == 1 or stages <= layers:
+        return []
+    return [
+        Finding(
+            f"{layers} blocks are too few for {stages} stages",
+            request.asked("virtual_pipeline_size", "pipeline_model_parallel_size"),
+            changes=(drop({"virtual_pipeline_size": 1}),),
+        )
+    ]
+
+
+def _interleaved(request: Request) -> Reasons:
+    if request.config.get("virtual_pipeline_size") == 1:
+        return {}
+    why = "each worker is taken to have one stage, and --virtual-pipeline-size gives it several"
+    return dict.fromkeys(FORECAST, why)
+
+
+def _one_run_of_blocks(request: Request) -> list[Finding]:
+    if request.config.training.task != "seq2seq_lm":
+        return []
+    message = "an encoder-decoder model cannot be cut into pipeline stages"
+    asked = (*request.asked_for("pipeline-parallel"), *request.asked("task"))
+    return [Finding(message, asked, switches=("pipeline-parallel",))]
+
+
+def _graph_is_whole(request: Request) -> list[Finding]:
+    return [
+        Finding(
+            f"{switch.name} does not work together with pipeline-parallel",
+            request.asked_for(switch.name, "pipeline-parallel"),
+            switches=(switch.name, "pipeline-parallel"),
+        )
+        for switch in request.active.values()
+        if Resource.GRAPH in switch.claims
+    ]
+
+
+def _acted(measured: Measured) -> str | None:
+    """Workers of one stage have the same blocks, and no block is on two stages."""
+    stages = {tuple(blocks) for blocks in measured.all("blocks")}
+    names = [name for stage in stages for name in stage]
+    if len(stages) == measured.plan.sizes.pipeline and len(set(names)) == len(names):
+        return None
+    found = " and ".join(sorted(shown(stage) for stage in stages))
+    return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {found or 'none'}"
+
+
+SWITCH = Switch(
+    name="pipeline-parallel",
+    summary="Cut the blocks into N consecutive stages, one a worker.",
+    source="[R, M]",
+    stage=Stage.PARTITION,
+    options=PipelineParallelFlags,
+    active=lambda options, sizes: options.pipeline_model_parallel_size > 1,
+    on={"pipeline_model_parallel_size": 2},
+    off={"pipeline_model_parallel_size": 1},
+    predicts=Prediction(
+        dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
+        | {
+            "activations": "of as many micro batches as are on their way",
+            "time": "the bubble, and what stages send",
+        },
+        _interleaved,
+    ),
+    templates=("Trainer",),
+    engine="rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine",
+    transform="rapidformer_templates.switches.pipeline_parallel.transform:cut_into_stages",
+    receipt=("parameter_bytes", "blocks"),
+    acted=_acted,
+    rules=(
+        *LAYOUT_RULES,
+        Rule(
+            "RF075",
+            "--pipeline-stages names each stage's blocks, and all blocks.",
+            "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
+            "[rapidformer_templates]",
+            _stages_fit,
+            Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
+        ),
+        Rule(
+            "RF076",
+            "Interleaved stages have at least one block each.",
+            "a stage without a block would only pass hidden states on",
+            "[M]",
+            _enough_blocks,
+            Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
+        ),
+        Rule(
+            "RF077",
+            "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
+            "every block of a decoder needs what the encoder puts out, and stages send one hidden state to the next",
+            "[rapidformer_templates]",
+            _one_run_of_blocks,
+            Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
+        ),
+        Rule(
+            "RF078",
+            "No switch that captures the model's graph together with a pipeline.",
+            "the forward of a stage ends in the middle of the model, which a captured graph has no way to do",
+            "[torch, onnxruntime]",
+            _graph_is_whole,
+            Example("--torch-compile --pipeline-model-parallel-size 2 --world-size 2"),
+        ),
+    ),
+)

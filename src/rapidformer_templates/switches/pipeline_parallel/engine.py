@@ -1,0 +1,169 @@
+"""Pipeline parallelism: micro batches run through the stages of the model, which different workers have."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.engines.parallel.engine import ParallelEngine
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.traces import kept_buffers
+from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, with_transfers
+from rapidformer_templates.switches.pipeline_parallel.stage_forward import Passage
+from rapidformer_templates.switches.pipeline_parallel.stage_links import Links, Parcel
+
+
+class PipelineEngine(ParallelEngine):
+    """Each worker runs its stages of every micro batch, in the order of 1F1B or interleaved 1F1B.
+
+    The loader gives every stage the whole micro batch, and the user's loss runs on every stage: on all but
+    the last it ends with the stage's last block. So only hidden states and their gradients travel.
+    """
+
+    def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
+        gc.collect()  # what was cut off stands in cycles with its hooks
+        super()._build(model, recipe)
+        parts = placement_of(model).parts
+        assert parts is not None, "the pipeline switch cuts the model"
+        self._parts = len(parts)
+        self._passage = Passage(model, ends=self.workers.ends_pipeline)
+        self._links = Links(self.workers)
+
+    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
+        step = _Step(self, microbatches, weight)
+        for action in _actions(self.workers.pipeline, self._parts, len(microbatches), self.workers.pipeline_rank):
+            step.do(action)
+        self._links.settle()
+        return step.total
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.backward_of_part(self._parts - 1, loss)
+
+    def backward_of_part(self, part: int, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """The backward of a local part, from the loss or from the gradient that came from the stage behind it."""
+        self._shards.begin_backward(part)
+        if output.requires_grad:  # not where all that came before is frozen
+            output.backward(gradient)
+        self._shards.end_backward()
+
+    def forward_of_part(self, microbatch: MicroBatch) -> Any:
+        """The user's hook, in a part that does not end with the loss."""
+        batch = to_device(microbatch.batch, self.workers.device)
+        kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
+        with self._precision(), self._ahead_of(microbatch, batch), kept:
+            return self.compute_loss(self.model, batch)
+
+    def stage_of(self, part: int) -> int:
+        """The stage of the whole model that a local part is."""
+        return part * self.workers.pipeline + self.workers.pipeline_rank
+
+    @property
+    def last_stage(self) -> int:
+        """Of the whole model."""
+        return self.workers.pipeline * self._parts - 1
+
+    @torch.no_grad()
+    def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
+        """As every engine's; only the workers of the last stage have something to tell."""
+        key = _shapes(microbatch.batch)
+        found: tuple[float, Any] = (0.0, None)
+        for part in range(self._parts):
+            stage = self.stage_of(part)
+            hidden = self._links.receive_forward(stage, key).unpack() if stage else None
+            left = self._passage.run(part, hidden, lambda: super(PipelineEngine, self).eval_batch(microbatch))
+            if stage == self.last_stage:
+                found = left
+            else:
+                self._links.send_forward(stage, key, left)
+        return found
+
+    @contextmanager
+    def measuring(self) -> Iterator[nn.Module]:
+        """As every engine's: through all blocks of this worker, on zeros where another stage's output would be."""
+        with super().measuring() as model, self._passage.measure():
+            yield model
+
+
+class _Step:
+    """One optimizer step's micro batches on their way through the local parts.
+
+    Attributes:
+        total: the sum of the weighted losses, on the last stage.
+    """
+
+    def __init__(self, engine: PipelineEngine, microbatches: Sequence[MicroBatch], weight: float) -> None:
+        self.engine, self.microbatches, self.weight = engine, microbatches, weight
+        self.links = engine._links
+        self.total = torch.zeros((), dtype=torch.float64, device=engine.workers.device)
+        self._keys = [_shapes(microbatch.batch) for microbatch in microbatches]
+        self._coming: dict[Action, Parcel] = {}
+        self._inputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
+
+    def do(self, action: Action) -> None:
+        kind, stage, number = action
+        place = (stage, number)
+        if kind is Kind.FORWARD:
+            self._forward(stage, number)
+        elif kind is Kind.BACKWARD:
+            self._backward(stage, number)
+        elif kind is Kind.RECEIVE_FORWARD:
+            self._coming[action] = self.links.receive_forward(stage, self._keys[number])
+        elif kind is Kind.SEND_FORWARD:
+            self.links.send_forward(stage, self._keys[number], self._outputs[place])
+        elif kind is Kind.RECEIVE_BACKWARD:
+            self._coming[action] = self.links.receive_backward(stage, self._outputs[place])
+        else:
+            self.links.send_backward(stage, self._gradients.pop(place))
+
+    def _forward(self, stage: int, number: int) -> None:
+        engine, microbatch = self.engine, self.microbatches[number]
+        hidden = None
+        if stage:
+            hidden = self._coming.pop(Action(Kind.RECEIVE_FORWARD, stage, number)).unpack().requires_grad_()
+            self._inputs[stage, number] = hidden
+
+        def body() -> Any:
+            if stage == engine.last_stage:
+                return engine._loss_of(microbatch, self.weight)
+            return engine.forward_of_part(microbatch)
+
+        output = engine._passage.run(stage // engine.workers.pipeline, hidden, body)
+        if stage == engine.last_stage:
+            self.total += output.detach()
+        self._outputs[stage, number] = output
+
+    def _backward(self, stage: int, number: int) -> None:
+        engine, part = self.engine, stage // self.engine.workers.pipeline
+        output = self._outputs.pop((stage, number))
+        if stage == engine.last_stage:
+            engine._begin_backward(output, self.microbatches[number])
+        else:
+            engine.backward_of_part(
+                part, output, self._coming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
+            )
+        if stage:
+            hidden = self._inputs.pop((stage, number))
+            self._gradients[stage, number] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+        engine.micro_steps += part == 0
+
+
+@cache
+def _actions(pipeline: int, parts: int, microbatches: int, rank: int) -> tuple[Action, ...]:
+    return tuple(with_transfers(pipeline, parts, microbatches)[rank])
+
+
+def _shapes(batch: Any) -> Hashable:
+    """The shapes of a batch's tensors, which those of its hidden states follow from."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,142 @@
+"""The traffic through the blocks that a worker has: how a hidden state comes in and goes out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.models.stand_ins import SkippedBlock, replaced
+from rapidformer_templates.switches.pipeline_parallel.tracing import hidden_of, not_called, twice, with_hidden
+
+
+class LeaveStage(BaseException):
+    """Ends a model's forward after the last block of a stage; not an error, so no ``except Exception`` takes it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__("the forward goes on in the next stage")
+        self.hidden = hidden
+
+
+class Passage:
+    """Runs the user's loss through one local part of the model at a time.
+
+    The first block of the part takes the hidden state that came from the stage before it. After the last
+    block the forward ends, unless the part has the end of the model: then the model's head and the loss follow.
+    Everything around the blocks (masks, tables of positions) the model's own code makes anew on each stage.
+
+    Args:
+        model: cut by ``cut_into_stages``.
+        ends: whether the last local part has the end of the model.
+    """
+
+    def __init__(self, model: nn.Module, *, ends: bool) -> None:
+        placement = placement_of(model)
+        assert placement.parts is not None, "the model was not cut"
+        self.model, self.parts, self._ends = model, placement.parts, ends
+        self._skipped = {name: SkippedBlock(placement.form, block) for name, block in placement.blocks.items()}
+        self._first: nn.Module | None = None
+        self._last: nn.Module | None = None
+        self._hidden: torch.Tensor | None = None
+        self._entered = 0
+        self._missing = placement.blocks_in_all - len(self.parts[-1])
+        if len(self.parts) > 1:
+            _capture_outputs(model)  # while all blocks can be seen
+        for block in placement.blocks.values():
+            block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            block.register_forward_hook(self._leave)
+        if ends:
+            model.register_forward_hook(self._fill)
+
+    def run(self, part: int, hidden: torch.Tensor | None, body: Callable[[], Any]) -> Any:
+        """What ``body`` returns, or the hidden state that it leaves the part with.
+
+        Args:
+            part: of this worker, from 0.
+            hidden: what came from the stage before; None at the beginning of the model.
+            body: calls the model once.
+
+        Raises:
+            RapidformerError: the body did not call the model, or did so twice.
+        """
+        with self._open(part, hidden):
+            try:
+                result = body()
+            except LeaveStage as leaving:
+                return leaving.hidden
+            if not self._entered or self._last is not None:
+                raise not_called()
+            return result
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Around a forward through all local blocks, on zeros where another stage's output would be."""
+        with self._open(None, None):
+            try:
+                yield
+            except LeaveStage:
+                return
+
+    @contextmanager
+    def _open(self, part: int | None, hidden: torch.Tensor | None) -> Iterator[None]:
+        blocks = self._all if part is None else self.parts[part]
+        chosen = list(blocks.values())
+        others = {name: module for name, module in self._skipped.items() if name not in blocks}
+        self._first, self._hidden, self._entered = chosen[0], hidden, 0
+        at_end = self._ends and part in (None, len(self.parts) - 1)
+        self._last = None if at_end else chosen[-1]
+        try:
+            with replaced(self.model, others) if others else nullcontext():
+                yield
+        finally:
+            self._first = self._last = self._hidden = None
+
+    @property
+    def _all(self) -> dict[str, nn.Module]:
+        return placement_of(self.model).blocks
+
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if block is not self._first:
+            return None
+        self._entered += 1
+        if self._entered > 1:
+            raise twice()
+        if self._hidden is None:
+            return None
+        given = hidden_of(args, kwargs)
+        if given.shape != self._hidden.shape:
+            raise RapidformerError(
+                f"a hidden state of shape {tuple(self._hidden.shape)} came where the batch makes {tuple(given.shape)}",
+                where="compute_loss(model, batch)",
+                hint="the hook must give every stage the same inputs: draw no random numbers before the model",
+            )
+        return with_hidden(args, kwargs, self._hidden)
+
+    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+        if block is self._last:
+            raise LeaveStage(output[0] if isinstance(output, tuple) else output)
+
+    def _fill(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Let hidden states and attentions have the places that they have in the whole model; others' are None."""
+        for name in ("hidden_states", "attentions"):
+            states = getattr(output, name, None)
+            if self._first is not None and isinstance(states, tuple) and states:
+                output[name] = (None,) * self._missing + states
+        return output
+
+
+def _capture_outputs(model: nn.Module) -> None:
+    """Let transformers install its hooks for hidden states now; later it would miss the blocks that are hidden."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:  # versions that collect hidden states in the model's own forward
+        return
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            maybe_install_capturing_hooks(module)

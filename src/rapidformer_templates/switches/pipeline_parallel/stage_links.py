@@ -1,0 +1,105 @@
+"""Hidden states and their gradients between neighbouring stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.system.workers import Workers
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+HEADER = 10  # numbers: type, dimensions, and up to eight lengths
+
+
+class Parcel(NamedTuple):
+    """A tensor that is on its way here."""
+
+    tensor: torch.Tensor
+    work: Any
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, once it is there."""
+        self.work.wait()
+        return self.tensor
+
+
+class Links:
+    """Sends to and receives from the stages before and after each stage of this worker.
+
+    Both ends of a link work on the same micro batches, so shape and type of a hidden state travel only when
+    the shapes of a batch are new to the link.
+
+    Args:
+        workers: this process among its peers.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        assert workers.mesh is not None
+        self.workers = workers
+        self.group = workers.mesh.get_group("pipeline")
+        self._known: dict[tuple[int, Hashable], tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._leaving: list[tuple[Any, torch.Tensor]] = []
+
+    def _rank_of(self, stage: int) -> int:
+        workers = self.workers
+        place = stage % workers.pipeline
+        return (place * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank
+
+    def _send(self, tensor: torch.Tensor, stage: int) -> None:
+        self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]
+        self._leaving.append((dist.isend(tensor, dst=self._rank_of(stage), group=self.group), tensor))
+
+    def _receive(self, tensor: torch.Tensor, stage: int) -> Parcel:
+        return Parcel(tensor, dist.irecv(tensor, src=self._rank_of(stage), group=self.group))
+
+    def send_forward(self, stage: int, key: Hashable, hidden: torch.Tensor) -> None:
+        """Send what ``stage`` put out to the next one.
+
+        Args:
+            stage: of the whole model.
+            key: the shapes of the micro batch.
+            hidden: of any shape.
+
+        Raises:
+            RapidformerError: a batch of these shapes had a hidden state of another shape before.
+        """
+        hidden = hidden.detach().contiguous()
+        found = (hidden.dtype, tuple(hidden.shape))
+        known = self._known.setdefault((stage, key), found)
+        if known is found:
+            lengths = [*hidden.shape, *[0] * (HEADER - 2 - hidden.ndim)]
+            header = [DTYPES.index(hidden.dtype), hidden.ndim, *lengths]
+            self._send(torch.tensor(header, device=hidden.device), stage + 1)
+        elif known != found:
+            raise RapidformerError(
+                f"stage {stage} put out {found} for a batch that gave {known} before",
+                hint="under a pipeline the hidden state's shape must follow from the batch's shapes",
+            )
+        self._send(hidden, stage + 1)
+
+    def receive_forward(self, stage: int, key: Hashable) -> Parcel:
+        """The hidden state that ``stage`` takes in."""
+        if (stage - 1, key) not in self._known:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.workers.device)
+            kind, ndim, *lengths = self._receive(header, stage - 1).unpack().tolist()
+            self._known[stage - 1, key] = (DTYPES[kind], tuple(lengths[:ndim]))
+        dtype, shape = self._known[stage - 1, key]
+        return self._receive(torch.empty(shape, dtype=dtype, device=self.workers.device), stage - 1)
+
+    def send_backward(self, stage: int, gradient: torch.Tensor) -> None:
+        """Send the gradient of what ``stage`` took in to the stage before."""
+        self._send(gradient.contiguous(), stage - 1)
+
+    def receive_backward(self, stage: int, output: torch.Tensor) -> Parcel:
+        """The gradient of what ``stage`` put out."""
+        return self._receive(torch.empty_like(output, memory_format=torch.contiguous_format), stage + 1)
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+        for work, _ in self._leaving:
+            work.wait()
+        self._leaving.clear()

@@ -1,0 +1,265 @@
+"""How a model's forward runs through its blocks: what is called before them, after them, and beside them.
+
+The user's loss is computed once, for one sample, with every block but the first left out. So the answer holds
+for any model and any hook, and costs little beside a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.engines.reached import reached_parameters
+from rapidformer_templates.errors import ModelError, RapidformerError
+from rapidformer_templates.models.stand_ins import Absent, facts_of, replaced
+
+BEFORE, WITHIN, AFTER = "before", "within", "after"
+
+
+@dataclass
+class Flow:
+    """What one forward has shown.
+
+    Attributes:
+        called: for each module outside of the blocks that has parameters of its own, by name: in which phases
+            it was called. One that was never called, or that holds the blocks, is not listed.
+        absent: what can stand for such a module where only the shape of its output matters.
+        beside: identities of the parameters that reach a block otherwise than by its input.
+        beyond: identities of the parameters outside of the blocks that the loss reaches otherwise than through
+            the blocks.
+        form: entries of the tuple that a block returns; None if it returns a tensor.
+    """
+
+    called: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    absent: dict[str, Absent] = field(default_factory=dict)
+    beside: set[int] = field(default_factory=set)
+    beyond: set[int] = field(default_factory=set)
+    form: int | None = None
+
+
+def trace(model: nn.Module, blocks: Mapping[str, nn.Module], compute_loss: Callable[[nn.Module], Any]) -> Flow:
+    """Run ``compute_loss(model)`` once and watch.
+
+    Raises:
+        ModelError: the model cannot be cut between its blocks: they do not come once each in their order, something
+            is computed between them, or the loss uses what they keep aside.
+        RapidformerError: the hook calls the model more than once, or not at all.
+    """
+    watch = _Watch(blocks)
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+    inside = {id(module) for block in blocks.values() for module in block.modules()}
+    around = holders(model, blocks)
+    with ExitStack() as stack, torch.enable_grad():
+        stack.enter_context(torch.random.fork_rng())
+        for name, module in model.named_modules():
+            if (
+                id(module) not in inside
+                and name not in around
+                and next(module.parameters(recurse=False), None) is not None
+            ):
+                stack.callback(module.register_forward_hook(watch.outside(name)).remove)
+        (first_name, first), *others = blocks.items()
+        stack.callback(first.register_forward_pre_hook(watch.enter, with_kwargs=True, prepend=True).remove)
+        # Before transformers' own hooks, which may look at what the loss is told of hidden states.
+        stack.callback(first.register_forward_hook(watch.leave_first, prepend=True).remove)
+        stack.callback(model.register_forward_hook(watch.fill).remove)
+        stack.enter_context(_without_new_hooks(model))
+        stack.enter_context(replaced(model, {name: _Skipping(watch, name, block) for name, block in others}))
+        stack.enter_context(_trained(frozen))
+        loss = compute_loss(model)
+    watch.check_complete()
+    reached = set(map(id, reached_parameters(loss[0] if isinstance(loss, tuple) else loss)))
+    own = {id(p) for p in first.parameters()}
+    if reached & own:
+        raise ModelError(
+            f"the loss uses what the blocks keep aside, not only what they pass on ({first_name})",
+            where=type(model).__name__,
+            hint="under a pipeline the last stage has its own blocks only: leave such a term out "
+            "(the balancing loss of experts, attention weights), or --pipeline-model-parallel-size",
+        )
+    watch.flow.beyond = reached
+    return watch.flow
+
+
+@contextmanager
+def _trained(frozen: list[nn.Parameter]) -> Iterator[None]:
+    """Let a graph show where frozen parameters go, too."""
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def _without_new_hooks(model: nn.Module) -> Iterator[None]:
+    """Take away the hooks that transformers puts on what it sees when hidden states are first asked for."""
+    marks = [module for module in model.modules() if not getattr(module, _MARK, False)]
+    before = {module: list(module._forward_hooks) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, known in before.items():
+            for key in [key for key in module._forward_hooks if key not in known]:
+                del module._forward_hooks[key]
+        for module in marks:
+            if getattr(module, _MARK, False):
+                setattr(module, _MARK, False)
+
+
+_MARK = "_output_capturing_hooks_installed"
+
+
+def holders(model: nn.Module, blocks: Mapping[str, nn.Module]) -> set[str]:
+    """The names of the modules that the blocks are in."""
+    parts = [name.split(".") for name in blocks]
+    return {".".join(name[:depth]) for name in parts for depth in range(len(name))}
+
+
+class _Watch:
+    """What is seen in the one forward."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.flow = Flow()
+        self.names = list(blocks)
+        self.done = 0  # blocks that have been called
+        self.hidden: torch.Tensor | None = None  # what the last of them has passed on
+        self.kept: list[torch.Tensor] = []  # what the first one has returned besides
+
+    @property
+    def phase(self) -> str:
+        return BEFORE if self.done == 0 else AFTER if self.done == len(self.names) else WITHIN
+
+    def outside(self, name: str) -> Callable[..., None]:
+        def called(module: nn.Module, args: Any, output: Any) -> None:
+            self.flow.called[name].add(self.phase)
+            seen = Absent.like(args, output)
+            if name in self.flow.absent and self.flow.absent[name] != seen:
+                seen = Absent()
+            self.flow.absent[name] = seen
+
+        return called
+
+    def enter(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.done:
+            raise twice()
+        self.done = 1
+        self._see_beside(args[1:], kwargs)
+        # Cut off here, so that the loss shows only what goes around the blocks.
+        return with_hidden(args, kwargs, hidden_of(args, kwargs).detach().requires_grad_())
+
+    def leave_first(self, block: nn.Module, args: Any, output: Any) -> Any:
+        entries = output if isinstance(output, tuple) else (output,)
+        if not isinstance(entries[0], torch.Tensor):
+            raise ModelError(
+                f"{type(block).__name__} does not return the hidden state first",
+                where=self.names[0],
+                hint="a pipeline sends one tensor from block to block: let the block return it, or a tuple with it",
+            )
+        self.flow.form = len(output) if isinstance(output, tuple) else None
+        self.hidden = entries[0].detach().requires_grad_()
+        self.kept = [leaf for leaf in tree_leaves(entries[1:]) if isinstance(leaf, torch.Tensor)]
+        return (self.hidden, *entries[1:]) if isinstance(output, tuple) else self.hidden
+
+    def skip(self, name: str, args: Any, kwargs: Any) -> Any:
+        if self.done < len(self.names) and self.names[self.done] == name and hidden_of(args, kwargs) is self.hidden:
+            self.done += 1
+            self._see_beside(args[1:], kwargs)
+            return in_form(self.hidden, self.flow.form)
+        if self.done == len(self.names):
+            raise twice()
+        raise ModelError(
+            f"the model does not hand the hidden state straight from {self.names[self.done - 1]} to {name}",
+            where=name,
+            hint="a pipeline can only be cut where one block's output is the next one's input, and encoder-decoder "
+            "models have two runs of blocks: leave --pipeline-model-parallel-size out",
+        )
+
+    def fill(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Give the hook as many hidden states as the whole model has."""
+        for name, extra in (("hidden_states", 1), ("attentions", 0)):
+            states = getattr(output, name, None)
+            if isinstance(states, tuple) and states:
+                output[name] = (states[0],) * (len(self.names) + extra - len(states)) + states
+        return output
+
+    def _see_beside(self, args: Any, kwargs: Any) -> None:
+        for leaf in tree_leaves((args, {k: v for k, v in kwargs.items() if k != HIDDEN})):
+            if any(leaf is kept for kept in self.kept):
+                raise ModelError(
+                    "the first block makes more than the hidden state for the others",
+                    where=self.names[0],
+                    hint="a pipeline sends one tensor from block to block: leave --pipeline-model-parallel-size out",
+                )
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                self.flow.beside |= set(map(id, reached_parameters(leaf)))
+
+    def check_complete(self) -> None:
+        if self.done == 0:
+            raise not_called()
+        if self.done < len(self.names):
+            raise ModelError(f"the forward uses {self.done} of {len(self.names)} blocks", where=self.names[self.done])
+
+
+class _Skipping(nn.Module):
+    """Stands for a block in the one forward."""
+
+    def __init__(self, watch: _Watch, name: str, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(facts_of(block))
+        self._skip, self._name_in_model = watch.skip, name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._skip(self._name_in_model, args, kwargs)
+
+
+HIDDEN = "hidden_states"
+"""What transformers calls a block's input where it is not the first positional argument."""
+
+
+def hidden_of(args: Any, kwargs: Any) -> torch.Tensor:
+    """The hidden state among a block's arguments."""
+    found = args[0] if args else kwargs.get(HIDDEN)
+    if not isinstance(found, torch.Tensor):
+        raise ModelError(
+            "a block's first argument is not the hidden state", hint="call the blocks with a tensor as first argument"
+        )
+    return found
+
+
+def with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> tuple[Any, Any]:
+    """The arguments with another hidden state."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, HIDDEN: hidden})
+
+
+def in_form(hidden: torch.Tensor, form: int | None) -> Any:
+    """A block's output that passes ``hidden`` on."""
+    return hidden if form is None else (hidden, *[None] * (form - 1))
+
+
+def not_called() -> RapidformerError:
+    """The error of a hook that leaves the model out."""
+    return RapidformerError(
+        "compute_loss did not call the model",
+        where="compute_loss(model, batch)",
+        hint="a pipeline needs the hook to call the model exactly once",
+    )
+
+
+def twice() -> RapidformerError:
+    """The error of a hook that calls the model again."""
+    return RapidformerError(
+        "compute_loss called the model twice",
+        where="compute_loss(model, batch)",
+        hint="under a pipeline the model runs once a micro batch: put both inputs into one batch, or leave "
+        "--pipeline-model-parallel-size out",
+    )

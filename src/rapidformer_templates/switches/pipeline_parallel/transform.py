@@ -1,0 +1,199 @@
+"""The transform that leaves a worker its stages of a model."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.pieces import named_tensors
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import canonical_name, shape_of
+from rapidformer_templates.models.placement import Placement, set_placement
+from rapidformer_templates.models.stand_ins import Absent, Elsewhere, SkippedBlock, put
+from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.switches.pipeline_parallel.tracing import AFTER, BEFORE, WITHIN, holders, trace
+
+
+def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
+    """Leave this worker its blocks and what goes with them; other workers have the rest.
+
+    The model keeps its own forward, and what stays keeps its name. In the place of what goes stand modules
+    without parameters: they pass a block's input on, or give zeros of the right shape where the embedding was.
+
+    Raises:
+        ModelError: the model has no repeated blocks, too few of them, or cannot be cut between them.
+        RapidformerError: the hook does not call the model exactly once.
+    """
+    workers, options = building.workers, building.options
+    found = _Cut(model, building)
+    sizes = found.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
+    set_placement(model, found.leave(sizes, workers.pipeline_rank))
+    return model
+
+
+class _Cut:
+    """A model, and which pipeline ranks need which of its modules outside of the blocks.
+
+    A module that is called before the blocks belongs to the first rank, one that is called after them to the last.
+    One that is never called, that computes something beside the blocks, or whose parameters reach the loss on
+    another way is left on every rank that it may matter on; the gradients of its copies are added up.
+
+    Attributes:
+        places: the pipeline ranks of each such module, by name; the others are everywhere.
+    """
+
+    def __init__(self, model: nn.Module, building: Building) -> None:
+        self.model, self.blocks = model, building.layout.blocks
+        self.pipeline = building.workers.pipeline
+        if not self.blocks:
+            raise ModelError(
+                "pipeline parallelism found no repeated blocks",
+                where=type(model).__name__,
+                hint="keep the blocks in an nn.ModuleList, or leave --pipeline-model-parallel-size out",
+            )
+        self.flow = trace(model, self.blocks, building.try_loss)
+        self.places = self._places()
+
+    def _places(self) -> dict[str, frozenset[int]]:
+        everywhere = frozenset(range(self.pipeline))
+        ends = {BEFORE: frozenset({0}), AFTER: frozenset({self.pipeline - 1}), WITHIN: everywhere}
+        own_of = {name: self._own(name) for name in self.flow.called}
+        after = set().union(*(own_of[name] for name, phases in self.flow.called.items() if AFTER in phases))
+        places: dict[str, frozenset[int]] = {}
+        for name, phases in self.flow.called.items():
+            place: frozenset[int] = frozenset().union(*(ends[phase] for phase in phases))
+            own = own_of[name]
+            if own & self.flow.beyond - after:  # a tied head's matrix reaches the loss through the head
+                place |= ends[AFTER]
+            if own & self.flow.beside or (BEFORE in phases and self.flow.absent[name].kind is None):
+                place = everywhere
+            places[name] = place
+        # Never called: nobody knows where it matters.
+        around = holders(self.model, self.blocks)
+        for name, module in self.model.named_modules():
+            known = name in places or name in around or self._block_of(name) is not None
+            if not known and next(module.parameters(recurse=False), None) is not None:
+                places[name] = everywhere
+        for name in list(places):
+            for outer in _ancestors(name):
+                if outer in places:
+                    places[outer] |= places[name]
+        return places
+
+    def _own(self, name: str) -> set[int]:
+        return {id(p) for p in self.model.get_submodule(name).parameters(recurse=False)}
+
+    def _block_of(self, name: str) -> str | None:
+        return next((outer for outer in (*_ancestors(name), name) if outer in self.blocks), None)
+
+    def sizes(self, stages: int, asked: str | None) -> list[int]:
+        """Blocks of each stage: as asked, or by cost, which is the number of parameters."""
+        count = len(self.blocks)
+        if asked:
+            sizes = [int(size) for size in asked.split(",")]
+            if sum(sizes) != count or len(sizes) != stages:
+                raise ModelError(
+                    f"--pipeline-stages {asked} has {sum(sizes)} blocks in {len(sizes)} stages; the model has {count} "
+                    f"blocks for {stages} stages",
+                    where=type(self.model).__name__,
+                )
+            return sizes
+        if count % self.pipeline or self.pipeline >= count or stages > count:
+            raise ModelError(
+                f"{count} blocks cannot be cut into {stages} stages",
+                where=type(self.model).__name__,
+                hint="the pipeline size is below the number of blocks and divides it (RF010); "
+                "or say how many blocks each stage has: --pipeline-stages 3,2",
+            )
+        front = self._cost(name for name, place in self.places.items() if 0 in place)
+        back = self._cost(name for name, place in self.places.items() if self.pipeline - 1 in place)
+        blocks = [float(sum(math.prod(shape_of(p)) for p in block.parameters())) for block in self.blocks.values()]
+        return cut(front, blocks, back, stages)
+
+    def _cost(self, names: Iterable[str]) -> float:
+        modules = [self.model.get_submodule(name) for name in names]
+        return float(sum(math.prod(shape_of(p)) for m in modules for p in m.parameters(recurse=False)))
+
+    def leave(self, sizes: list[int], rank: int) -> Placement:
+        """Take away what another pipeline rank has; what is left, in the names of the whole model."""
+        stage_of = dict(zip(self.blocks, (s for s, size in enumerate(sizes) for _ in range(size)), strict=True))
+        first_names = {id(tensor): name for name, tensor in named_tensors(self.model).items()}
+        ranks: dict[str, set[int]] = defaultdict(set)
+        parts: dict[str, set[int | None]] = defaultdict(set)
+        for name, tensor in _all_names(self.model):
+            whole = first_names.get(id(tensor))
+            if whole is not None:
+                ranks[whole] |= self._ranks_of(name, stage_of)
+                parts[whole].add(self._part_of(name, stage_of, len(sizes)))
+        mine = [[n for n, s in stage_of.items() if s == stage] for stage in range(rank, len(sizes), self.pipeline)]
+        for name in [*self.places, *self.blocks]:
+            if rank not in self._ranks_of(name, stage_of) and _is_there(self.model, name):
+                put(self.model, name, self._stand_in(name))
+        left = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.model).items()}
+        return Placement(
+            names={name: whole for name, whole in left.items() if name != whole},
+            stages={name: tuple(sorted(found)) for name, found in ranks.items() if len(found) > 1},
+            chunks={
+                name: part
+                for name, found in parts.items()
+                for part in found
+                if part is not None and len(found) == 1 and ranks[name] == {rank}
+            },
+            parts=tuple({name: self.blocks[name] for name in names} for names in mine),
+            blocks_in_all=len(self.blocks),
+            form=self.flow.form,
+        )
+
+    def _stand_in(self, name: str) -> nn.Module:
+        if name in self.blocks:
+            return SkippedBlock(self.flow.form, self.blocks[name])
+        return Elsewhere(self.flow.absent.get(name, Absent()))
+
+    def _ranks_of(self, name: str, stage_of: dict[str, int]) -> frozenset[int]:
+        """The pipeline ranks that have a module or tensor."""
+        block = self._block_of(name)
+        if block is not None:
+            return frozenset({stage_of[block] % self.pipeline})
+        place = frozenset(range(self.pipeline))
+        for outer in (*_ancestors(name), name):
+            place &= self.places.get(outer, place)
+        return place
+
+    def _part_of(self, name: str, stage_of: dict[str, int], stages: int) -> int | None:
+        """The local part whose backward reaches a tensor, if there is but one."""
+        block = self._block_of(name)
+        if block is not None:
+            return stage_of[block] // self.pipeline
+        phases = self.flow.called.get(name.rpartition(".")[0], set())
+        return {BEFORE: 0, AFTER: stages // self.pipeline - 1}.get(next(iter(phases))) if len(phases) == 1 else None
+
+
+def _ancestors(name: str) -> list[str]:
+    """``a.b`` → ``["", "a"]``, for what is around it."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))] if name else []
+
+
+def _all_names(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers under every name that they have."""
+    return [
+        (canonical_name(name), tensor)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    ]
+
+
+def _is_there(model: nn.Module, name: str) -> bool:
+    """Whether a module has not gone with one that it was in."""
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,112 @@
+"""Tensor parallelism: shard each matrix of a block over the workers of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
+from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.switches.tensor_parallel.sequence_switch import SWITCH as SEQUENCE_PARALLEL
+from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
+
+
+@dataclass(frozen=True)
+class TensorParallelFlags:
+    """Acceleration"""
+
+    tensor_model_parallel_size: int = flag(1, "workers that share each block's matrices", metavar="N", minimum=1)
+
+
+def _has_plan(request: Request) -> list[Finding]:
+    kind = request.model.model_type
+    if kind is None or kind in PLANS:
+        return []
+    styles = styles_in_transformers(kind)
+    if styles is None:
+        return []  # an architecture of the model's own code: the model itself is asked once it is built
+    unknown = sorted(styles - KNOWN)
+    if styles and not unknown:
+        return []
+    message = f"the tensor plan of {kind} has styles that this version does not know: {', '.join(unknown)}"
+    return [
+        Finding(
+            message if styles else f"{kind} has no tensor plan",
+            (*request.asked_for("tensor-parallel"), f"architecture {kind}"),
+            switches=("tensor-parallel",),
+        )
+    ]
+
+
+def _not_captured(request: Request) -> list[Finding]:
+    graphs = request.of_family("graph")
+    return [
+        Finding(
+            f"{switch.name} does not work together with tensor-parallel",
+            request.asked_for(switch.name, "tensor-parallel"),
+            switches=(switch.name, "tensor-parallel"),
+        )
+        for switch in graphs
+    ]
+
+
+def _notes(request: Request) -> Sequence[str]:
+    sizes = request.sizes
+    if sizes.tensor <= sizes.local_world:
+        return ()
+    return (
+        f"tensor-parallel: groups of {sizes.tensor} reach over nodes of {sizes.local_world} workers, which is slow",
+    )
+
+
+def _acted(measured: Measured) -> str | None:
+    size, found = measured.plan.sizes.tensor, measured["tensor_parallel_size"]
+    if found == size and any(measured.all("divided_elements")):
+        return None
+    return f"matrices divided over {size} workers were expected; they are divided over {found or 1}"
+
+
+TENSOR_PARALLEL = Switch(
+    name="tensor-parallel",
+    summary="Shard the matrices of each block over N workers.",
+    source="[R, M]",
+    stage=Stage.TENSOR,
+    options=TensorParallelFlags,
+    active=lambda options, sizes: options.tensor_model_parallel_size > 1,
+    on={"tensor_model_parallel_size": 2},
+    off={"tensor_model_parallel_size": 1},
+    predicts=Prediction(
+        dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each matrix")
+        | {
+            "activations": "a share of each block's and of the logits",
+            "time": "sums over the group",
+        }
+    ),
+    templates=("Trainer",),
+    notes=_notes,
+    transform="rapidformer_templates.switches.tensor_parallel.transform:apply",
+    receipt=("parameter_bytes", "parameter_bytes_whole", "tensor_parallel_size", "logits_columns"),
+    acted=_acted,
+    rules=(
+        *LAYOUT_RULES,
+        Rule(
+            "RF064",
+            "Tensor parallelism needs a plan of the architecture.",
+            "a plan says which matrices are divided along which dimension; a guess would compute something else",
+            "[transformers]",
+            _has_plan,
+            Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
+        ),
+        Rule(
+            "RF069",
+            "Captured graphs need the whole model in each worker.",
+            "the exchanges between tensor-parallel workers stand inside the blocks, where a graph is captured",
+            "[torch, onnxruntime]",
+            _not_captured,
+            Example("--tensor-model-parallel-size 2 --onnx-runtime-training --world-size 2"),
+        ),
+    ),
+)
+
+SWITCHES = (TENSOR_PARALLEL, SEQUENCE_PARALLEL)

@@ -1,0 +1,264 @@
+"""Logits that stay divided over the vocabulary, and the cross-entropy that needs no more of them.
+
+:class:`DividedLogits` stands for the whole tensor of logits: a model's own loss and a user's code see the whole shape
+and call ``float``, ``view``, slices and ``torch.nn.functional.cross_entropy`` on it as on any tensor. Only what needs
+the columns of other workers for itself gathers them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, sum_partial
+
+Handler = Callable[..., Any]
+_HANDLERS: dict[Any, Handler] = {}
+
+
+class DividedLogits(torch.Tensor):
+    """Logits of which each worker has a share of the last dimension. Shape, type and device are those of the whole.
+
+    Attributes:
+        local: this worker's columns, with the graph.
+        peers: the workers that have the others.
+    """
+
+    local: torch.Tensor
+    peers: Peers
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, peers: Peers, vocabulary: int) -> DividedLogits:
+        shape = (*local.shape[:-1], vocabulary)
+        self: DividedLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        self.local = local
+        self.peers = peers
+        return self
+
+    def __init__(self, local: torch.Tensor, peers: Peers, vocabulary: int) -> None:
+        """``local``: (…, this worker's tokens); ``vocabulary``: all tokens."""
+
+    def whole(self) -> torch.Tensor:
+        """The logits of all tokens as a plain tensor; every worker of the group must ask for it."""
+        return gather(self.local, self.peers, -1, self.shape[-1], partial=False)
+
+    def with_local(self, local: torch.Tensor) -> DividedLogits:
+        """Other values for the same tokens."""
+        return DividedLogits(local, self.peers, self.shape[-1])
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _OF_THE_WHOLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        handler = _HANDLERS.get(function)
+        result = NotImplemented if handler is None else handler(function, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        args, kwargs = torch.utils._pytree.tree_map_only(DividedLogits, lambda x: x.whole(), (args, kwargs))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(f"{function} was called on divided logits beneath torch's Python functions; call whole() first")
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"DividedLogits({tuple(self.shape)}, {self.local.shape[-1]} columns here)"
+
+
+_T: Any = torch.Tensor
+_OF_THE_WHOLE = {
+    _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.layout.__get__, _T.ndim.__get__,
+    _T.is_cuda.__get__, _T.is_meta.__get__, _T.is_sparse.__get__, _T.is_quantized.__get__, _T.is_nested.__get__,
+    _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__,
+    torch.numel, torch.is_floating_point, torch.is_complex,
+}  # fmt: skip
+"""What is asked of the whole and answered without its values."""
+
+
+def _handles(*functions: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        _HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+@_handles(_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__)
+def _of_the_graph(function: Any, logits: DividedLogits) -> Any:
+    return function(logits.local)
+
+
+@_handles(
+    _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.neg, _T.tanh,
+    torch.clone, torch.detach, torch.neg, torch.tanh,
+)  # fmt: skip
+def _each_by_itself(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(logits, DividedLogits) or any(isinstance(a, DividedLogits) for a in args):
+        return NotImplemented
+    result = function(logits.local, *args, **kwargs)
+    return logits.with_local(result) if isinstance(result, torch.Tensor) else result
+
+
+@_handles(_T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.sub, _T.__sub__, _T.type_as)
+def _with_a_number(function: Any, logits: Any, other: Any) -> Any:
+    if not isinstance(logits, DividedLogits) or isinstance(other, DividedLogits):
+        return NotImplemented
+    if isinstance(other, torch.Tensor) and other.ndim > 0 and function is not _T.type_as:
+        return NotImplemented
+    return logits.with_local(function(logits.local, other))
+
+
+@_handles(_T.view, _T.reshape, torch.reshape)
+def _view(function: Any, logits: DividedLogits, *shape: Any) -> Any:
+    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+        return NotImplemented
+    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
+    vocabulary = logits.shape[-1]
+    if sizes and sizes[-1] == -1:
+        others = math.prod(sizes[:-1])
+        sizes[-1] = logits.numel() // others if others > 0 else 0
+    if not sizes or sizes[-1] != vocabulary:
+        return NotImplemented
+    return logits.with_local(function(logits.local, (*sizes[:-1], logits.local.shape[-1])))
+
+
+@_handles(_T.flatten, torch.flatten)
+def _flatten(function: Any, logits: DividedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim % logits.ndim == logits.ndim - 1 and start_dim % logits.ndim != logits.ndim - 1:
+        return NotImplemented
+    return logits.with_local(function(logits.local, start_dim, end_dim))
+
+
+@_handles(_T.__getitem__)
+def _select(function: Any, logits: DividedLogits, index: Any) -> Any:
+    entries = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(entry, DividedLogits) for entry in entries):
+        return NotImplemented
+    named = sum(_dimensions_of(entry) for entry in entries)
+    if any(entry is Ellipsis for entry in entries):
+        keeps = entries[-1] is Ellipsis or (isinstance(entries[-1], slice) and entries[-1] == slice(None))
+        keeps = keeps and named <= logits.ndim
+    else:
+        keeps = named < logits.ndim or (isinstance(entries[-1], slice) and entries[-1] == slice(None))
+    return logits.with_local(logits.local[index]) if keeps else NotImplemented
+
+
+def _dimensions_of(entry: Any) -> int:
+    """How many dimensions an entry of an index takes."""
+    if entry is None or entry is Ellipsis:
+        return 0
+    return entry.ndim if isinstance(entry, torch.Tensor) and entry.dtype == torch.bool else 1
+
+
+@_handles(_T.sum, torch.sum)
+def _sum(function: Any, logits: DividedLogits, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else sum_partial(logits.local.sum(), logits.peers)
+
+
+@_handles(functional.cross_entropy)
+def _cross_entropy(
+    function: Any,
+    input: Any,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``torch.nn.functional.cross_entropy`` of logits (samples, tokens) or (tokens,) and the indices of targets."""
+    old = size_average is not None or reduce is not None
+    by_index = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.ndim == input.ndim - 1
+    if old or weight is not None or not by_index or input.ndim > 2 or not isinstance(input, DividedLogits):
+        return NotImplemented
+    local = input.local
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.float()  # as autocast does before every cross-entropy
+    begin, _ = input.peers.share(input.shape[-1])
+    rows = local.reshape(-1, local.shape[-1])
+    kind = rows.dtype
+    if kind in (torch.float16, torch.bfloat16):
+        rows = rows.float()
+    losses = _CrossEntropy.apply(
+        rows, target.reshape(-1), input.peers, begin, input.shape[-1], ignore_index, label_smoothing
+    )
+    if reduction == "none":
+        return losses.view(target.shape).to(kind)
+    total = losses.sum()
+    return (total / (target != ignore_index).sum() if reduction == "mean" else total).to(kind)
+
+
+def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
+    """Refuse tokens beyond the vocabulary, which no worker has; the host does not wait for a GPU's answer.
+
+    A GPU asserts it by itself, as for an index that torch looks up whole, and ends the process.
+
+    Args:
+        inside: which are of the vocabulary.
+        what: they are.
+
+    Raises:
+        DataError: on a CPU.
+    """
+    message = f"a {what} is not one of the {vocabulary} tokens of the model"
+    try:
+        torch._assert_async(inside.all(), message)
+    except RuntimeError as error:
+        if message not in str(error):
+            raise
+        raise DataError(
+            message,
+            where="the divided vocabulary (--tensor-model-parallel-size)",
+            hint="use the model's own tokenizer; its ids go from 0 to the vocabulary size, without it",
+        ) from None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy of each row, as in Shoeybi et al., 2019: the workers exchange three numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        peers: Peers,
+        begin: int,
+        vocabulary: int,
+        ignored: int,
+        smoothing: float,
+    ) -> torch.Tensor:
+        counts = target != ignored
+        valid = (target >= 0) & (target < vocabulary)
+        check_inside(valid | ~counts, vocabulary, "target")
+        here = (target >= begin) & (target < begin + logits.shape[-1]) & counts
+        column = (target - begin).masked_fill(~here, 0).unsqueeze(-1)
+        shifted = logits - peers.max(logits.amax(dim=-1)).unsqueeze(-1)
+        picked = shifted.gather(-1, column).squeeze(-1).masked_fill(~here, 0.0)
+        logits_sum = shifted.sum(-1) if smoothing else torch.zeros_like(picked)
+        shares = shifted.exp_()
+        scale, picked, logits_sum = peers.sum(torch.stack([shares.sum(-1), picked, logits_sum]))
+        shares /= scale.unsqueeze(-1)
+        ctx.save_for_backward(shares, column, here, counts)
+        ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
+        loss = scale.log() - (1 - smoothing) * picked - smoothing / vocabulary * logits_sum
+        return loss.masked_fill(~counts, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        shares, column, here, counts = ctx.saved_tensors
+        gradient = gradient.masked_fill(~counts, 0.0).unsqueeze(-1)
+        result = shares * gradient
+        result.scatter_add_(-1, column, -(1 - ctx.smoothing) * gradient * here.unsqueeze(-1))
+        if ctx.smoothing:
+            result -= ctx.smoothing / ctx.vocabulary * gradient
+        return result, None, None, None, None, None, None

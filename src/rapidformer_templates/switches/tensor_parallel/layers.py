@@ -1,0 +1,245 @@
+"""The forwards of divided layers. Each takes the place of a module's ``forward``; parameters keep their names.
+
+Parameters are DTensors; the layers compute with what this worker holds of them, and exchange activations where a
+region of divided layers begins and ends. So everything between layers is a plain tensor, as the model's code expects.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rapidformer_templates.switches.tensor_parallel.collectives import (
+    Peers,
+    enter,
+    enter_all,
+    gather,
+    own_share,
+    sum_partial,
+    sum_share,
+)
+from rapidformer_templates.switches.tensor_parallel.divided_logits import DividedLogits, check_inside
+from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
+from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards, first_argument
+
+Forward = Callable[..., Any]
+
+OTHER_SEQUENCES = ("key_value_states", "encoder_hidden_states")
+"""Arguments by which attention is given what an encoder put out; it is whole, also under sequence parallelism."""
+
+
+@dataclass(frozen=True)
+class Regions:
+    """What happens at the borders of divided regions.
+
+    Attributes:
+        peers: the workers that share the model.
+        streams: of random numbers.
+        shards: of the sequence; None without sequence parallelism.
+    """
+
+    peers: Peers
+    streams: Streams
+    shards: SequenceShards | None = None
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of the sequence that is divided here, if one is."""
+        return self.shards.length if self.shards else None
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole of what goes into divided layers."""
+        if self.length is None:
+            self.streams.diverge()
+            return enter(x, self.peers)
+        return gather(x, self.peers, DIM, self.length, partial=True)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        """From the partial results of divided layers to what follows them."""
+        if self.length is None:
+            self.streams.rejoin()
+            return sum_partial(x, self.peers)
+        return sum_share(x, self.peers, DIM)
+
+
+class OnLocalParameters:
+    """A module's own forward; while it runs, the module's parameters are what this worker holds of them.
+
+    Args:
+        module: has parameters of its own.
+        forward: its forward.
+        partial: keys of whole parameters of which each worker computes a part of the gradient.
+        peers: those workers.
+    """
+
+    def __init__(self, module: nn.Module, forward: Forward, partial: Collection[str], peers: Peers) -> None:
+        functools.update_wrapper(self, forward)
+        self.module = module
+        self.forward = forward
+        self.partial = sorted(partial)
+        self.peers = peers
+
+    def parts(self) -> dict[str, torch.Tensor | None]:
+        """What this worker holds of each parameter, with a graph through which gradients come back whole."""
+        held: dict[str, torch.Tensor | None] = {}
+        for key, parameter in self.module._parameters.items():
+            held[key] = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if self.partial and torch.is_grad_enabled():
+            whole = enter_all([part for key in self.partial if (part := held[key]) is not None], self.peers)
+            held |= dict(zip(self.partial, whole, strict=True))
+        return held
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attributes = self.module.__dict__
+        parameters = attributes["_parameters"]
+        attributes["_parameters"] = self.parts()
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            attributes["_parameters"] = parameters
+
+
+class Region:
+    """A module whose inputs go into divided layers that it contains."""
+
+    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.regions = regions
+        self.first = first_argument(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name in OTHER_SEQUENCES:
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = enter(kwargs[name], self.regions.peers)
+        if args:
+            return self.forward(self.regions.begin(args[0]), *args[1:], **kwargs)
+        kwargs[self.first] = self.regions.begin(kwargs[self.first])
+        return self.forward(**kwargs)
+
+
+class EnteringColumn:
+    """A column-parallel layer of a module of which nothing is known: a region begins at the layer itself."""
+
+    def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.regions = regions
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.regions.streams.apart:
+            self.regions.streams.diverge()
+        return self.forward(enter(x, self.regions.peers))
+
+
+class AroundColumns:
+    """A module that contains such layers: it begins on the shared stream of random numbers."""
+
+    def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.regions = regions
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.regions.streams.forget()
+        return self.forward(*args, **kwargs)
+
+
+class Experts:
+    """Experts of which each worker has a share of every one's features: inputs and weights are whole."""
+
+    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.regions = regions
+
+    def __call__(self, *args: Any) -> Any:
+        peers = self.regions.peers
+        entered = [enter(x, peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+        return sum_partial(self.forward(*entered), peers)
+
+
+class Row:
+    """A layer of which each worker has a share of the input features. It ends a region; its bias follows the sum."""
+
+    def __init__(self, module: nn.Module, forward: OnLocalParameters, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.own = forward
+        self.transposed = isinstance(module, nn.Linear)
+        self.regions = regions
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.own.parts()
+        weight, bias = parts["weight"], parts["bias"]
+        assert weight is not None
+        result = self.regions.end(nn.functional.linear(x, weight) if self.transposed else x @ weight)
+        return result if bias is None else result + bias.to(result.dtype)
+
+
+class SplitRow(Row):
+    """A row-parallel layer that is given whole activations."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(own_share(x, self.regions.peers, -1, even=False))
+
+
+class GatheredColumn:
+    """A column-parallel layer that gives whole activations."""
+
+    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.regions = regions
+        self.features = module.weight.shape[0]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return gather(self.forward(enter(x, self.regions.peers)), self.regions.peers, -1, self.features, partial=False)
+
+
+class VocabularyEmbedding:
+    """An embedding of which each worker has the rows of some tokens."""
+
+    def __init__(self, module: nn.Embedding, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.peers = regions.peers
+        self.vocabulary = module.num_embeddings
+        self.begin, self.end = self.peers.share(self.vocabulary)
+        padding = module.padding_idx
+        held = padding is not None and self.begin <= padding < self.end
+        module.padding_idx = padding - self.begin if padding is not None and held else None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        check_inside((tokens >= 0) & (tokens < self.vocabulary), self.vocabulary, "token of the input")
+        elsewhere = (tokens < self.begin) | (tokens >= self.end)
+        rows = self.forward((tokens - self.begin).masked_fill(elsewhere, 0))
+        return sum_partial(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)
+
+
+class VocabularyHead:
+    """The layer of the logits, of which each worker has the columns of some tokens.
+
+    In training its output stays divided; see :class:`DividedLogits`. In evaluation it is whole.
+
+    Attributes:
+        columns: (held on this worker, in all) of the latest logits.
+    """
+
+    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+        functools.update_wrapper(self, forward)
+        self.module = module
+        self.forward = forward
+        self.peers = regions.peers
+        self.vocabulary = module.weight.shape[0]
+        self.columns: tuple[int, int] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        logits = DividedLogits(self.forward(enter(x, self.peers)), self.peers, self.vocabulary)
+        self.columns = (logits.local.shape[-1], self.vocabulary)
+        return logits if self.module.training else logits.whole()

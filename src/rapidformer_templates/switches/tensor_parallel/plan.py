@@ -1,0 +1,262 @@
+"""Which dimension of each parameter is divided under tensor parallelism. Pure: it works on the meta device.
+
+A plan gives modules their styles. It comes from the model itself (``tensor_plan``, or the ``_tp_plan`` that
+transformers puts together from a model's configuration) or, for architectures without one, from here.
+Column parallel divides the output features of a layer, row parallel its input features, so that a pair of them
+needs one sum over the workers (Shoeybi et al., 2019, section 3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.stand_ins import Elsewhere
+from rapidformer_templates.switches.tensor_parallel.styles import (
+    COLUMN,
+    EMBEDDING,
+    EXPERTS,
+    GATHERED_COLUMN,
+    KNOWN,
+    LOCAL_SIZES,
+    PARTIAL,
+    PARTS,
+    PLANS,
+    REPLICATED,
+    ROW,
+    SPLIT_ROW,
+    VOCABULARY_HEAD,
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is divided: along ``dim``, each of ``parts`` equal parts of that dimension by itself."""
+
+    dim: int
+    parts: int = 1
+
+    @property
+    def placement(self) -> Placement:
+        return _StridedShard(self.dim, split_factor=self.parts) if self.parts > 1 else Shard(self.dim)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What tensor parallelism does to a model.
+
+    Attributes:
+        styles: of modules, by name; modules that are not named keep whole parameters.
+        cuts: by parameter name, every name of a tied parameter among them; whole parameters are not named.
+        partial: names of whole parameters of which each worker computes a part of the gradient.
+        local_sizes: attributes of regions that are to be divided.
+        given: it is the model's own ``tensor_plan``, which promises nothing of what stands beside divided layers.
+    """
+
+    styles: Mapping[str, str]
+    cuts: Mapping[str, Cut]
+    partial: frozenset[str]
+    local_sizes: tuple[str, ...] = ()
+    given: bool = False
+
+    def parents(self, styles: frozenset[str]) -> list[str]:
+        """Names of the modules that contain one with such a style."""
+        return sorted({name.rpartition(".")[0] for name, style in self.styles.items() if style in styles})
+
+
+def shard_dims(model: nn.Module) -> dict[str, int | None]:
+    """The dimension along which each parameter of ``named_parameters`` is divided; None is whole on each worker.
+
+    Raises:
+        ModelError: see :func:`plan_of`.
+    """
+    cuts = plan_of(model).cuts
+    return {name: cuts[name].dim if name in cuts else None for name, _ in model.named_parameters()}
+
+
+def plan_of(model: nn.Module) -> TensorPlan:
+    """The plan of a model.
+
+    Raises:
+        ModelError: it has none, or one that cannot be followed: a style or a layer that is not known here, or a
+            parameter that is shared by layers which divide it differently.
+    """
+    styles = _styles_of(model)
+    cuts: dict[int, Cut] = {}
+    partial: set[int] = set()
+    for name, style in styles.items():
+        for parameter, cut in _divided(model, name, style):
+            if cut is not None and cuts.setdefault(id(parameter), cut) != cut:
+                raise ModelError(f"{name} shares a parameter that is divided otherwise", where=_WHERE)
+            if style == PARTIAL:
+                partial.add(id(parameter))
+    named = list(model.named_parameters(remove_duplicate=False))
+    return TensorPlan(
+        styles,
+        {name: cuts[id(p)] for name, p in named if id(p) in cuts},
+        frozenset(name for name, p in named if id(p) in partial),
+        LOCAL_SIZES.get(_type_of(model), ()),
+        given=bool(getattr(model, "tensor_plan", None)),
+    )
+
+
+def _type_of(model: nn.Module) -> str:
+    settings: Any = getattr(model, "config", None)
+    return getattr(settings, "model_type", None) or ""
+
+
+def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
+    """Raise a :class:`ModelError` when ``size`` workers cannot share the heads or the parts of fused matrices.
+
+    Vocabulary and feed-forward width need not divide: the last worker's share is smaller.
+    """
+    settings: Any = getattr(model, "config", None)
+    for key, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
+        heads = getattr(settings, key, None)
+        if isinstance(heads, int) and heads % size:
+            hint = f"choose a tensor size that divides {heads}"
+            raise ModelError(
+                f"{heads} {words} cannot be divided over {size} workers",
+                where="--tensor-model-parallel-size",
+                hint=hint,
+            )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, cut in plan.cuts.items():
+        length = parameters[name].shape[cut.dim]
+        if length < size or (cut.parts > 1 and length % (cut.parts * size)):
+            message = f"{name} of shape {tuple(parameters[name].shape)} cannot be divided over {size} workers"
+            raise ModelError(message, where="--tensor-model-parallel-size", hint="choose a smaller tensor size")
+
+
+_WHERE = "tensor plan"
+
+
+def _styles_of(model: nn.Module) -> dict[str, str]:
+    """Styles of modules and of parameters that a plan names themselves."""
+    patterns = _patterns_of(model)
+    unknown = sorted({style for style in patterns.values() if style not in KNOWN})
+    if unknown:
+        raise ModelError(
+            f"the tensor plan of {type(model).__name__} has styles that are not known here: {', '.join(unknown)}",
+            where=_WHERE,
+            hint=f"known are {', '.join(sorted(KNOWN))}",
+        )
+    expressions = [(re.compile(_expression(pattern)), style) for pattern, style in patterns.items()]
+    # What another pipeline stage has is not divided here.
+    names = {name for name, module in model.named_modules() if not isinstance(module, Elsewhere)} | {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    styles: dict[str, str] = {}
+    for name in sorted(names):
+        style = next((style for expression, style in expressions if expression.fullmatch(name)), None)
+        if style is not None:
+            styles[name] = style
+    if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
+        raise _no_plan(model)
+    return styles | _vocabulary(model)
+
+
+def _patterns_of(model: nn.Module) -> Mapping[str, str]:
+    """The plan that the model carries, or ours for its architecture."""
+    plans = (getattr(model, "tensor_plan", None), getattr(model, "_tp_plan", None), PLANS.get(_type_of(model)))
+    plan: Any = next((plan for plan in plans if plan), None)
+    if plan is None:
+        raise _no_plan(model)
+    found: Mapping[str, str] = plan
+    return found
+
+
+def _no_plan(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} has no tensor plan: nothing says which of its matrices are divided, and how",
+        where="--tensor-model-parallel-size",
+        hint="use an architecture that has one (llama, qwen2, mistral, gpt_neox, gpt2, bert, roberta, t5 …), or give "
+        'the model an attribute such as tensor_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
+    )
+
+
+def _expression(pattern: str) -> str:
+    """A plan's pattern as a regular expression: ``*`` is a number; the name may have a prefix."""
+    return r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+")
+
+
+def _vocabulary(model: nn.Module) -> dict[str, str]:
+    """The embeddings of tokens, and the head that gives their logits."""
+    styles: dict[str, str] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        embedding, head = _asked(part.get_input_embeddings), _asked(part.get_output_embeddings)
+        if type(embedding) is nn.Embedding and embedding in names:
+            styles[names[embedding]] = EMBEDDING
+        if type(head) is nn.Linear and head in names:
+            styles[names[head]] = VOCABULARY_HEAD
+    return styles
+
+
+def _asked(question: Any) -> nn.Module | None:
+    try:
+        found: nn.Module | None = question()
+    except (AttributeError, NotImplementedError):  # how transformers says that there is none, or none in this stage
+        return None
+    return found
+
+
+def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Cut | None]]:
+    """The parameters that a styled name stands for, each with its cut; None is whole."""
+    if style == REPLICATED:
+        return
+    owner, _, key = name.rpartition(".")
+    parameter = _submodule(model, owner)._parameters.get(key)
+    if parameter is not None:
+        yield parameter, _cut_of_parameter(name, parameter, style)
+        return
+    if style == EXPERTS:  # a region; the plan names its parameters one by one
+        return
+    module = model.get_submodule(name)
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield parameter, _cut_in_layer(name, module, key, style)
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name) if name else model
+
+
+def _cut_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Cut | None:
+    """Of a parameter by itself: experts keep theirs as (experts, output features, input features)."""
+    if style == PARTIAL:
+        return None
+    if style in ("colwise", "packed_colwise") and parameter.ndim == 3:
+        return Cut(1, PARTS.get(style, 1))
+    if style in ROW and parameter.ndim == 3:
+        return Cut(2)
+    if style == "colwise" and parameter.ndim == 1:
+        return Cut(0)
+    raise ModelError(f"{name} of shape {tuple(parameter.shape)} cannot be {style}", where=_WHERE)
+
+
+def _cut_in_layer(name: str, layer: nn.Module, key: str, style: str) -> Cut | None:
+    if style == PARTIAL:
+        return None
+    if isinstance(layer, nn.Embedding) and style in (EMBEDDING, "embedding_colwise"):
+        return Cut(0 if style == EMBEDDING else 1)
+    if isinstance(layer, (nn.Linear, Conv1D)):
+        # Linear keeps (output, input) features, Conv1D (input, output).
+        output, input_ = (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
+        divides_output = style in (*COLUMN, GATHERED_COLUMN, VOCABULARY_HEAD)
+        if style in (*ROW, SPLIT_ROW):
+            return Cut(input_) if key == "weight" else None
+        if divides_output:
+            return Cut(output if key == "weight" else 0, PARTS.get(style, 1))
+    raise ModelError(f"{name}, a {type(layer).__name__}, cannot be {style}", where=_WHERE, hint="use another plan")

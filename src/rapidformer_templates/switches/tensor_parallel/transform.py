@@ -1,0 +1,232 @@
+"""Tensor and sequence parallelism as a transform of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from transformers.pytorch_utils import Conv1D
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.parallel.boxes import cut
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.switches.tensor_parallel import plan as tensor_plan
+from rapidformer_templates.switches.tensor_parallel import styles as tensor_styles
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+from rapidformer_templates.switches.tensor_parallel.layers import (
+    AroundColumns,
+    EnteringColumn,
+    Experts,
+    GatheredColumn,
+    OnLocalParameters,
+    Region,
+    Regions,
+    Row,
+    SplitRow,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
+from rapidformer_templates.switches.tensor_parallel.plan import TensorPlan
+from rapidformer_templates.switches.tensor_parallel.random_streams import Streams, draws_random_numbers
+from rapidformer_templates.switches.tensor_parallel.sequence import OnWholeSequence, SequenceShards
+
+LAYERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(tensor_styles.ROW, Row),
+    tensor_styles.SPLIT_ROW: SplitRow,
+    tensor_styles.GATHERED_COLUMN: GatheredColumn,
+    tensor_styles.EMBEDDING: VocabularyEmbedding,
+    tensor_styles.VOCABULARY_HEAD: VocabularyHead,
+    tensor_styles.EXPERTS: Experts,
+}
+"""What takes the place of a styled module's forward; column-parallel layers keep theirs."""
+
+
+@dataclass
+class TensorParallel:
+    """What the transform leaves at the model, as its attribute ``tensor_parallel``.
+
+    Attributes:
+        peers: the workers that share the model.
+        head: the layer of the logits, if the model has one.
+        shards: of the sequence; None without sequence parallelism.
+    """
+
+    peers: Peers
+    head: VocabularyHead | None
+    shards: SequenceShards | None
+
+
+def apply(model: nn.Module, building: Building) -> nn.Module:
+    """Divide a model over the workers of its tensor-parallel group; with sequence parallelism if the plan has it.
+
+    Afterwards each parameter is a DTensor on ``mesh["tensor"]`` under its old name (tied ones are still one object),
+    and the model computes what it did before. A backward leaves the gradient of its shard in a divided parameter, and
+    in a whole one the whole gradient, equal on all workers of the group: the workers sum what they have of it in the
+    backward itself, so that an engine may take gradients as they come. In training the logits are
+    :class:`~.vocabulary.DividedLogits`.
+
+    Raises:
+        ModelError: the model has no tensor plan, or one that cannot be followed.
+    """
+    assert building.workers.mesh is not None
+    mesh = building.workers.mesh["tensor"]
+    peers = Peers(mesh.get_group(), mesh.size(), building.workers.tensor_rank)
+    plan = tensor_plan.plan_of(model)
+    tensor_plan.check_sizes(model, plan, peers.size)
+    streams = Streams(peers.rank, active=draws_random_numbers(model))
+    shards = SequenceShards(peers, streams) if "sequence-parallel" in building.plan.switches else None
+    blocks = _lists_of(building, model)
+    if shards is not None and not blocks:
+        raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
+    if shards is not None and plan.given:
+        hint = "leave out --sequence-parallel"
+        message = "sequence parallelism needs a plan of the architecture, and the model brings a tensor_plan of its own"
+        raise ModelError(message, where="--sequence-parallel", hint=hint)
+    partial = plan.partial | (_computed_on_shards(model, plan, blocks) if shards else frozenset())
+    head = _install(model, plan, Regions(peers, streams, shards), partial)
+    if shards is not None:
+        shards.install(model, blocks)
+    _shard_parameters(model, plan, mesh, peers)
+    model.tensor_parallel = TensorParallel(peers, head, shards)  # type: ignore[assignment]
+    return model
+
+
+def measures(model: nn.Module) -> dict[str, Callable[[], Any]]:
+    """What shows that a model is divided; nothing for another one.
+
+    ``tensor_parallel_size``; ``logits_columns`` and ``sequence_tokens``: [held on this worker, in all] of the latest
+    forward, None where this worker has no head or divides no sequence.
+    """
+    found: TensorParallel | None = getattr(model, "tensor_parallel", None)
+    if found is None:
+        return {}
+    head, shards = found.head, found.shards
+    return {
+        "tensor_parallel_size": lambda: found.peers.size,
+        "logits_columns": lambda: head and head.columns,
+        "sequence_tokens": lambda: shards and shards.held,
+    }
+
+
+def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
+    """The blocks of this model, list by list; of a pipeline's stages, stage by stage."""
+    parts = placement_of(model).parts
+    if parts is not None:
+        return [list(part.values()) for part in parts]
+    there = set(model.modules())
+    lists: dict[str, list[nn.Module]] = {}
+    for name, block in building.layout.blocks.items():
+        if block in there:
+            lists.setdefault(name.rpartition(".")[0], []).append(block)
+    return list(lists.values())
+
+
+def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: frozenset[str]) -> VocabularyHead | None:
+    """Replace the forwards of all modules that have parameters or border on a region."""
+    for name, module in model.named_modules():
+        keys = [key for key, parameter in module._parameters.items() if parameter is not None]
+        if keys:
+            parts = [key for key in keys if f"{name}.{key}" in partial]
+            module.forward = OnLocalParameters(module, module.forward, parts, regions.peers)
+    head: VocabularyHead | None = None
+    modules = dict(model.named_modules())
+    for name, style in plan.styles.items():
+        if name in modules and style in LAYERS:
+            module = modules[name]
+            module.forward = layer = LAYERS[style](module, module.forward, regions)
+            head = layer if isinstance(layer, VocabularyHead) else head
+        elif name in modules and style in tensor_styles.COLUMN:
+            module = modules[name]
+            if isinstance(module, Conv1D):
+                module.nf //= regions.peers.size
+            if plan.given:
+                module.forward = EnteringColumn(module, module.forward, regions)
+    for name in _regions_of(plan, modules):
+        region = modules[name]
+        _check_region(model, plan, name, region)
+        for size in plan.local_sizes:
+            if hasattr(region, size):
+                setattr(region, size, getattr(region, size) // regions.peers.size)
+        region.forward = (AroundColumns if plan.given else Region)(region, region.forward, regions)
+    if regions.shards is not None:
+        for name in _run_whole(plan):
+            modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
+    return head
+
+
+def _regions_of(plan: TensorPlan, modules: dict[str, nn.Module]) -> list[str]:
+    """Names of the modules whose inputs go into column-parallel layers."""
+    columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_styles.COLUMN}
+    return sorted({name.rpartition(".")[0] for name in columns})
+
+
+def _run_whole(plan: TensorPlan) -> list[str]:
+    """Names of the modules inside blocks whose layers take and give whole activations."""
+    return plan.parents(frozenset({tensor_styles.GATHERED_COLUMN, tensor_styles.EXPERTS}))
+
+
+def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Module) -> None:
+    """Every parameter inside a region must be of the plan: of others, each worker would have a partial gradient."""
+    inside = [f"{name}.{key}" for key, _ in region.named_parameters()]
+    others = [
+        p for p in inside if p not in plan.cuts and p not in plan.partial and p.rpartition(".")[0] not in plan.styles
+    ]
+    if others:
+        raise ModelError(
+            f"the tensor plan divides layers of {name} and says nothing of {', '.join(others[:4])} among them",
+            where=type(model).__name__,
+            hint="give each parameter beside column-parallel layers a style",
+        )
+
+
+def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequence[nn.Module]]) -> frozenset[str]:
+    """Names of whole parameters that see a stretch of the sequence: those of the blocks, but for what runs whole.
+
+    Raises:
+        ModelError: there is a matrix among them. What is not divided in a block must take each token by itself, as
+            norms and biases do; attention without a plan would not.
+    """
+    whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
+    inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found = {name for name, p in named.items() if id(p) in inside and name not in plan.cuts}
+    matrices = sorted(name for name in found if named[name].ndim > 1)
+    if matrices:
+        raise ModelError(
+            f"the tensor plan leaves {', '.join(matrices[:3])} whole, which may need the whole sequence",
+            where="--sequence-parallel",
+            hint="leave out --sequence-parallel for this model",
+        )
+    return frozenset(found)
+
+
+def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers) -> None:
+    """Put DTensors in the place of all parameters; the first worker's values count."""
+    sharded: dict[int, nn.Parameter] = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for buffer in model.buffers():
+        dist.broadcast(buffer, group=peers.group, group_src=0)
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in sharded:
+                found = plan.cuts.get(names[id(parameter)])
+                sharded[id(parameter)] = _sharded(parameter, found.placement if found else Replicate(), mesh, peers)
+            module._parameters[key] = sharded[id(parameter)]
+
+
+def _sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, peers: Peers) -> nn.Parameter:
+    whole = parameter.detach()
+    dist.broadcast(whole, group=peers.group, group_src=0)
+    part = cut(whole, [placement], [peers.size], [peers.rank])
+    shard = DTensor.from_local(
+        part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+    )
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)

@@ -1,0 +1,177 @@
+"""torch.compile: the model's graphs compiled by one of torch's backends."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer_templates.planning.changes import replace
+from rapidformer_templates.planning.environment import compile_backends
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Stage,
+    Switch,
+    always,
+)
+from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes
+
+DEFAULT = "inductor"
+WHOLE = ("mixture-of-experts", "checkpoint-activations")
+# Backends that torch lists, but that are packages of their own: the module, and what to install.
+PACKAGES = {
+    "tvm": ("tvm", "pip install apache-tvm"),
+    "openxla": ("torch_xla", "pip install torch_xla"),
+    "openxla_eval": ("torch_xla", "pip install torch_xla"),
+}
+
+
+@dataclass(frozen=True)
+class TorchCompileFlags:
+    """Acceleration"""
+
+    torch_compile: str | None = flag(
+        None, "compile the blocks with this backend; alone: inductor", bare=DEFAULT, metavar="BACKEND", choice="graph"
+    )
+
+
+def _shapes(request: Request) -> int:
+    """Most shapes of a training batch; 0 is not known."""
+    active = "dynamic-shape" in request.active
+    return max_shapes(request.config.switches["dynamic-shape"]) if active else 0
+
+
+def _engine_options(request: Request) -> Mapping[str, Any]:
+    return {"compile_shapes": _shapes(request)}
+
+
+def _notes(request: Request) -> Sequence[str]:
+    shapes = _shapes(request)
+    graphs = f"a graph for each of at most {shapes} shapes" if shapes else "shapes that vary share a graph"
+    return (f"torch-compile: {request.config.get('torch_compile')}, block by block; {graphs}",)
+
+
+def _known_backend(request: Request) -> list[Finding]:
+    name = request.config.get("torch_compile")
+    known = None if name == DEFAULT else compile_backends()  # else torch need not be imported
+    if known is None or name in known:
+        return []
+    near = difflib.get_close_matches(name, known, n=1)
+    message = f"torch has no compiler backend '{name}'; it has: {', '.join(known)}"
+    changes = (replace({"torch_compile": [*near, DEFAULT][0]}),)
+    return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
+
+
+def _can_compile(request: Request) -> list[Finding]:
+    missing = _what_is_missing(request)
+    if missing is None:
+        return []
+    message = f"the backend {request.config.get('torch_compile')} needs {missing}"
+    changes = (replace({"torch_compile": "aot_eager"}, "whole graphs, but nothing in them is made faster"),)
+    return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]
+
+
+def _what_is_missing(request: Request) -> str | None:
+    backend, place = request.config.get("torch_compile"), request.environment
+    if backend in PACKAGES and PACKAGES[backend][0] not in place.packages:
+        return "{}, which is not installed: {}".format(*PACKAGES[backend])
+    if backend == "cudagraphs" and place.device == "cpu":
+        return "a GPU"
+    if backend == DEFAULT and place.device == "cpu" and place.cxx is None:
+        return "a C++ compiler, and there is none: apt install g++, or name yours in CXX"
+    if backend == DEFAULT and place.compute_capability and "triton" not in place.packages:
+        return "triton, which is not installed: pip install triton"
+    return None
+
+
+def _cut_parameters(request: Request) -> list[Finding]:
+    if "zero-3" not in request.active:
+        return []
+    asked = request.asked_for("torch-compile", "zero-3")
+    message = "torch-compile does not work together with zero-3"
+    return [Finding(message, asked, switches=("torch-compile", "zero-3"))]
+
+
+def _checkpointed_experts(request: Request) -> list[Finding]:
+    if not request.active.keys() >= set(WHOLE):
+        return []
+    names = ("torch-compile", *WHOLE)
+    message = "checkpointed blocks with experts cannot be compiled"
+    return [Finding(message, request.asked_for(*names), switches=names)]
+
+
+def _acted(measured: Measured) -> str | None:
+    found = measured.all("compile")
+    if any(report["graphs"] for report in found):
+        return None
+    reasons = [reason for report in found for reason in report["not_compiled"]]
+    return f"compiled graphs were expected; there is none{': ' if reasons else ''}{'; '.join(reasons[:1])}"
+
+
+SWITCH = Switch(
+    name="torch-compile",
+    summary="Compile the model's blocks (torch.compile).",
+    source="[S]",
+    stage=Stage.COMPILE,
+    options=TorchCompileFlags,
+    active=lambda options, sizes: options.torch_compile is not None,
+    on={"torch_compile": DEFAULT},
+    off={"torch_compile": None},
+    predicts=Prediction(
+        unknown=always(
+            activations="the compiler fuses operations and computes some again; the eager model is predicted",
+            time="the compiler fuses operations; the eager model is predicted",
+        )
+    ),
+    family="graph",
+    claims=frozenset({Resource.GRAPH}),
+    notes=_notes,
+    engine_options=_engine_options,
+    transform="rapidformer_templates.switches.torch_compile.transform:compile_blocks",
+    receipt=("compile",),
+    acted=_acted,
+    rules=(
+        Rule(
+            "RF082",
+            "The backend of --torch-compile is one that torch lists.",
+            "torch looks backends up by name, and would fail in the first step",
+            "[torch]",
+            _known_backend,
+            Example("--torch-compile nosuch"),
+        ),
+        Rule(
+            "RF083",
+            "The backend of --torch-compile has the compiler, the package or the GPU that it needs.",
+            "a graph that cannot be compiled would end the run in its first step",
+            "[torch]",
+            _can_compile,
+            Example("--torch-compile", machine={"cxx": None}),
+        ),
+        Rule(
+            "RF084",
+            "torch.compile needs whole blocks: no ZeRO-3.",
+            "DeepSpeed gathers and frees parameters in hooks on the modules inside of a block, and each of them "
+            "breaks the block's graph",
+            "[deepspeed, torch]",
+            _cut_parameters,
+            Example("--torch-compile --zero-3-memory-optimization --world-size 2"),
+        ),
+        Rule(
+            "RF106",
+            "torch.compile needs checkpointed blocks that are one graph: no experts in them.",
+            "the gate of a mixture breaks the graph of its block, and torch leaves checkpointed blocks with a break as "
+            "they are",
+            "[torch]",
+            _checkpointed_experts,
+            Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations"),
+        ),
+    ),
+)

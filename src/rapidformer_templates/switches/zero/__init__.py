@@ -1,0 +1,1 @@
+"""ZeRO by DeepSpeed, and DeepSpeed files."""

@@ -1,0 +1,156 @@
+"""ZeRO-1, -2 and -3: partition the model's states over the data-parallel workers with DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out
+from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import Example, Measured, Prediction, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.switches.mixed_precision import precision
+from rapidformer_templates.switches.zero.file_switch import DEEPSPEED
+from rapidformer_templates.switches.zero.file_switch import SWITCH as FILE
+
+
+@dataclass(frozen=True)
+class Zero1Flags:
+    """Acceleration"""
+
+    zero_1_memory_optimization: bool = flag(False, "ZeRO-1: shard the optimizer state (DeepSpeed)", choice=PARTITIONING)
+
+
+@dataclass(frozen=True)
+class Zero2Flags:
+    """Acceleration"""
+
+    zero_2_memory_optimization: bool = flag(
+        False, "ZeRO-2: shard optimizer state and gradients (DeepSpeed)", choice=PARTITIONING
+    )
+
+
+@dataclass(frozen=True)
+class Zero3Flags:
+    """Acceleration"""
+
+    zero_3_memory_optimization: bool = flag(
+        False, "ZeRO-3: shard optimizer state, gradients and parameters (DeepSpeed)", choice=PARTITIONING
+    )
+    zero_3_param_persistence_threshold: int = flag(
+        100_000, "ZeRO-3 keeps parameters of fewer elements whole: more memory, less to gather", minimum=0
+    )
+    zero_3_prefetch_bucket_size: int = flag(
+        50_000_000, "elements that ZeRO-3 gathers ahead of their use: more memory, less waiting", minimum=0
+    )
+    zero_3_max_live_parameters: int = flag(
+        1_000_000_000, "elements of whole parameters that ZeRO-3 may hold at a time", minimum=0
+    )
+
+
+ONLY_IN_TRAINER = Rule(
+    "RF002",
+    "ZeRO needs the Trainer template.",
+    "ZeRO partitions through DeepSpeed, which owns the optimizer step",
+    "[R]",
+    needs_template("zero-1", "zero-2", "zero-3"),
+    Example("--template Finetuner --zero-3-memory-optimization --world-size 2"),
+)
+
+
+def _engine_options(request: Request) -> Mapping[str, Any]:
+    return {"deepspeed": deepspeed_file.effective(request, precision(request.config, request.environment))}
+
+
+def _notes(request: Request) -> Sequence[str]:
+    return ("ZeRO: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
+
+
+def _notes_under_3d(request: Request) -> Sequence[str]:
+    what = "the product's own sharding over the data-parallel workers takes DeepSpeed's place under 3D parallelism"
+    idle = "; there is one of them, so there is nothing to shard" if request.sizes.data == 1 else ""
+    return (f"ZeRO: {what}{idle}",)
+
+
+def _under_3d(shards: str) -> Mapping[str, Any]:
+    return {
+        "needs_package": None,
+        "engine": None,
+        "engine_options": lambda request: {"shard_over_data": shards},
+        "notes": _notes_under_3d,
+        "rules": (ONLY_IN_TRAINER,),
+    }
+
+
+PREDICTION = Prediction(
+    {
+        "parameters": "in the type that is computed in; of ZeRO-3 a share, and small ones whole",
+        "gradients": "a share, and those of parameters that two workers share whole",
+        "optimizer": "a share, with fp32 masters",
+        "activations": "DeepSpeed's bucket and what it gathers beside them",
+        "time": "what the replicas exchange",
+    }
+)
+
+
+def _cut(measured: Measured) -> str | None:
+    """ZeRO-3 cuts what is above its threshold; a model may have nothing so large."""
+    settings = measured["zero_optimization"] or {}
+    threshold = settings.get("param_persistence_threshold", 0)
+    return divides_parameters(measured) if (measured["largest_parameter"] or 0) > threshold else None
+
+
+_STATES = shared_out(updated_elements="optimizer state")
+
+
+def _gradients(measured: Measured) -> str | None:
+    """An offloaded share of the gradients has a copy in host memory, so that twice a share is no whole."""
+    if {"cpu-offload", "nvme-offload"} & set(measured.plan.switches):
+        return None
+    # ZeRO-3 cuts each parameter; ZeRO-2 cuts all of them in a row.
+    shares = shared_out(whole_at_borders="zero-2" in measured.plan.switches, gradient_elements="gradients")
+    return shares(measured)
+
+
+_ACTED = {1: _STATES, 2: all_of(_STATES, _gradients), 3: all_of(_STATES, _gradients, _cut)}
+
+
+def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
+    name = f"zero_{level}_memory_optimization"
+    own = {1: _under_3d("optimizer"), 2: _under_3d("gradients")}  # ZeRO-3 is refused under 3D
+    package: Mapping[str, Any] = DEEPSPEED
+    return Switch(
+        name=f"zero-{level}",
+        summary=f"Shard {states} (DeepSpeed).",
+        source="[R, D]",
+        stage=Stage.SHARD,
+        options=options,
+        active=lambda options, sizes: getattr(options, name),
+        on={name: True},
+        off={name: False},
+        predicts=PREDICTION,
+        family=PARTITIONING,
+        claims=claims,
+        templates=("Trainer",),
+        rules=(ONLY_IN_TRAINER,),
+        notes=_notes,
+        engine="rapidformer_templates.switches.zero.engine:DeepSpeedEngine",
+        engine_options=_engine_options,
+        receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "gradient_bytes"),
+        acted=_ACTED[level],
+        under_3d=own.get(level, {}),
+        **package,
+    )
+
+
+_STATE = frozenset({Resource.OPTIMIZER_STATE})
+_GRADIENTS = _STATE | {Resource.GRADIENTS}
+
+SWITCHES = (
+    _zero(1, Zero1Flags, "optimizer state", _STATE),
+    _zero(2, Zero2Flags, "optimizer state and gradients", _GRADIENTS),
+    _zero(3, Zero3Flags, "parameters, gradients and optimizer state", _GRADIENTS | {Resource.PARAMETERS}),
+    FILE,
+)

@@ -1,0 +1,265 @@
+"""ZeRO-1, -2 and -3 with offload to the host and to NVMe, by DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.contract import Piece, StateReader
+from rapidformer_templates.engines.local import SingleEngine
+from rapidformer_templates.engines.reached import InOrder, come_by_all, reached_parameters
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
+from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.planning.deepspeed_file.file import LOUD
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
+from rapidformer_templates.switches.zero import state as zero_state
+from rapidformer_templates.switches.zero.compiled_parts import leave_out_shm_comm, prepare
+from rapidformer_templates.system.workers import Workers, open_group_alone
+
+
+class DeepSpeedEngine(SingleEngine):
+    """Accumulation, clipping, precision and schedule are ours in meaning and DeepSpeed's in execution.
+
+    DeepSpeed keeps the model in the type that it computes in, and fp32 masters of its share beside it.
+    """
+
+    def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
+        super().__init__(plan, workers, clip_grad=clip_grad)
+        self.loss_scale = None  # DeepSpeed's own, with the same rule
+        self.config: dict[str, Any] = dict(plan.engine_options["deepspeed"])
+        self.stage = int(self.config["zero_optimization"]["stage"])
+        prepare(plan)
+        _join(workers, loud=any(self.config.get(name) for name in LOUD))
+        self._deepspeed: Any
+        self._state: zero_state.ZeroState
+
+    def build_context(self) -> AbstractContextManager[Any]:
+        if self.stage < 3 or self.workers.world == 1:
+            return contextlib.nullcontext()
+        from rapidformer_templates.switches.zero.construction import partitioned_construction
+
+        return partitioned_construction(self.config)
+
+    def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
+        import deepspeed
+
+        named = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+        differing = recipe.differences((name, zero_state.as_built(p)) for name, p in named)
+        self._parameters = [p for _, p in named]
+        masters = None
+        if self.compute_type is not None:
+            if any(p.dtype != self.compute_type for _, p in named):  # on a disk they are of that type already
+                masters = Masters(model, self.compute_type, self.workers)
+            _compute_in(model, self.compute_type)
+        for buffer in model.buffers():
+            if self.workers.world > 1:
+                dist.broadcast(buffer, src=0)
+        self._deepspeed, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=recipe.build(named, differing), config=self.config, dist_init_required=False
+        )
+        self.model, self.optimizer = model.train(), self._deepspeed.basic_optimizer
+        kind = zero_state.CutParameters if self.stage == 3 else zero_state.FlatGroups
+        self._state = kind(self._deepspeed.optimizer, model, self.workers)
+        if self.compute_type == torch.float16:  # at its smallest the scale stays, as everywhere here
+            self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
+        if masters is not None:
+            masters.restore(self._state)
+        self._route = self._state.route()
+        self._waits_for_gradients = self.stage == 3
+        self._in_order = InOrder(len(self._parameters), self._state.ordered(self._parameters, self._came))
+        self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
+
+    def _distribute(self) -> nn.Module:
+        wrapped: nn.Module = self._deepspeed
+        return wrapped
+
+    def _runs_ahead(self) -> bool:
+        return False  # DeepSpeed reads the norm
+
+    def _finish_step(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool | torch.Tensor]:
+        fp16 = self.compute_type == torch.float16
+        if not fp16 and not math.isfinite(float(loss)):
+            raise NonFiniteLoss(f"loss {float(loss)}")
+        self._deepspeed.step()
+        norm = torch.as_tensor(self._deepspeed.get_global_grad_norm())
+        overflow = bool(self._deepspeed.optimizer.overflow)
+        if overflow and not fp16:
+            raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {float(norm)}")
+        return norm, overflow
+
+    def _drop_gradients(self) -> None:
+        """DeepSpeed has done so in its step."""
+
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        self._deepspeed.set_gradient_accumulation_boundary(last)
+        return self._route.followed() if self._route else contextlib.nullcontext()
+
+    def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
+        self._reached: set[int] = set()
+        return super()._schedule(microbatches, weight)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self._route and not self._route.is_known:
+            reached = set(map(id, reached_parameters(loss)))
+            self._route.forward_done(self._names(p for p in self._parameters if id(p) not in reached))
+        self._in_order.begin()
+        self._deepspeed.backward(come_by_all(loss, (), then=self._in_order.finish), scale_wrt_gas=False)
+
+    def _came(self, place: int) -> None:
+        if self._parameters[place].grad is not None:
+            self._reached.add(place)
+        self._in_order.take(place)
+
+    def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
+        those = set(map(id, parameters))
+        self._reached |= {place for place, parameter in enumerate(self._parameters) if id(parameter) in those}
+
+    def _missed(self) -> Sequence[int]:
+        return [place for place in range(len(self._parameters)) if place not in self._reached]
+
+    def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
+        return [names[id(parameter)] for parameter in parameters]
+
+    def _missed_everywhere(self, places: Sequence[int]) -> None:
+        """ZeRO updates all parameters of a partition; one without a gradient would only decay.
+
+        Raises:
+            RapidformerError: no worker's loss reaches a parameter that is to be trained.
+        """
+        unreached = self._names(self._parameters[place] for place in places)
+        if unreached:
+            raise RapidformerError(
+                f"the loss does not reach {len(unreached)} parameters: {', '.join(unreached[:6])}",
+                where=f"ZeRO-{self.stage}, which would let them decay",
+                hint="set requires_grad = False for them in build_model, or leave them out of the model",
+            )
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[nn.Module]:
+        with super().measuring() as model:
+            forgetting = model.register_forward_hook(lambda *_: self._state.forget_forward())
+            try:
+                yield model
+            finally:
+                forgetting.remove()
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        return self._state.held()
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes of optimizer state that this rank has in files."""
+        swapper = getattr(self._deepspeed.optimizer, "optimizer_swapper", None)
+        infos = swapper.swap_params_info.values() if swapper else ()
+        files = [Path(path) for info in infos for path in info.get_swap_paths()]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        return self._state.pieces(kind)
+
+    def load(self, reader: StateReader, *, optimizer: bool) -> None:
+        self._state.load(reader, optimizer_state=optimizer)
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        if self.compute_type == torch.float16:
+            state["loss_scale"] = zero_loss_scale.state_of(self._deepspeed.optimizer.loss_scaler)
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.compute_type == torch.float16 and "loss_scale" in state:
+            zero_loss_scale.restore(self._deepspeed.optimizer.loss_scaler, state["loss_scale"])
+
+    def full_weights(self) -> dict[str, torch.Tensor] | None:
+        return self._state.full_weights()
+
+
+def _numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and switches among settings."""
+    return {name: value for name, value in settings.items() if isinstance(value, (bool, int, float))}
+
+
+def _join(workers: Workers, *, loud: bool) -> None:
+    """Let DeepSpeed find the process group and the device; a worker alone gets a group of its own.
+
+    Args:
+        loud: whether DeepSpeed is to print what its file asks for.
+    """
+    os.environ.setdefault("LOCAL_RANK", str(workers.local_rank))
+    # It calls collectives by the names that torch is about to retire.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.ERROR)  # what it says while it is imported is of no use to a run
+    import deepspeed
+
+    level = logging.INFO if loud else logging.WARNING
+    logger.setLevel(level if workers.is_main else logging.ERROR)
+    if workers.device.type == "cpu":
+        leave_out_shm_comm()
+        # It asks for fast kernels; torch computes in fp16 on any CPU.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    open_group_alone(workers.device)
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed()
+
+
+class Masters:
+    """The fp32 values of the model as it was built, which DeepSpeed would round before it copies them.
+
+    The parameters are cast here; :meth:`restore` puts the exact values into the masters.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, workers: Workers) -> None:
+        self._values: dict[str, torch.Tensor] = {}
+        self._cut: set[str] = set()
+        for name, parameter in model.named_parameters():
+            here = canonical_name(name)
+            if hasattr(parameter, "ds_tensor"):  # built in parts
+                self._cut.add(here)
+                self._values[here] = parameter.ds_tensor.detach().clone()
+                parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+            else:
+                self._values[here] = parameter.detach().to(workers.device)
+                if workers.world > 1:
+                    dist.broadcast(self._values[here], src=0)
+            parameter.data = parameter.data.to(dtype)
+
+    def restore(self, state: zero_state.ZeroState) -> None:
+        for index, fragments in enumerate(state.fragments):
+            with state.partition(index, write=True) as flat:
+                for fragment in fragments:
+                    values = self._values[fragment.name].flatten()
+                    begin = 0 if fragment.name in self._cut else fragment.start
+                    fragment.of(flat).copy_(values[begin : begin + fragment.count])
+
+
+def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have the forward choose types as autocast does, also inside DeepSpeed, which turns it off there.
+
+    The parameters are of the narrow type already; norms, softmax and losses are still computed in
+    fp32, as in every other engine.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)  # who asks what a model takes sees what it took before
+    def in_type(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(next(model.parameters()).device.type, dtype=dtype):
+            return forward(*args, **kwargs)
+
+    model.forward = in_type

@@ -1,0 +1,256 @@
+"""A DeepSpeed file of the user's own, with ``"auto"`` values filled from the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.changes import add
+from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
+from rapidformer_templates.planning.deepspeed_file import keys as deepspeed_keys
+from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    FORECAST,
+    Example,
+    Finding,
+    Measured,
+    Prediction,
+    Reasons,
+    Request,
+    Rule,
+    Stage,
+    Switch,
+)
+
+DEEPSPEED = {"needs_package": "deepspeed", "install": "pip install 'rapidformer_templates[deepspeed]'"}
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfigFlags:
+    """Acceleration"""
+
+    deepspeed_config: str | None = flag(
+        None, "DeepSpeed file (or its JSON); its 'auto' values come from the flags", metavar="FILE"
+    )
+
+
+def _pipeline_inside_deepspeed(request: Request) -> list[Finding]:
+    zero = [switch.name for switch in request.of_family(PARTITIONING) if switch.name in ("zero-2", "zero-3")]
+    if not zero or "pipeline-parallel" not in request.active:
+        return []
+    clash = ("deepspeed-config", "pipeline-parallel", *zero)
+    message = f"{zero[0]} does not work with a pipeline that DeepSpeed runs"
+    return [Finding(message, request.asked_for(*clash), switches=clash)]
+
+
+def _needs_deepspeed_engine(request: Request) -> list[Finding]:
+    others = [switch.name for switch in request.of_family(PARTITIONING) if not switch.name.startswith("zero-")]
+    return [
+        *needs_template("deepspeed-config")(request),
+        *(
+            Finding(
+                f"deepspeed-config does not work together with {name}",
+                request.asked_for("deepspeed-config", name),
+                switches=("deepspeed-config", name),
+            )
+            for name in others
+        ),
+    ]
+
+
+def _needs_a_stage(request: Request) -> list[Finding]:
+    if any(name.startswith("zero-") for name in request.active):
+        return []
+    message = "deepspeed-config needs a ZeRO stage, in the file or as a flag"
+    asked, levels = request.asked_for("deepspeed-config"), (2, 1, 3)
+    changes = tuple(add({f"zero_{level}_memory_optimization": True}) for level in levels)
+    return [Finding(message, asked, switches=("deepspeed-config",), changes=changes)]
+
+
+def _agrees(request: Request) -> list[Finding]:
+    return [
+        Finding(message, request.asked_for("deepspeed-config"), switches=("deepspeed-config",))
+        for message, _ in deepspeed_file.contradictions(request)
+    ]
+
+
+def _are_known(request: Request) -> list[Finding]:
+    return _findings(request, deepspeed_keys.unknown(deepspeed_file.read_for(request)))
+
+
+def _act(request: Request) -> list[Finding]:
+    return _findings(request, deepspeed_keys.idle(deepspeed_file.read_for(request)))
+
+
+def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> list[Finding]:
+    """Each with the line that it is about."""
+    file = deepspeed_file.read_for(request)
+    asked = request.asked_for("deepspeed-config")
+    return [
+        Finding(message, (*asked, f"{path} ({file.where(path)})"), switches=("deepspeed-config",))
+        for path, message in problems
+    ]
+
+
+def _deepspeed_is_there(request: Request) -> list[Finding]:
+    if request.sizes.tensor * request.sizes.pipeline == 1:
+        return []
+    found = deepspeed_recipe.for_deepspeed_alone(request)
+    if not found:
+        return []
+    clash = ("deepspeed-config", *(name for name in ("tensor-parallel", "pipeline-parallel") if name in request.active))
+    message = f"DeepSpeed does not run under 3D parallelism, and only it knows {', '.join(found)}"
+    return [Finding(message, request.asked_for(*clash), switches=clash)]
+
+
+def _one_schedule(request: Request) -> list[Finding]:
+    return [
+        Finding(message, (*request.asked_for("deepspeed-config"), *request.asked(name)), switches=("deepspeed-config",))
+        for message, name in deepspeed_recipe.two_schedules(request)
+    ]
+
+
+def _notes(request: Request) -> Sequence[str]:
+    return tuple(deepspeed_recipe.notes(request))
+
+
+PLANNED = {
+    "stage", "contiguous_gradients", "reduce_bucket_size", "allgather_bucket_size", "sub_group_size",
+    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "offload_optimizer", "offload_param",
+    "memory_efficient_linear", "override_module_apply",
+}  # fmt: skip
+"""Keys of ``zero_optimization`` that the planner follows, or that move no bytes that it counts."""
+
+
+def _what_no_flag_knows(request: Request) -> Reasons:
+    others = sorted(set(deepspeed_file.effective(request, "fp32")["zero_optimization"]) - PLANNED)
+    return dict.fromkeys(FORECAST, f"what {', '.join(others)} of the file changes") if others else {}
+
+
+def _acted(measured: Measured) -> str | None:
+    """What the file says of ZeRO is what DeepSpeed runs with, but for what stands for DeepSpeed in a 3D layout."""
+    asked = deepspeed_file.read(measured.config.get("deepspeed_config")).content.get("zero_optimization") or {}
+    runs_with = measured["zero_optimization"]
+    if measured.plan.sizes.tensor * measured.plan.sizes.pipeline > 1:
+        return None
+    if runs_with is None:
+        return "a step by DeepSpeed was expected; something else made it"
+    given = {name: value for name, value in asked.items() if isinstance(value, (bool, int, float))}
+    # DeepSpeed calls stage3_max_live_parameters max_live_parameters, once it has read it.
+    found = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in given}
+    differing = [name for name, value in given.items() if found[name] not in (value, None)]
+    if not differing:
+        return None
+    name = differing[0]
+    return f"zero_optimization.{name} = {given[name]} was expected, as in the file; DeepSpeed has {found[name]}"
+
+
+SWITCH = Switch(
+    name="deepspeed-config",
+    summary="Your own DeepSpeed file.",
+    source="[D]",
+    stage=Stage.SHARD,
+    options=DeepSpeedConfigFlags,
+    active=lambda options, sizes: options.deepspeed_config is not None,
+    on={"deepspeed_config": "ds.json"},
+    off={"deepspeed_config": None},
+    predicts=Prediction({"activations": "a bucket of the file's size"}, _what_no_flag_knows),
+    templates=("Trainer",),
+    needs_package=DEEPSPEED["needs_package"],
+    install=DEEPSPEED["install"],
+    notes=_notes,
+    receipt=("optimizer_state_bytes", "zero_optimization"),
+    acted=_acted,
+    rules=(
+        Rule(
+            "RF021",
+            "ZeRO-2 and ZeRO-3 do not work with a pipeline inside DeepSpeed.",
+            "DeepSpeed's pipeline accumulates whole gradients, which ZeRO-2 and ZeRO-3 partition",
+            "[deepspeed]",
+            _pipeline_inside_deepspeed,
+            Example(
+                "--deepspeed-config ds.json --zero-2-memory-optimization "
+                " --pipeline-model-parallel-size 2 --world-size 2"
+            ),
+        ),
+        Rule(
+            "RF028",
+            "A DeepSpeed file needs the Trainer template and no other partitioning than ZeRO.",
+            "DeepSpeed owns the optimizer step, and two engines cannot own it",
+            "[D]",
+            _needs_deepspeed_engine,
+            Example("--deepspeed-config ds.json --fsdp-memory-optimization --world-size 2"),
+        ),
+        Rule(
+            "RF037",
+            "A DeepSpeed file names a ZeRO stage, or a flag does.",
+            "without a stage DeepSpeed partitions nothing",
+            "[D]",
+            _needs_a_stage,
+            Example("--deepspeed-config ds.json"),
+        ),
+        Rule(
+            "RF036",
+            "A DeepSpeed file and the flags say the same.",
+            "of two values one would be ignored in silence",
+            "[D]",
+            _agrees,
+            Example(
+                '--deepspeed-config \'{"zero_optimization": {"stage": 3}}\' '
+                "--zero-2-memory-optimization --world-size 2",
+                machine={"packages": {"deepspeed": "0.19"}},
+            ),
+        ),
+        Rule(
+            "RF102",
+            "Every key of a DeepSpeed file is one that DeepSpeed reads.",
+            "DeepSpeed passes over a key that it does not know, or ends in a worker",
+            "[deepspeed]",
+            _are_known,
+            Example(
+                '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "gradient_cliping": 1.0}\' '
+                "--zero-2-memory-optimization --world-size 2",
+                machine={"packages": {"deepspeed": "0.19"}},
+            ),
+        ),
+        Rule(
+            "RF103",
+            "Everything that a DeepSpeed file asks for acts.",
+            "what is the library's own or absent would be ignored in silence",
+            "[D, deepspeed]",
+            _act,
+            Example(
+                '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "wandb": {"enabled": true}}\' '
+                "--zero-2-memory-optimization --world-size 2",
+                machine={"packages": {"deepspeed": "0.19"}},
+            ),
+        ),
+        Rule(
+            "RF104",
+            "Under 3D parallelism a DeepSpeed file says only what flags can say.",
+            "the product's own sharding takes DeepSpeed's place there",
+            "[M]",
+            _deepspeed_is_there,
+            Example(
+                '--deepspeed-config \'{"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}\' '
+                "--zero-1-memory-optimization --pipeline-model-parallel-size 2 --world-size 2",
+            ),
+        ),
+        Rule(
+            "RF105",
+            "A DeepSpeed file's scheduler and the flags of a schedule exclude each other.",
+            "of two schedules one would be ignored in silence",
+            "[D]",
+            _one_schedule,
+            Example(
+                '--deepspeed-config \'{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", '
+                '"params": {"warmup_num_steps": "auto"}}}\' '
+                "--zero-2-memory-optimization --lr-decay-style cosine --world-size 2",
+                machine={"packages": {"deepspeed": "0.19"}},
+            ),
+        ),
+    ),
+)

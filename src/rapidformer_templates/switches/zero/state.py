@@ -1,0 +1,392 @@
+"""Weights and optimizer state as ZeRO holds them: runs of flattened parameters in flat partitions of fp32 masters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.engines import group_values
+from rapidformer_templates.engines import pieces as engine_state
+from rapidformer_templates.engines.contract import Piece, StateReader
+from rapidformer_templates.engines.flat_runs import pieces_of, read_into
+from rapidformer_templates.engines.reached import Route
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.models.blocks import canonical_name, shape_of
+from rapidformer_templates.system.workers import Workers
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What this rank holds of a parameter.
+
+    Attributes:
+        name: canonical name of the parameter.
+        shape: of the whole parameter.
+        start: first element, in the flattened parameter.
+        count: elements.
+        offset: where they begin in the flat partition.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    offset: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.detach()[self.offset : self.offset + self.count]
+
+
+def as_built(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the whole shape, without data, for whoever looks at the shape only."""
+    empty = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+class ZeroState(ABC):
+    """What the stages share. Stages 1 and 2 cut a flattened group of parameters, stage 3 each parameter.
+
+    Attributes:
+        fragments: of each flat partition, in its order.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
+        self.optimizer = optimizer
+        self.model = model
+        self.workers = workers
+        self.names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
+        self.fragments: list[list[Fragment]] = []
+
+    # What differs between the stages.
+
+    @abstractmethod
+    def partition(self, index: int, *, write: bool) -> AbstractContextManager[torch.Tensor]:
+        """A flat partition of masters, with its optimizer state, in memory; ``write`` keeps what is done to it."""
+
+    @abstractmethod
+    def _group(self, index: int) -> int:
+        """The optimizer's group that a partition belongs to."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Give the model the values of the masters."""
+
+    @abstractmethod
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        """A parameter that is trained, whole and in fp32; a collective."""
+
+    @contextmanager
+    def _gathered(self, tensor: torch.Tensor, *, write: bool = False) -> Iterator[torch.Tensor]:
+        """What is in no partition, whole: a frozen parameter or a buffer."""
+        yield tensor
+
+    @abstractmethod
+    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+        """Have DeepSpeed's hooks tell ``came`` that a parameter's gradient is there, by its place in ``parameters``.
+
+        Returns:
+            What DeepSpeed would have done then, for a place; with zeros, if no gradient came.
+        """
+
+    def route(self) -> Route | None:
+        """What every micro batch must come by, if parameters are gathered on the way."""
+        return None
+
+    def forget_forward(self) -> None:  # noqa: B027 - only stage 3 remembers
+        """Undo what DeepSpeed has learned from a forward that no backward follows."""
+
+    @abstractmethod
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """What this rank holds; see :meth:`Engine.held`."""
+
+    # What they share.
+
+    def _state_tensors(self) -> list[torch.Tensor]:
+        entries = self.optimizer.optimizer.state.values()
+        return [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Those of the model, those of the masters, and what has been reduced to this rank's share."""
+        shares = [part for part in self.optimizer.averaged_gradients.values() if part is not None]
+        held = [t for p in self.model.parameters() for t in (p.grad, getattr(p, "grad_accum", None))]
+        return [t for t in [*tree_leaves(shares), *held] if isinstance(t, torch.Tensor)]
+
+    def _buckets(self) -> list[torch.Tensor]:
+        buffers = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values()]
+        return [t for t in tree_leaves(buffers) if isinstance(t, torch.Tensor)]
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        """What this rank writes of ``weights`` or ``optimizer``."""
+        for index, fragments in enumerate(self.fragments):
+            with self.partition(index, write=False) as flat:
+                state = self._optimizer_state(flat)
+                state |= group_values.entries(self.optimizer.optimizer, self._group(index), state)
+                for fragment in fragments:
+                    if kind == "weights":
+                        yield from pieces_of(fragment.name, fragment.shape, fragment.start, fragment.of(flat))
+                    else:
+                        yield from self._state_pieces(fragment, flat, state)
+        if kind == "weights":
+            for number, (name, tensor) in enumerate(self._rest()):
+                with self._gathered(tensor) as whole:
+                    if number % self.workers.world == self.workers.rank:
+                        yield Piece(name, whole.detach().clone(), tuple(whole.shape), (0,) * whole.ndim)
+
+    def _state_pieces(self, fragment: Fragment, flat: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Piece]:
+        for key, value in sorted(state.items()):
+            entry = f"{fragment.name}/{key}"
+            if isinstance(value, torch.Tensor) and value.shape == flat.shape:
+                yield from pieces_of(entry, fragment.shape, fragment.start, fragment.of(value))
+            elif fragment.start == 0 and value is not None:  # a count of steps; whoever has the beginning writes it
+                # As torch's optimizers count; DeepSpeed's count in plain integers.
+                exact = key.startswith(group_values.PREFIX)
+                yield Piece(entry, torch.as_tensor(value).to(None if exact else torch.float32, copy=True), (), ())
+
+    def _optimizer_state(self, flat: torch.Tensor) -> dict[str, Any]:
+        return dict(self.optimizer.optimizer.state.get(flat, {}))
+
+    def _rest(self) -> list[tuple[str, torch.Tensor]]:
+        """Frozen parameters and persistent buffers."""
+        return [(n, t) for n, t in engine_state.named_tensors(self.model).items() if not t.requires_grad]
+
+    def _trained(self) -> set[str]:
+        return {self.names[id(p)] for p in self.model.parameters() if p.requires_grad}
+
+    def load(self, reader: StateReader, *, optimizer_state: bool) -> None:
+        """Fill masters, model and, if asked, the optimizer from a checkpoint, each rank with what it holds.
+
+        Raises:
+            CheckpointError: it does not fit; nothing was changed.
+        """
+        shapes = {name: shape_of(t) for name, t in engine_state.named_tensors(self.model).items()}
+        engine_state.check_weights(shapes, reader.names("weights"))
+        if optimizer_state:
+            engine_state.check_optimizer(self._trained(), reader.names("optimizer"))
+        for index, fragments in enumerate(self.fragments):
+            with self.partition(index, write=True) as flat:
+                if optimizer_state:
+                    self.optimizer.optimizer.state[flat] = self._read_state(flat, fragments, reader)
+                    self._read_group(self._group(index), [f.name for f in fragments], reader)
+                for fragment in fragments:
+                    read_into(fragment.of(flat), reader, "weights", fragment.name, fragment.shape, fragment.start)
+        for name, tensor in self._rest():
+            with self._gathered(tensor, write=True) as whole:
+                whole.detach().copy_(reader.read("weights", name, (0,) * whole.ndim, tuple(whole.shape)))
+        self._publish()
+
+    def _read_group(self, index: int, names: list[str], reader: StateReader) -> None:
+        optimizer = self.optimizer.optimizer
+        optimizer.param_groups[index].update(group_values.read(optimizer, index, names, reader))
+
+    def _read_state(self, flat: torch.Tensor, fragments: list[Fragment], reader: StateReader) -> dict[str, Any]:
+        """The optimizer state of a flat partition; what is there is filled in its place."""
+        saved, state = reader.names("optimizer"), self._optimizer_state(flat)
+        here = {f.name for f in fragments}
+        keys = {key for name, _, key in (entry.rpartition("/") for entry in saved) if name in here}
+        own, _ = group_values.split(self.optimizer.optimizer, sorted(keys))
+        group_values.check_count(self.optimizer.optimizer, ", ".join(sorted(here)[:2]), sorted(keys))
+        for key in own:
+            held = [f for f in fragments if f"{f.name}/{key}" in saved]
+            if saved[f"{held[0].name}/{key}"] == ():
+                state[key] = self._read_count(reader, held, key)
+                continue
+            if key not in state:
+                state[key] = torch.zeros_like(flat, requires_grad=False)
+            for f in held:
+                read_into(f.of(state[key]), reader, "optimizer", f"{f.name}/{key}", f.shape, f.start)
+        return state
+
+    def _read_count(self, reader: StateReader, held: list[Fragment], key: str) -> Any:
+        """A number that each parameter has and that a flat partition has but once."""
+        counts = {f.name: reader.read("optimizer", f"{f.name}/{key}", (), ()) for f in held}
+        values = {float(count) for count in counts.values()}
+        if len(values) > 1:
+            some = ", ".join(f"{name} {float(count):g}" for name, count in list(counts.items())[:4])
+            raise CheckpointError(
+                f"the parameters differ in {key}: {some}",
+                hint="ZeRO has one for many parameters; go on without it, or freeze what is not always trained",
+            )
+        count = next(iter(counts.values()))
+        # DeepSpeed's own optimizers count in plain integers, torch's in tensors.
+        return int(count) if type(self.optimizer.optimizer).__module__.startswith("deepspeed") else count
+
+    def full_weights(self) -> dict[str, torch.Tensor] | None:
+        """Whole weights on the host on rank 0, gathered one tensor at a time; None on the other ranks."""
+        weights = {}
+        for name, tensor in engine_state.named_tensors(self.model).items():
+            if tensor.requires_grad:
+                whole = self._whole(tensor)
+                if self.workers.is_main:
+                    weights[name] = whole.detach().cpu()
+                continue
+            with self._gathered(tensor) as whole:
+                if self.workers.is_main:
+                    weights[name] = whole.detach().cpu().clone()
+        return weights if self.workers.is_main else None
+
+
+class FlatGroups(ZeroState):
+    """ZeRO-1 and ZeRO-2: a group of parameters is flattened and cut into as many parts as there are workers."""
+
+    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
+        super().__init__(optimizer, model, workers)
+        self.fragments = [
+            [self._fragment(p) for p in group if p._hp_mapping is not None] for group in optimizer.bit16_groups
+        ]
+
+    def _fragment(self, parameter: Any) -> Fragment:
+        here, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+        return Fragment(self.names[id(parameter)], tuple(parameter.shape), here.start, here.numel, there.start)
+
+    @contextmanager
+    def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
+        yield self.optimizer.single_partition_of_fp32_groups[index]
+
+    def _group(self, index: int) -> int:
+        return index
+
+    def _publish(self) -> None:
+        self.optimizer.update_lp_params()
+
+    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+        process = self.optimizer.process_gradients
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
+        self.optimizer.process_gradients = lambda parameter, group: came(places[id(parameter)])
+
+        def send(place: int) -> None:
+            parameter = parameters[place]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            process(parameter, groups[id(parameter)])
+
+        return send
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        masters = self.optimizer.single_partition_of_fp32_groups
+        return {
+            "parameters": list(self.model.parameters()),
+            "gradients": [*self._gradients(), *(m.grad for m in masters if m.grad is not None)],
+            "optimizer": [*masters, *self._state_tensors()],
+            "buckets": self._buckets(),
+        }
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = parameter.get_full_hp_param()
+        return whole
+
+
+class CutParameters(ZeroState):
+    """ZeRO-3: each flattened parameter is cut into as many parts as there are workers; a part may lie on a disk."""
+
+    def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
+        super().__init__(optimizer, model, workers)
+        group_values.step_once(optimizer)
+        for group in optimizer.fp16_groups:
+            fragments, offset = [], 0
+            for parameter in group:
+                size = parameter.partition_numel()
+                start = min(workers.rank * size, parameter.ds_numel)
+                count = min(size, parameter.ds_numel - start)
+                if count:
+                    shape = shape_of(parameter)
+                    fragments.append(Fragment(self.names[id(parameter)], shape, start, count, offset))
+                offset += size
+            self.fragments.append(fragments)
+
+    @contextmanager
+    def partition(self, index: int, *, write: bool) -> Iterator[torch.Tensor]:
+        optimizer = self.optimizer
+        on_disk = optimizer._swappable_optimizer_subgroup(index)
+        if on_disk:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        try:
+            yield optimizer.fp32_partitioned_groups_flat[index]
+            if write:
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        finally:
+            if on_disk and write:
+                optimizer._optimizer_states_and_gradient_swap_out(index)
+            elif on_disk:
+                optimizer._release_swap_buffers(index)
+
+    def _group(self, index: int) -> int:
+        return int(self.optimizer.sub_group_to_group_id[index])
+
+    def forget_forward(self) -> None:
+        # It records in which order a step uses parameters, and from the record when each can be let go. Of a
+        # forward alone it would conclude that none is needed again, keep that after the record is found to be
+        # wrong (the conclusions are cached by module and place), and gather every parameter twice from then on.
+        coordinator = self.optimizer.parameter_offload.get_param_coordinator()
+        if coordinator.is_record_trace():
+            coordinator._invalidate_trace()
+
+    def pieces(self, kind: str) -> Iterator[Piece]:
+        if not self.optimizer.swap_optimizer:
+            yield from super().pieces(kind)
+            return
+        for piece in super().pieces(kind):  # the memory of a partition on the disk is used for the next one
+            yield Piece(piece.name, piece.tensor.clone(), piece.shape, piece.offset)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        masters = self.optimizer.fp32_partitioned_groups_flat
+        shares = [p.__dict__["ds_tensor"] for p in self.model.parameters()]
+        return {
+            "parameters": [*self.model.parameters(), *shares],
+            "gradients": [*self._gradients(), self.optimizer.grad_partitions_flat_buffer]
+            + [m.grad for m in masters if m.grad is not None],
+            "optimizer": [*masters, *self._state_tensors()],
+            "buckets": self._buckets(),
+        }
+
+    def _publish(self) -> None:
+        kept_whole = self.optimizer.persistent_parameters
+        if kept_whole:
+            kept_whole[0].partition(kept_whole, has_been_updated=False)
+            kept_whole[0].all_gather(kept_whole)
+
+    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+        process = self.optimizer.reduce_ready_partitions_and_remove_grads
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(places[id(parameter)])
+
+        def send(place: int) -> None:
+            parameter = parameters[place]
+            if parameter.grad is not None:
+                process(parameter)
+                return
+            share = parameter.data
+            parameter.data = share.new_zeros(parameter.ds_shape)  # a gradient must be as large as its parameter
+            parameter.grad = parameter.data.clone()
+            process(parameter)
+            parameter.data = share
+
+        return send
+
+    def route(self) -> Route | None:
+        if self.workers.world == 1:
+            return None
+        modules = {n: m for n, m in self.model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+        trained = {
+            name: [canonical_name(f"{name}.{n}") for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+            for name, module in modules.items()
+        }
+        return Route(modules, trained, self.workers, "ZeRO-3")
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        whole: torch.Tensor = self.optimizer.get_full_hp_param(parameter)
+        return whole
+
+    @contextmanager
+    def _gathered(self, tensor: Any, *, write: bool = False) -> Iterator[torch.Tensor]:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([tensor], modifier_rank=0 if write else None, enabled=hasattr(tensor, "ds_id")):
+            yield tensor

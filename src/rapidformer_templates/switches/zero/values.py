@@ -1,0 +1,38 @@
+"""The values of a DeepSpeed file as DeepSpeed's own models take them, before a worker starts."""
+
+from __future__ import annotations
+
+import logging
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.deepspeed_file.file import read
+from rapidformer_templates.planning.plan import Plan
+
+
+def check_values(config: RunConfig, plan: Plan) -> None:
+    """Give the sections of a run with a DeepSpeed file to DeepSpeed's models; to be called after ``prepare``.
+
+    Raises:
+        ConfigError: a value is of another kind, or out of its range.
+    """
+    text, told = config.get("deepspeed_config"), plan.engine_options.get("deepspeed")
+    if text is None or told is None:
+        return
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what it says while it is imported is of no use to a run
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    models = {"fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config, "zero_optimization": DeepSpeedZeroConfig}
+    for section, model in models.items():
+        try:
+            model(**told[section])
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join([section, *map(str, first["loc"])])
+            value = first["input"] if first["loc"] else "this section"
+            file = read(text)
+            raise ConfigError(
+                f"{file.name}: {path} cannot be {value!r}", where=file.where(path), hint=first["msg"]
+            ) from error

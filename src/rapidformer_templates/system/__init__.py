@@ -1,0 +1,1 @@
+"""Processes, signals, files, memory and random numbers."""

@@ -1,0 +1,166 @@
+"""Local worker processes that end together, and with the process that started them. Imports no torch.
+
+Torch's launcher is not used: it kills workers 30 seconds after a SIGTERM, and a checkpoint of a large model takes
+longer than that; it knows no second Ctrl-C; and what nohup ignores it handles.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rapidformer_templates.errors import Interrupted
+from rapidformer_templates.system.signals import Asked
+
+LAUNCHER = "RAPIDFORMER_LAUNCHER"
+"""Set for our own workers: the process that started them."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Set for each worker, by torchrun as well: where it tells its error."""
+
+GRACE = 30.0
+"""Seconds that a worker has to end by itself when a peer has failed, or when its launcher is gone."""
+
+POLL = 0.05
+"""Seconds between two looks at the workers."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that ended with another status than 0.
+
+    Attributes:
+        rank: of the worker.
+        status: its exit status; negative: the signal that killed it.
+        seen: when that was noticed, s.
+        told: what it left in its error file.
+    """
+
+    rank: int
+    status: int
+    seen: float
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.status >= 0:
+            return f"ended with status {self.status}"
+        return f"was killed by {signal.Signals(-self.status).name}"
+
+
+class Group:
+    """Processes of one command, one a worker, each the head of a session of its own.
+
+    Args:
+        command: program and arguments.
+        environments: what the environment of each worker has besides this process's.
+        folder: for their error files.
+    """
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path) -> None:
+        self._files = [folder / f"error-{rank}.json" for rank in range(len(environments))]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._seen: dict[int, float] = {}
+        try:
+            for environment, file in zip(environments, self._files, strict=True):
+                own = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
+                self._processes.append(
+                    subprocess.Popen(command, env={**os.environ, **environment, **own}, start_new_session=True)
+                )
+        except OSError:  # no memory or no number for one more process
+            self.kill()
+            raise
+
+    def wait(self, asked: Asked) -> None:
+        """Wait for all of them. Signals that came are passed on; one who insists has them killed.
+
+        When a worker has failed the others are asked to end, and killed after :data:`GRACE`. A worker that was
+        asked to end and has saved is no failure: the others are given the time that they need.
+        """
+        passed_on, deadline = 0, math.inf
+        while self._running() and time.monotonic() < deadline + GRACE:  # the dead may be stuck in the kernel
+            for number in asked.signals[passed_on:]:
+                if not passed_on:
+                    print("asked to end: the workers save; asked again, they are ended at once", file=sys.stderr)
+                # To a worker that still imports, SIGINT would be an exception at any place, told by all.
+                self._send(signal.SIGTERM if number == signal.SIGINT else number)
+                passed_on += 1
+            ended = [p.returncode for p in self._processes if p.returncode]
+            if ended and deadline == math.inf and any(status != Interrupted.SAVED for status in ended):
+                self._send(signal.SIGTERM)
+                deadline = time.monotonic() + GRACE
+            if asked.insisted or time.monotonic() > deadline:
+                self.kill()
+            time.sleep(POLL)
+
+    def kill(self) -> None:
+        """End those that are left at once, with the processes that they have started."""
+        for process in self._running():
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it has ended by itself
+
+    def failures(self) -> list[Failure]:
+        """The workers that ended with another status than 0."""
+        self._running()
+        statuses = [-signal.SIGKILL if p.returncode is None else p.returncode for p in self._processes]
+        return [
+            Failure(rank, status, self._seen.get(rank, time.time()), _read(self._files[rank]))
+            for rank, status in enumerate(statuses)
+            if status
+        ]
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                self._seen.setdefault(rank, time.time())
+        return [process for process in self._processes if process.returncode is None]
+
+    def _send(self, number: int) -> None:
+        for process in self._running():
+            process.send_signal(number)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it told nothing, or was killed while it did
+        return {}
+    return told
+
+
+@cache
+def end_with_launcher(grace: float = GRACE) -> None:
+    """End this worker when the process that started it is gone: it is asked to save and end, and then killed.
+
+    Args:
+        grace: seconds between the two; a hung worker cannot save.
+    """
+    if LAUNCHER in os.environ:
+        launcher = int(os.environ[LAUNCHER])
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = os.getppid()  # torchrun's agent
+    else:
+        return  # started by hand or by a scheduler, whose shell may go before it
+    threading.Thread(target=_follow, args=(launcher, grace), daemon=True, name="end with launcher").start()
+
+
+def _follow(launcher: int, grace: float) -> None:
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,195 @@
+"""Workers: this process among its peers. The only place that opens and closes the process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rapidformer_templates.errors import WorkerFailed
+from rapidformer_templates.planning.plan import Sizes
+from rapidformer_templates.system.processes import end_with_launcher
+
+
+@dataclass(frozen=True)
+class Workers:
+    """One process's view of all the workers.
+
+    Attributes:
+        rank: of this process, from 0.
+        local_rank: on this node.
+        world: number of workers.
+        device: where this process computes.
+        tensor: workers that share the matrices of each block.
+        pipeline: stages that the blocks are cut into.
+        mesh: the groups of workers, with the dimensions ``pipeline``, ``data`` and ``tensor``; None where
+            each worker has the whole model.
+    """
+
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+    tensor: int = 1
+    pipeline: int = 1
+    mesh: DeviceMesh | None = None
+
+    # Ranks that exchange most lie closest: tensor fastest, then data, then pipeline [M].
+
+    @property
+    def data(self) -> int:
+        """Replicas of the model, each of ``tensor × pipeline`` workers."""
+        return self.world // (self.tensor * self.pipeline)
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        """The replica that this worker is of; its workers are given the same samples."""
+        return self.rank // self.tensor % self.data
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // (self.tensor * self.data)
+
+    @property
+    def stream(self) -> int:
+        """Of random numbers: one for each stage of each replica; its tensor-parallel workers draw alike."""
+        return self.rank // self.tensor
+
+    @property
+    def layout(self) -> list[int]:
+        """[stages, replicas, workers that share matrices]."""
+        return [self.pipeline, self.data, self.tensor]
+
+    @property
+    def ends_pipeline(self) -> bool:
+        """Whether this worker has the last stage, with the model's output and the loss."""
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker is the one that counts for its replica."""
+        return self.ends_pipeline and self.tensor_rank == 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run folder and talks to people."""
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """The sums of ``values`` over the workers, on the host, without touching the device."""
+        if self.world == 1:
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(totals)
+        return totals.tolist()
+
+    def agree(self, number: int) -> bool:
+        """Whether all workers have the same number, which is below 2^20."""
+        total, squares = self.sum(number, number**2)
+        return squares * self.world == total**2  # as the variance is zero; exact in fp64
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the workers, on its device, without waiting for it there."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every worker, by rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the first worker of each node run the body before the others, who then find its caches."""
+        if self.local_rank != 0:
+            self.barrier()
+        yield
+        if self.local_rank == 0:
+            self.barrier()
+
+
+@contextmanager
+def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
+    """Join the other workers that torchrun or our launcher started; alone, there is nobody to join.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        sizes: how the workers divide; None for copies of the whole model.
+
+    Raises:
+        WorkerFailed: the meeting point cannot be reached or its port is taken.
+    """
+    sizes = sizes or Sizes()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # torchrun with one worker also sets RANK; without it there is no meeting point to join.
+    in_group = "RANK" in os.environ and not dist.is_initialized()
+    end_with_launcher()
+    if in_group:
+        _open_group(device)
+    try:
+        yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, _mesh(device, sizes))
+    finally:
+        if in_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
+    if sizes.tensor * sizes.pipeline == 1:
+        return None
+    shape = (sizes.pipeline, sizes.data, sizes.tensor)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+
+
+def _open_group(device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(minutes=30),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise WorkerFailed(
+            f"the workers cannot meet at {address}: {str(error).splitlines()[0]}",
+            hint="a port in use or a firewall: choose another --master-port, or leave it out for a free one",
+        ) from error
+
+
+def open_group_alone(device: torch.device) -> None:
+    """A process group of one for engines that cannot do without; where there is a group, nothing happens."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
