@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,18 @@ from rapidformer_templates.planning.registry import REGISTRY
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/rapidformer_templates"
 MODULES = sorted(SOURCE.rglob("*.py"))
-NEUTRAL = ["loop.py", "trainer.py", "pretrainer.py", "finetuner.py"]
+NEUTRAL = ["run/loop.py", "trainer.py", "pretrainer.py", "finetuner.py"]
 BACKENDS = ("deepspeed", "fairscale", "torch.distributed", "onnxruntime", "apex", "bitsandbytes")
 # A switch that is also a word of every training loop.
 EVERYDAY = {"optimizer"}
+
+
+FLOORS = (
+    {"errors"}, {"planning"}, {"system"}, {"models"}, {"data"}, {"engines"}, {"switches"}, {"run"}, {"trainer"},
+    {"pretrainer", "finetuner"}, {"commands"}, {"__init__", "__main__"},
+)  # fmt: skip
+"""Rooms of the source from the lowest up; what a room imports lies below it. What is above is named by strings."""
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def _tree(path: Path) -> ast.Module:
@@ -30,8 +39,9 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+            # A room that is taken from the package is no import of the package's own names.
+            yield from named if node.module == SOURCE.name else (str(node.module), *named)
 
 
 def _words(tree: ast.Module) -> Iterator[str]:
@@ -87,3 +97,47 @@ def test_nothing_is_left_to_do() -> None:
     places = [SOURCE, ROOT / "tests", ROOT / "examples", ROOT / "docs", ROOT / "scripts"]
     files = [file for place in places for file in place.rglob("*") if file.suffix in (".py", ".md", ".sh", ".yaml")]
     assert [str(file) for file in files if mark in file.read_text(encoding="utf-8")] == []
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def _room_of(module: str) -> str | None:
+    """The room of a module or of a name in it; None for what is not ours."""
+    package, *parts = module.split(".")
+    if package != SOURCE.name:
+        return None
+    return parts[0] if parts and parts[0] in FLOOR else "__init__"
+
+
+def test_the_source_has_these_rooms() -> None:
+    entries = {_room(path) for path in MODULES}
+    assert entries == FLOOR.keys()
+    assert len(entries - {"__init__", "__main__"}) <= 13
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_rooms_import_downwards(path: Path) -> None:
+    """Every import: at the top, in a function, for types alone."""
+    here = _room(path)
+    rooms = {room for module in _imports(_tree(path)) if (room := _room_of(module)) and room != here}
+    assert [room for room in sorted(rooms) if FLOOR[room] >= FLOOR[here]] == []
+
+
+OBJECTS = {named for switch in REGISTRY.switches for named in (switch.engine, switch.transform) if named}
+
+
+@pytest.mark.parametrize("named", sorted(OBJECTS))
+def test_what_a_string_names_is_there(named: str) -> None:
+    module, _, name = named.partition(":")
+    assert (SOURCE.parent / f"{module.replace('.', '/')}.py").exists()
+    assert callable(getattr(pytest.importorskip(module), name))
+
+
+FOLDERS = sorted(path.name for path in (SOURCE / "switches").iterdir() if (path / "__init__.py").exists())
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_of_a_switch_declares_it(folder: str) -> None:
+    assert import_module(f"{SOURCE.name}.switches.{folder}.declaration").SWITCHES

@@ -15,8 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import find_layout
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.run.fit import load_object
+from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
 from rapidformer_templates.switches.torch_compile.declaration import TorchCompileFlags
 from rapidformer_templates.switches.torch_compile.transform import AUTOMATIC, EVALUATION

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.switches.mixture_of_experts.declaration import OWN_EXPERTS
+from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import watch_own_experts
 from tests.worker_group import alone
 

@@ -14,8 +14,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.planning.optimizers import CUTS_PARAMETERS, OPTIMIZERS
 from rapidformer_templates.run.checkpoint.format import Reader
-from rapidformer_templates.switches.optimizer.declaration import CUTS_PARAMETERS, OPTIMIZERS
 from tests.parity.jobs import JOBS, VOCABULARY, CausalJob, train
 from tests.worker_group import run_in_workers
 

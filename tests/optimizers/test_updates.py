@@ -15,8 +15,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from rapidformer_templates.engines.host_optimizer import HostOptimizer
 from rapidformer_templates.engines.pieces import plain_tensors, state_tensors
 from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.switches.optimizer.anyprecision import AnyPrecisionAdamW
-from rapidformer_templates.switches.optimizer.declaration import OPTIMIZERS
 from rapidformer_templates.switches.optimizer.muon import Muon, rule_by_shape, tables_of
 
 LR, DECAY, BETA1, BETA2, EPS = 0.01, 0.1, 0.9, 0.999, 1e-8

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rapidformer_templates import Data, Pretrainer, Trainer
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS, TORCH_ADAM
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
@@ -26,7 +27,6 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES, Facts
 from rapidformer_templates.switches.auto_strategy.setting import layout_of, setting_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
-from rapidformer_templates.switches.optimizer.declaration import CPU_ADAM, OPTIMIZERS, TORCH_ADAM
 from tests.worker_group import run_in_workers, why_no_nvme
 
 STATE_KINDS = ("parameters", "gradients", "optimizer")

@@ -13,9 +13,8 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import find_layout
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
-from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.run.fit import load_object
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant

@@ -13,13 +13,11 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from tests.switches.helpers import CPU, GPUS, config_of, on
 
-ENGINES = "rapidformer_templates.engines"
-
 
 def test_plain_run() -> None:
     plan = resolve(RunConfig(), Environment())
     assert plan.switches == ("optimizer",)
-    assert plan.engine == f"{ENGINES}.local:SingleEngine"
+    assert plan.engine == "rapidformer_templates.engines.local:SingleEngine"
     assert plan.precision == "fp32"
     assert plan.sizes == Sizes()
     assert plan.values == {"template": {"value": "Trainer", "origin": "default"}}
@@ -28,14 +26,14 @@ def test_plain_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "workers", "engine"),
     [
-        ("", 1, "local:SingleEngine"),
-        ("", 2, "local:DDPEngine"),
-        ("--fsdp-memory-optimization", 2, "fsdp:FSDPEngine"),
-        ("--fsdp-memory-optimization", 1, "fsdp:FSDPEngine"),
+        ("", 1, "engines.local:SingleEngine"),
+        ("", 2, "engines.local:DDPEngine"),
+        ("--fsdp-memory-optimization", 2, "switches.fsdp.engine:FSDPEngine"),
+        ("--fsdp-memory-optimization", 1, "switches.fsdp.engine:FSDPEngine"),
     ],
 )
 def test_engine(flags: str, workers: int, engine: str) -> None:
-    assert resolve(config_of(flags), Environment(world_size=workers)).engine == f"{ENGINES}.{engine}"
+    assert resolve(config_of(flags), Environment(world_size=workers)).engine == f"rapidformer_templates.{engine}"
 
 
 def test_sizes_of_a_3d_layout() -> None:

@@ -15,11 +15,11 @@ from rapidformer_templates.errors import Diagnostic
 from rapidformer_templates.planning.changes import ADD, spell
 from rapidformer_templates.planning.config import RunConfig, parse, spelling
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.suggest import apply, nearest, to_suggestion
 from rapidformer_templates.planning.switch import TEMPLATES, Change, Request, Rule, Switch
-from rapidformer_templates.switches.optimizer.declaration import OPTIMIZERS
 
 SOURCES = """- **[R]** the Rapidformer parameter reference
 - **[B]** its training-performance benchmark page

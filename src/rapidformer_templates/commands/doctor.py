@@ -22,8 +22,8 @@ from typing import Any
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.switches.optimizer.declaration import OPTIMIZERS
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 

@@ -31,7 +31,7 @@ from rapidformer_templates.run import handover
 from rapidformer_templates.run.best import check_metric
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 HELP = """Train transformers; each acceleration is one switch.
 
@@ -168,11 +168,11 @@ def _plan(words: list[str]) -> int:
 def _plan_script(script: str, words: list[str]) -> int:
     """What a script would run with these words: its class, its values, its own flags, its hooks."""
     from rapidformer_templates.run import configure
-    from rapidformer_templates.run.own_hooks import idle_flags
+    from rapidformer_templates.run.own_hooks import idle_flags, own_hooks
 
     asked, rest = split(words, PlanFlags)
 
-    def look(template: Trainer) -> tuple[Trainer, Environment, tuple[str, ...]]:
+    def look(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
         kind, config = type(template), template.config
         world, local = asked.world_size or config.launch.nproc_per_node, asked.local_world_size
         return template, configure.place_of(kind, config, world, local), idle_flags(kind, config)
@@ -182,7 +182,7 @@ def _plan_script(script: str, words: list[str]) -> int:
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
-    found = {"file": script, "template": kind.__name__, "hooks": configure.own_hooks(kind)}
+    found = {"file": script, "template": kind.__name__, "hooks": own_hooks(kind)}
     return _show_resolved(config, place, asked, checks, found, notes)
 
 

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
+from rapidformer_templates.data.checks import checked_batch, collated
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.run.hooks import checked_batch, collated
 
 
 def field_of(batch: Batch, name: str) -> torch.Tensor | None:

@@ -12,7 +12,6 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.errors import RapidformerError
-from rapidformer_templates.switches.fused_loss.logits import Logits
 
 Counted = tuple[torch.Tensor, MicroBatch]
 """Targets that the user's hook counted on the device, and where."""
@@ -92,7 +91,8 @@ def _nothing_through(compute_loss: ComputeLoss, model: Any, batch: Batch, zeros:
 def _outputs(output: Any) -> list[torch.Tensor]:
     """What a model puts out, without a loss among it (the 0/0), unless that is all that there is."""
     leaves = tree_leaves(output)
-    fused = [leaf.zero() for leaf in leaves if isinstance(leaf, Logits)]
+    # What stands for logits that nobody has computed knows itself what they would depend on.
+    fused = [leaf.zero_through_model() for leaf in leaves if hasattr(leaf, "zero_through_model")]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return [*fused, *(tensor for tensor in tensors if tensor.ndim > 0)] or tensors
 

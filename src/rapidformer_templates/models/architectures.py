@@ -12,9 +12,9 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
-from rapidformer_templates.switches.mixture_of_experts.declaration import OWN_EXPERTS
 
 SIZE_FLAGS = {
     "num_layers": "num_hidden_layers",

@@ -6,8 +6,9 @@ import difflib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -26,7 +27,7 @@ from rapidformer_templates.models.architectures import (
 )
 from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
-from rapidformer_templates.switches.mixture_of_experts import exported as saved
+from rapidformer_templates.planning.registry import REGISTRY
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -149,8 +150,9 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
             f"there is no config.json in {path}", where=_PRETRAINED, hint="name the folder that holds the model"
         )
     try:
-        if saved.is_marked(folder):
-            found = saved.read_config(folder)
+        reader = _own_reader(folder)
+        if reader:
+            found = reader.read_config(folder)
         else:
             found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=flags.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -169,6 +171,22 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
         ) from error
     _check_pretrained_sizes(config, found)
     return found
+
+
+class _Reader(Protocol):
+    """A module that reads the folders of models that a switch has changed."""
+
+    def is_marked(self, folder: Path) -> bool: ...
+    def read_config(self, folder: Path) -> PreTrainedConfig: ...
+    def read_model(
+        self, factory: Any, folder: Path, config: PreTrainedConfig
+    ) -> tuple[PreTrainedModel, dict[str, Any]]: ...
+
+
+def _own_reader(folder: Path) -> _Reader | None:
+    """What reads a folder that ``from_pretrained`` cannot; None for all others."""
+    readers: list[Any] = [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
+    return next((reader for reader in readers if reader.is_marked(folder)), None)
 
 
 _PRETRAINED = "--pretrained-model-name-or-path"
@@ -196,9 +214,10 @@ def _load_weights(factory: Any, path: str, model_config: PreTrainedConfig, trust
         )
     try:
         with _quiet_loading():
+            reader = _own_reader(folder)
             model, info = (
-                saved.read_model(factory, folder, model_config)
-                if saved.is_marked(folder)
+                reader.read_model(factory, folder, model_config)
+                if reader
                 else factory.from_pretrained(
                     path,
                     config=model_config,

@@ -7,9 +7,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
-from rapidformer_templates.data.indexed.cache import key_of
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.system.files import key_of
 
 
 def padded_vocab_size(size: int, multiple: int = 128) -> int:

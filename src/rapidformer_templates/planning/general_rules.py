@@ -5,8 +5,8 @@ from __future__ import annotations
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import one_claim
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.optimizers import missing_package
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Resource, Rule
-from rapidformer_templates.switches.optimizer.declaration import missing_package
 
 # Flags that act only together with another one: (flag, its value when off, the other, a value to suggest for it).
 # The other is off when it is None, of a choice ``static``, of a size 1.

@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.general_rules import RULES
@@ -84,8 +85,7 @@ def _discover() -> tuple[Switch, ...]:
     found: list[Switch] = []
     folder = importlib.import_module(SWITCHES)
     for module in pkgutil.iter_modules(folder.__path__, f"{SWITCHES}."):
-        declared = vars(importlib.import_module(f"{module.name}.declaration" if module.ispkg else module.name))
-        found += [declared["SWITCH"]] if "SWITCH" in declared else declared["SWITCHES"]
+        found += importlib.import_module(f"{module.name}.declaration" if module.ispkg else module.name).SWITCHES
     return tuple(sorted(found, key=lambda switch: (switch.stage, switch.name)))
 
 
@@ -95,3 +95,9 @@ REGISTRY = Registry(_discover(), (*RULES, *TRAINING_RULES))
 def switch_options() -> dict[str, type]:
     """The options dataclass of each switch of this version, by the switch's name."""
     return REGISTRY.options()
+
+
+def load_object(path: str) -> Any:
+    """What ``module:name`` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

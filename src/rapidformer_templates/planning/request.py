@@ -60,6 +60,14 @@ def sizes_of(config: RunConfig, environment: Environment) -> Sizes:
     )
 
 
+def precision(config: RunConfig, environment: Environment) -> str:
+    """The type of matrix products: ``fp32``, ``bf16`` or ``fp16``."""
+    asked: str | None = config.get("mixed_precision")
+    if asked == "auto":
+        return "fp16" if environment.device == "cuda" else "bf16"
+    return asked or "fp32"
+
+
 def model_facts(config: RunConfig) -> ModelFacts:
     """Kind and sizes of the model from its flags, else from the ``config.json`` of a local folder.
 

@@ -9,13 +9,12 @@ from rapidformer_templates.errors import Diagnostic, Refused
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.recipe import schedule
 from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.optimizers import implementation, optimizer_options
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.request import build_request, precision
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
 from rapidformer_templates.planning.switch import Request
-from rapidformer_templates.switches.mixed_precision import precision
-from rapidformer_templates.switches.optimizer.declaration import implementation, optimizer_options
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"

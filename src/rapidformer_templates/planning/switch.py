@@ -104,7 +104,7 @@ class Change:
 
     Attributes:
         describe: what the user would change, such as ``--fsdp-memory-optimization``.
-        cost: see the constants in ``_changes.py``.
+        cost: see the constants in ``changes.py``.
         values: fields to set.
         template: template to move to, if it changes.
         note: why it helps.
@@ -265,6 +265,7 @@ class Switch:
         engine: ``module:Class`` of the engine that it asks for.
         engine_options: what the engine must know of it: plain values, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
+        exported: module that marks and reads folders of models that it has changed so that ``from_pretrained`` cannot.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
         acted: looks at the measurements of the first step: None, or, of a switch that did nothing, what should have
             been seen and was not. The run ends there.
@@ -295,6 +296,7 @@ class Switch:
     engine: str | None = None
     engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
     transform: str | None = None
+    exported: str | None = None
     receipt: tuple[str, ...] = ()
     changes_result: bool = False
     under_3d: Mapping[str, Any] = field(default_factory=dict)

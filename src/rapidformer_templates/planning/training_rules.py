@@ -7,9 +7,9 @@ import difflib
 from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
+from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
 from rapidformer_templates.planning.tasks import metrics_of
-from rapidformer_templates.run.best import direction_of
 
 
 def _best_is_known(request: Request) -> list[Finding]:

@@ -6,63 +6,17 @@ A direction that is not known is asked about: the wrong one keeps and exports th
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.metrics import Direction, direction_of
 from rapidformer_templates.planning.tasks import metrics_of
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
-
-Direction = Literal["min", "max"]
-
-# fmt: off
-LEAST = (
-    "loss", "perplexity", "ppl", "nll", "negative_log_likelihood", "cross_entropy", "bits_per_byte", "bpb",
-    "bits_per_character", "bpc", "error", "errors", "err", "error_rate", "eer", "wer", "cer", "mer", "ter", "der",
-    "wil", "edit_distance", "levenshtein",
-    "mae", "mse", "rmse", "msle", "rmsle", "mape", "smape", "brier", "ece", "fid",
-)
-
-MOST = (
-    "accuracy", "acc", "exact_match", "em", "f1", "fbeta", "precision", "recall", "sensitivity", "specificity", "auc",
-    "auroc", "roc_auc", "pr_auc", "average_precision", "mrr", "ndcg", "hit_rate", "bleu", "sacrebleu", "rouge",
-    "rouge1", "rouge2", "rouge_1", "rouge_2", "rouge_l", "rougel", "rouge_lsum", "rougelsum", "meteor", "chrf",
-    "bertscore", "comet", "matthews", "matthews_correlation", "mcc", "pearson", "pearsonr", "spearman", "spearmanr",
-    "kendall_tau", "correlation", "kappa", "r2", "explained_variance", "iou", "dice", "jaccard", "log_likelihood",
-)
-
-# Words that say over what a metric is taken, and change no direction.
-QUALIFIERS = {
-    "eval", "val", "valid", "validation", "test", "macro", "micro", "weighted", "binary", "mean", "avg", "average",
-    "overall", "total",
-}
-# fmt: on
-
-TURNED = {"neg", "negative", "minus", "inverse"}
-"""Words that turn a direction round, such as sklearn's ``neg_mean_squared_error``."""
-
-_KNOWN: Mapping[str, Direction] = {**dict.fromkeys(LEAST, "min"), **dict.fromkeys(MOST, "max")}
-
-
-def direction_of(name: str) -> Direction | None:
-    """Whether the least or the most of a metric is the best, by the end of its name; None where that does not tell.
-
-    >>> direction_of("eval_wer"), direction_of("f1_macro"), direction_of("accuracy_drop")
-    ('min', 'max', None)
-    """
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    while words and words[-1] in QUALIFIERS:
-        words.pop()
-    ends = ["_".join(words[i:]) for i in range(len(words))]
-    found = next((end for end in ends if end in _KNOWN), None)
-    if found is None or (TURNED.intersection(words) and found != ends[0]):
-        return None
-    return _KNOWN[found]
+    from rapidformer_templates.run.template import Template
 
 
 @dataclass(frozen=True)
@@ -103,7 +57,7 @@ def check_metric(config: RunConfig, *, of_task: bool = True) -> None:
     )
 
 
-def best_metric(template: Trainer) -> BestMetric | None:
+def best_metric(template: Template) -> BestMetric | None:
     """The metric of a run whose data are there, or None where no best checkpoint is kept.
 
     Raises:

@@ -20,20 +20,20 @@ from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import TEMPLATES
 from rapidformer_templates.planning.templates import choose_template, with_template_defaults
 from rapidformer_templates.run import handover
-from rapidformer_templates.run.own_hooks import check_names, idle_flags
+from rapidformer_templates.run.own_hooks import check_names, idle_flags, own_hooks
 from rapidformer_templates.system.launch import CHOSEN, is_worker
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 
-def library_template(template: type[Trainer]) -> str:
+def library_template(template: type[Template]) -> str:
     """The name of the library's template that a class derives from."""
     homes = {f"rapidformer_templates.{name.lower()}" for name in TEMPLATES}
     return next(c.__name__ for c in template.__mro__ if c.__module__ in homes)
 
 
-def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[str, tuple[Any, str]]) -> RunConfig:
+def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[str, tuple[Any, str]]) -> RunConfig:
     """The configuration of a template: command line over YAML over the script over the template.
 
     Raises:
@@ -61,14 +61,6 @@ def read_config(template: type[Trainer], argv: Sequence[str], in_code: Mapping[s
     return _with_best_layout(template, config) if config.get("auto_strategy") else config
 
 
-def own_hooks(template: type[Trainer]) -> list[str]:
-    """Names of the library's hooks that a class, or one that it derives from, has made its own."""
-    from rapidformer_templates.trainer import Trainer
-
-    hooks = [name for name, value in vars(Trainer).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return [name for name in hooks if getattr(template, name) is not getattr(Trainer, name)]
-
-
 AUTO_STRATEGY = "auto-strategy"
 """The origin of values that the automatic strategy has chosen."""
 
@@ -76,7 +68,7 @@ OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
 """Hooks that change what a step takes."""
 
 
-def _with_best_layout(template: type[Trainer], config: RunConfig) -> RunConfig:
+def _with_best_layout(template: type[Template], config: RunConfig) -> RunConfig:
     """The configuration with what ``--auto-strategy`` has found.
 
     Raises:
@@ -106,13 +98,13 @@ def chosen_layout(config: RunConfig) -> dict[str, str]:
     return {CHOSEN: json.dumps(chosen)} if chosen else {}
 
 
-def _environment(template: type[Trainer], config: RunConfig) -> Environment:
+def _environment(template: type[Template], config: RunConfig) -> Environment:
     """The place in which this process, or the workers that it will start, train."""
     return place_of(template, config, None if is_worker() else config.launch.nproc_per_node)
 
 
 def place_of(
-    template: type[Trainer], config: RunConfig, world_size: int | None, local_world_size: int | None = None
+    template: type[Template], config: RunConfig, world_size: int | None, local_world_size: int | None = None
 ) -> Environment:
     """The place in which so many workers train a template; None asks the environment of this process."""
     return detect(
@@ -124,7 +116,7 @@ def place_of(
     )
 
 
-def resolve_plan(template: type[Trainer], config: RunConfig) -> Plan:
+def resolve_plan(template: type[Template], config: RunConfig) -> Plan:
     """The plan of a training run.
 
     Raises:
@@ -139,7 +131,7 @@ def choose(argv: Sequence[str]) -> tuple[str, str]:
     return choose_template(parse(argv, REGISTRY.options()))
 
 
-def _origin(template: type[Trainer], config: RunConfig) -> str:
+def _origin(template: type[Template], config: RunConfig) -> str:
     """Where the template was decided: ``train.py:8`` of a class, or why a black-box run has it."""
     if template.__name__ == library_template(template):
         chosen, reason = choose_template(config)
@@ -148,7 +140,7 @@ def _origin(template: type[Trainer], config: RunConfig) -> str:
     return f"{file}:{line}" if line else file or "in code"
 
 
-def _source(template: type[Trainer]) -> tuple[str | None, int | None]:
+def _source(template: type[Template]) -> tuple[str | None, int | None]:
     """(file, line) of a class, as far as they are known: of one that was typed in there is neither."""
     try:
         file = Path(inspect.getsourcefile(template) or "").name

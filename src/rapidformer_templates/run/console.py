@@ -23,7 +23,7 @@ from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.loop import Loop
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime")
 
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def summarise(
-    template: Trainer, loop: Loop, metrics: dict[str, float], receipts: dict[str, Any], workers: Workers
+    template: Template, loop: Loop, metrics: dict[str, float], receipts: dict[str, Any], workers: Workers
 ) -> dict[str, Any]:
     """The summary of a run; rank 0 writes it to ``summary.json``."""
     position, plan = loop.position, template.plan

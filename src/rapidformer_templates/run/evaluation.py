@@ -12,7 +12,7 @@ from rapidformer_templates.system.random_state import capture, restore
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 
 class Evaluator:
@@ -23,7 +23,7 @@ class Evaluator:
         limit: batches an evaluation (micro batch × ranks samples each); None is all.
     """
 
-    def __init__(self, template: Trainer, engine: Engine, samples: Any, workers: Workers, limit: int | None) -> None:
+    def __init__(self, template: Template, engine: Engine, samples: Any, workers: Workers, limit: int | None) -> None:
         self.template = template
         self.engine = engine
         self.samples = samples

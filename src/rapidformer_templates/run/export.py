@@ -17,10 +17,10 @@ from rapidformer_templates.system.files import new_folder
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 
-def export_model(engine: Engine, template: Trainer, folder: Path, workers: Workers) -> None:
+def export_model(engine: Engine, template: Template, folder: Path, workers: Workers) -> None:
     """Write weights, config and tokenizer; every rank must call it, rank 0 writes.
 
     A model that is not of transformers is exported as ``model.safetensors`` alone.

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rapidformer_templates.data.checks import checked_data
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.engines.contract import Engine
@@ -20,7 +20,7 @@ from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.blocks import find_layout
 from rapidformer_templates.models.label_use import can_be_tried, label_use
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import check_data_flags
 from rapidformer_templates.run import calls
 from rapidformer_templates.run import out_of_memory as ladder
@@ -33,7 +33,7 @@ from rapidformer_templates.run.console import say, show_plan, show_results, summ
 from rapidformer_templates.run.evaluation import Evaluator
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
-from rapidformer_templates.run.hooks import checked_data, checked_model, checked_optimizer, checked_schedule
+from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
 from rapidformer_templates.run.lock import hold, try_folder
 from rapidformer_templates.run.loop import Intervals, Loop, Position
 from rapidformer_templates.run.meter import Meter
@@ -51,10 +51,10 @@ from rapidformer_templates.system.signals import StopRequest, stop_request
 from rapidformer_templates.system.workers import Workers, join
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 
-def fit(template: Trainer) -> dict[str, Any]:
+def fit(template: Template) -> dict[str, Any]:
     """Check what can be checked, start local workers if they are asked for, and train."""
     asked = dict(template.config.items())
     if launch.is_worker():
@@ -66,7 +66,7 @@ def fit(template: Trainer) -> dict[str, Any]:
     return calls.noted(lambda: _train_in_new_workers(template, asked))
 
 
-def _train_in_new_workers(template: Trainer, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[str, Any]:
     config, training = template.config, template.config.training
     program.command()  # or there is nothing that workers could run
     _check(template, RunFolder(training.save) if training.save else None)
@@ -87,7 +87,7 @@ def _goes_on(training: TrainingFlags) -> bool:
     return bool(own and training.save and candidates(RunFolder(training.save).checkpoints))
 
 
-def _check(template: Trainer, folder: RunFolder | None) -> None:
+def _check(template: Template, folder: RunFolder | None) -> None:
     """What can be seen to be wrong before a worker starts."""
     training = template.config.training
     if training.resume and folder is None:
@@ -110,7 +110,7 @@ def _check(template: Trainer, folder: RunFolder | None) -> None:
     check_values(template.config, template.plan)
 
 
-def _check_overwritten(template: Trainer, folder: RunFolder) -> None:
+def _check_overwritten(template: Template, folder: RunFolder) -> None:
     """Refuse to delete what the run reads.
 
     Raises:
@@ -128,7 +128,7 @@ def _check_overwritten(template: Trainer, folder: RunFolder) -> None:
             )
 
 
-def _join_and_train(template: Trainer) -> dict[str, Any]:
+def _join_and_train(template: Template) -> dict[str, Any]:
     if template.plan.device == "cpu":
         _choose_allocation({REGISTRY[name].family for name in template.plan.switches})
     with (
@@ -149,7 +149,7 @@ def _choose_allocation(families: set[str | None]) -> None:
 
 
 @contextmanager
-def _run_folder(template: Trainer, workers: Workers) -> Iterator[RunFolder | None]:
+def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | None]:
     """The folder of ``--save``, which no other run may write into during the body."""
     training = template.config.training
     folder = RunFolder(training.save) if training.save else None
@@ -166,7 +166,7 @@ def _run_folder(template: Trainer, workers: Workers) -> Iterator[RunFolder | Non
         yield folder
 
 
-def train(template: Trainer, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
+def train(template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
     """One worker's run: reads as the order of composition.
 
     Nothing is written to the run folder before all that can go wrong has been tried.
@@ -196,7 +196,7 @@ def train(template: Trainer, folder: RunFolder | None, workers: Workers, stop: S
     return _finish(loop, metrics, workers)
 
 
-def _build_data(template: Trainer, workers: Workers) -> Sequence[Any]:
+def _build_data(template: Template, workers: Workers) -> Sequence[Any]:
     """The training samples; the whole data are kept in the template for its hooks."""
     template.data = checked_data(template.build_data())
     skipped = template.task.skipped if template.uses_task else []
@@ -210,7 +210,7 @@ def _build_data(template: Trainer, workers: Workers) -> Sequence[Any]:
     return samples
 
 
-def _build_engine(template: Trainer, workers: Workers) -> Engine:
+def _build_engine(template: Template, workers: Workers) -> Engine:
     """The model, changed by the active switches in the order of their stages; the engine comes last."""
     config, plan = template.config, template.plan
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
@@ -239,13 +239,13 @@ def _build_engine(template: Trainer, workers: Workers) -> Engine:
     return engine
 
 
-def _try_labels(template: Trainer, model: nn.Module, workers: Workers) -> None:
+def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
     """Find out how the model takes labels, by which targets are counted and the task's loss is made."""
     for note in template.labels_were_tried(label_use(model)):
         say(workers, f"note       {note}")
 
 
-def _loss_of_one(template: Trainer, model: nn.Module) -> Any:
+def _loss_of_one(template: Template, model: nn.Module) -> Any:
     """The user's loss of the first sample."""
     request = Request([0], (template.config.training.seed, 0), [0])
     (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
@@ -254,7 +254,7 @@ def _loss_of_one(template: Trainer, model: nn.Module) -> Any:
 
 
 def _build_loop(
-    template: Trainer,
+    template: Template,
     engine: Engine,
     order: Order,
     position: Position,
@@ -302,7 +302,7 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
 
 
-def _profile(template: Trainer, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:
+def _profile(template: Template, folder: RunFolder | None, steps_left: int, workers: Workers) -> Profile | None:
     """The recorder of the main worker, if it is asked for; a complete run that is resumed has no step to record.
 
     Raises:
@@ -350,9 +350,3 @@ def _put_best_back(loop: Loop, workers: Workers) -> bool:
         return False
     loop.engine.load(Reader(kept), optimizer=False)
     return True
-
-
-def load_object(path: str) -> Any:
-    """What ``module:name`` names."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from rapidformer_templates.errors import ConfigError, RapidformerError
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def is_asked_for() -> bool:
     return _look is not None
 
 
-def at_the_door(template: Trainer) -> None:
+def at_the_door(template: Template) -> None:
     """What ``fit`` begins with: hand the template over if nothing is to be trained."""
     if _look is not None:
         raise _HandedOver(_look(template))
@@ -74,7 +74,7 @@ def run_script(script: str, argv: Sequence[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def ask(script: str, argv: Sequence[str], look: Callable[[Trainer], T]) -> T:
+def ask(script: str, argv: Sequence[str], look: Callable[[Template], T]) -> T:
     """What ``look`` finds at the template that a script would train with these words.
 
     Nothing is trained. What the script prints goes to standard error.
@@ -108,7 +108,7 @@ def ask(script: str, argv: Sequence[str], look: Callable[[Trainer], T]) -> T:
 
 
 @contextmanager
-def _door_locked(look: Callable[[Trainer], Any]) -> Iterator[None]:
+def _door_locked(look: Callable[[Template], Any]) -> Iterator[None]:
     global _look
     argv, path = sys.argv, list(sys.path)
     _look = look

@@ -3,53 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
-from rapidformer_templates.errors import DataError, ModelError, RapidformerError
+from rapidformer_templates.errors import ModelError, RapidformerError
 
 T = TypeVar("T")
-
-
-def _kind(value: Any) -> str:
-    """What a value is, in a sentence: ``None``, ``a list``, ``an AdamW``."""
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
-
-
-def checked_data(data: Any) -> Data:
-    """What ``build_data`` returned.
-
-    Raises:
-        DataError: it is no :class:`Data`, or a part of it cannot be indexed or called.
-    """
-    if not isinstance(data, Data):
-        hint = "return Data(train=samples, valid=held_out, collate=collate)"
-        if hasattr(data, "dataset") and hasattr(data, "collate_fn"):
-            hint = "the loop makes the loaders: return Data(train=loader.dataset, collate=loader.collate_fn)"
-        raise DataError(f"build_data returned {_kind(data)}", where="build_data()", hint=hint)
-    for part in ("train", "valid", "test"):
-        samples = getattr(data, part)
-        # A mapping has both, and its keys are columns or names of parts.
-        indexed = isinstance(samples, Sized) and hasattr(samples, "__getitem__") and not isinstance(samples, Mapping)
-        if samples is not None and not indexed:
-            raise DataError(
-                f"the {part} samples of build_data are {_kind(samples)}",
-                where=f"Data({part}=…)",
-                hint="give anything with len and integer indexing, one item a sample: a list, a datasets.Dataset",
-            )
-    for part in ("collate", "augment"):
-        function = getattr(data, part)
-        if function is not None and not callable(function):
-            raise DataError(f"{part} of build_data is {_kind(function)}, no function", where=f"Data({part}=…)")
-    return data
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -61,7 +25,7 @@ def checked_model(model: Any) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     raise ModelError(
-        f"build_model returned {_kind(model)}", where="build_model()", hint="return the model, a torch.nn.Module"
+        f"build_model returned {kind_of(model)}", where="build_model()", hint="return the model, a torch.nn.Module"
     )
 
 
@@ -75,7 +39,7 @@ def checked_optimizer(recipe: Any) -> OptimizerSpec:
         return recipe
     instance = " (parameters are sharded before there is an instance)" if hasattr(recipe, "param_groups") else ""
     raise RapidformerError(
-        f"build_optimizer returned {_kind(recipe)}",
+        f"build_optimizer returned {kind_of(recipe)}",
         where="build_optimizer()",
         hint=f"return a recipe{instance}: OptimizerSpec(torch.optim.AdamW, {{'lr': …}})",
     )
@@ -90,11 +54,11 @@ def checked_schedule(schedule: Any) -> Schedule:
     hint = "return a function from the step (from 0) to a share of the peak learning rate"
     if not callable(schedule):
         raise RapidformerError(
-            f"build_scheduler returned {_kind(schedule)}", where="build_scheduler(total_steps)", hint=hint
+            f"build_scheduler returned {kind_of(schedule)}", where="build_scheduler(total_steps)", hint=hint
         )
     factor = schedule(0)
     if not is_number(factor) or not math.isfinite(factor):
-        told = factor if is_number(factor) else _kind(factor)
+        told = factor if is_number(factor) else kind_of(factor)
         raise RapidformerError(
             f"the schedule's share of the first step is {told}", where="build_scheduler(total_steps)", hint=hint
         )
@@ -109,17 +73,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (hasattr(value, "__float__") and getattr(value, "size", 1) == 1)
 
 
-def checked_batch(batch: Any) -> Any:
-    """What ``collate`` returned.
-
-    Raises:
-        DataError: it is nothing.
-    """
-    if batch is None:
-        raise DataError("collate returned None", where="Data(collate=…)", hint="return the batch: a dict of tensors")
-    return batch
-
-
 def checked_count(count: Any) -> float:
     """What ``count_targets`` returned.
 
@@ -130,7 +83,7 @@ def checked_count(count: Any) -> float:
         number: float = count
         return number
     raise RapidformerError(
-        f"count_targets returned {count if is_number(count) else _kind(count)}",
+        f"count_targets returned {count if is_number(count) else kind_of(count)}",
         where="count_targets(batch)",
         hint="return the number of targets that the loss of the batch is a mean over",
     )
@@ -144,7 +97,7 @@ def checked_predictions(result: Any, samples: int) -> tuple[Sequence[Any], Seque
     """
     hint = "return (predictions, references), one entry a sample, on the host"
     if not isinstance(result, (tuple, list)) or len(result) != 2 or not all(isinstance(part, Sized) for part in result):
-        raise RapidformerError(f"predict returned {_kind(result)}", where="predict(outputs, batch)", hint=hint)
+        raise RapidformerError(f"predict returned {kind_of(result)}", where="predict(outputs, batch)", hint=hint)
     predictions, references = result
     if len(predictions) != samples or len(references) != samples:
         raise RapidformerError(
@@ -167,23 +120,8 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise RapidformerError(f"compute_metrics returned {_kind(metrics)}", where=where, hint=hint)
+        raise RapidformerError(f"compute_metrics returned {kind_of(metrics)}", where=where, hint=hint)
     for name, value in metrics.items():
         if not isinstance(name, str) or not is_number(value):
-            raise RapidformerError(f"compute_metrics returned {_kind(value)} as {name}", where=where, hint=hint)
+            raise RapidformerError(f"compute_metrics returned {kind_of(value)} as {name}", where=where, hint=hint)
     return {name: float(value) for name, value in metrics.items()}
-
-
-def collated(collate: Callable[[list[Any]], T], items: list[Any], where: str) -> T:
-    """A batch by torch's own way, for data without a ``collate`` of their own.
-
-    Raises:
-        DataError: the samples are not of a kind, or not of one shape.
-    """
-    try:
-        return collate(items)
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"samples cannot be made a batch: {reason}", where=where, hint="give Data a collate function"
-        ) from error

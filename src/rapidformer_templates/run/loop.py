@@ -31,7 +31,7 @@ from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.receipts import Receipts
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Loop:
         progress: what people see.
     """
 
-    template: Trainer
+    template: Template
     engine: Engine
     order: Order
     evaluator: Evaluator | None

@@ -75,6 +75,12 @@ def hooks_of(template: type) -> dict[str, frozenset[str]]:
     return {name: flags for name, flags in found.items() if flags is not None}
 
 
+def own_hooks(template: type) -> list[str]:
+    """Names of the library's hooks that a class, or one that it derives from, has made its own."""
+    base = _library_base(template)
+    return [name for name in hooks_of(template) if getattr(template, name) is not getattr(base, name)]
+
+
 def _library_base(template: type) -> type:
     return next(kind for kind in template.__mro__ if any(hasattr(m, "acting_flags") for m in vars(kind).values()))
 

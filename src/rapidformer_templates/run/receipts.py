@@ -25,7 +25,7 @@ from rapidformer_templates.models.blocks import find_layout, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.switch import Measured
-from rapidformer_templates.run.configure import own_hooks
+from rapidformer_templates.run.own_hooks import own_hooks
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.flash_attention.receipt import attention_functions, count_kernels
 from rapidformer_templates.switches.fused_loss.logits import head_of
@@ -35,7 +35,7 @@ from rapidformer_templates.switches.tensor_parallel import transform as tensor_p
 from rapidformer_templates.switches.torch_compile.transform import Compiled
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -75,7 +75,7 @@ class Receipts:
         order: of the training samples.
     """
 
-    def __init__(self, engine: Engine, template: Trainer, order: Order) -> None:
+    def __init__(self, engine: Engine, template: Template, order: Order) -> None:
         self.engine = engine
         self.template = template
         self.switches = [REGISTRY[name].in_layout(template.plan.sizes) for name in template.plan.switches]

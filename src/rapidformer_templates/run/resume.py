@@ -20,10 +20,10 @@ from rapidformer_templates.system.random_state import restore, seed_all
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 
-def take_up(template: Trainer, engine: Engine, folder: RunFolder | None, order: Order, workers: Workers) -> Position:
+def take_up(template: Template, engine: Engine, folder: RunFolder | None, order: Order, workers: Workers) -> Position:
     """Put engine and random states where ``--resume`` or ``--load`` say; the run's position.
 
     Raises:

@@ -16,10 +16,10 @@ from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
-    from rapidformer_templates.trainer import Trainer
+    from rapidformer_templates.run.template import Template
 
 
-def build_order(template: Trainer, samples: Any, workers: Workers) -> Order:
+def build_order(template: Template, samples: Any, workers: Workers) -> Order:
     """The order of the training samples.
 
     Raises:
@@ -51,7 +51,7 @@ def build_order(template: Trainer, samples: Any, workers: Workers) -> Order:
     )
 
 
-def _dynamic_order(template: Trainer, samples: Any, workers: Workers) -> DynamicOrder:
+def _dynamic_order(template: Template, samples: Any, workers: Workers) -> DynamicOrder:
     config, sizes = template.config, template.plan.sizes
     check_pads_to_shape(template.data.collate)
     lengths = sample_lengths(samples, template.data, training=True)

@@ -9,6 +9,7 @@ from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -21,7 +22,6 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
-from rapidformer_templates.switches.optimizer.declaration import CPU_ADAM, OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -84,38 +84,40 @@ OPTIMIZER_HAS_CPU_FORM = Rule(
     Example("--cpu-offload --optimizer lamb"),
 )
 
-SWITCH = Switch(
-    name="cpu-offload",
-    summary="Optimizer state in host memory; with ZeRO-3 also parameters.",
-    source="[R, D]",
-    stage=Stage.SHARD,
-    options=CpuOffloadFlags,
-    active=lambda options, sizes: options.cpu_offload,
-    on={"cpu_offload": True},
-    off={"cpu_offload": False},
-    predicts=Prediction(
-        {
-            "parameters": "of ZeRO-3 in host memory",
-            "gradients": "of ZeRO in host memory, in fp32 as the update takes them",
-            "optimizer": "in host memory",
-        },
-        always(time="the update on the host, and the way there and back, are not in the seconds"),
-    ),
-    family="offload",
-    claims=frozenset({Resource.OFFLOAD}),
-    notes=_notes,
-    engine_options=lambda request: {"offload": "cpu"},
-    receipt=("optimizer_state_bytes", "optimizer_state_device", "optimizer_class"),
-    acted=_acted,
-    rules=(
-        Rule(
-            "RF005",
-            "CPU offload together with partitioning of the model's states: only ZeRO.",
-            "OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are",
-            "[R]",
-            _only_with_zero,
-            Example("--cpu-offload --fsdp-memory-optimization --world-size 2"),
+SWITCHES = (
+    Switch(
+        name="cpu-offload",
+        summary="Optimizer state in host memory; with ZeRO-3 also parameters.",
+        source="[R, D]",
+        stage=Stage.SHARD,
+        options=CpuOffloadFlags,
+        active=lambda options, sizes: options.cpu_offload,
+        on={"cpu_offload": True},
+        off={"cpu_offload": False},
+        predicts=Prediction(
+            {
+                "parameters": "of ZeRO-3 in host memory",
+                "gradients": "of ZeRO in host memory, in fp32 as the update takes them",
+                "optimizer": "in host memory",
+            },
+            always(time="the update on the host, and the way there and back, are not in the seconds"),
         ),
-        OPTIMIZER_HAS_CPU_FORM,
+        family="offload",
+        claims=frozenset({Resource.OFFLOAD}),
+        notes=_notes,
+        engine_options=lambda request: {"offload": "cpu"},
+        receipt=("optimizer_state_bytes", "optimizer_state_device", "optimizer_class"),
+        acted=_acted,
+        rules=(
+            Rule(
+                "RF005",
+                "CPU offload together with partitioning of the model's states: only ZeRO.",
+                "OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are",
+                "[R]",
+                _only_with_zero,
+                Example("--cpu-offload --fsdp-memory-optimization --world-size 2"),
+            ),
+            OPTIMIZER_HAS_CPU_FORM,
+        ),
     ),
 )

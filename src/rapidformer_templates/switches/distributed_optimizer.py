@@ -25,38 +25,40 @@ def _notes(request: Request) -> Sequence[str]:
     return (idle,) if request.sizes.data == 1 else ()
 
 
-SWITCH = Switch(
-    name="distributed-optimizer",
-    summary="Shard optimizer state over the data-parallel workers, together with 3D parallelism.",
-    source="[M]",
-    stage=Stage.SHARD,
-    options=DistributedOptimizerFlags,
-    active=lambda options, sizes: options.use_distributed_optimizer,
-    on={"use_distributed_optimizer": True},
-    off={"use_distributed_optimizer": False},
-    predicts=Prediction(
-        {
-            "optimizer": "a share on each replica",
-            "activations": "windows of the exchange",
-            "time": "two halves of a sum",
-        }
-    ),
-    family=PARTITIONING,
-    claims=frozenset({Resource.OPTIMIZER_STATE}),
-    templates=("Trainer",),
-    notes=_notes,
-    engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
-    engine_options=lambda request: {"shard_over_data": "optimizer"},
-    receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
-    acted=shared_out(updated_elements="optimizer state"),
-    rules=(
-        Rule(
-            "RF029",
-            "The distributed optimizer needs the Trainer template.",
-            "it belongs to 3D parallelism; the other templates partition with OSS, SDP or FSDP",
-            "[R, M]",
-            needs_template("distributed-optimizer"),
-            Example("--template Pretrainer --use-distributed-optimizer --world-size 2"),
+SWITCHES = (
+    Switch(
+        name="distributed-optimizer",
+        summary="Shard optimizer state over the data-parallel workers, together with 3D parallelism.",
+        source="[M]",
+        stage=Stage.SHARD,
+        options=DistributedOptimizerFlags,
+        active=lambda options, sizes: options.use_distributed_optimizer,
+        on={"use_distributed_optimizer": True},
+        off={"use_distributed_optimizer": False},
+        predicts=Prediction(
+            {
+                "optimizer": "a share on each replica",
+                "activations": "windows of the exchange",
+                "time": "two halves of a sum",
+            }
+        ),
+        family=PARTITIONING,
+        claims=frozenset({Resource.OPTIMIZER_STATE}),
+        templates=("Trainer",),
+        notes=_notes,
+        engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
+        engine_options=lambda request: {"shard_over_data": "optimizer"},
+        receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
+        acted=shared_out(updated_elements="optimizer state"),
+        rules=(
+            Rule(
+                "RF029",
+                "The distributed optimizer needs the Trainer template.",
+                "it belongs to 3D parallelism; the other templates partition with OSS, SDP or FSDP",
+                "[R, M]",
+                needs_template("distributed-optimizer"),
+                Example("--template Pretrainer --use-distributed-optimizer --world-size 2"),
+            ),
         ),
     ),
 )

@@ -66,28 +66,30 @@ def _acted(measured: Measured) -> str | None:
     return f"{wanted} micro batches in a step were expected; the workers had {shown(seen)}"
 
 
-SWITCH = Switch(
-    name="gradient-accumulation",
-    summary="Several micro batches an optimizer step: global batch / (micro batch × data-parallel size).",
-    source="[R, S]",
-    stage=Stage.DATA,
-    options=GradientAccumulationFlags,
-    active=lambda options, sizes: sizes.accumulation > 1,
-    on={"global_batch_size": 16},
-    off={"global_batch_size": None},
-    predicts=Prediction(
-        {"gradients": "kept from the first micro batch to the last", "time": "more micro batches a step"}
-    ),
-    receipt=("micro_steps",),
-    acted=_acted,
-    rules=(
-        Rule(
-            "RF006",
-            "Gradient accumulation only in iteration-based runs.",
-            "an epoch need not hold a whole number of accumulated steps",
-            "[R]",
-            _only_by_iterations,
-            Example("--epochs 3 --micro-batch-size 4 --global-batch-size 16"),
+SWITCHES = (
+    Switch(
+        name="gradient-accumulation",
+        summary="Several micro batches an optimizer step: global batch / (micro batch × data-parallel size).",
+        source="[R, S]",
+        stage=Stage.DATA,
+        options=GradientAccumulationFlags,
+        active=lambda options, sizes: sizes.accumulation > 1,
+        on={"global_batch_size": 16},
+        off={"global_batch_size": None},
+        predicts=Prediction(
+            {"gradients": "kept from the first micro batch to the last", "time": "more micro batches a step"}
+        ),
+        receipt=("micro_steps",),
+        acted=_acted,
+        rules=(
+            Rule(
+                "RF006",
+                "Gradient accumulation only in iteration-based runs.",
+                "an epoch need not hold a whole number of accumulated steps",
+                "[R]",
+                _only_by_iterations,
+                Example("--epochs 3 --micro-batch-size 4 --global-batch-size 16"),
+            ),
         ),
     ),
 )

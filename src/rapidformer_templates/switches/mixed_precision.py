@@ -9,9 +9,8 @@ from typing import Literal
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template
-from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
 AMPERE = (8, 0)  # the first compute capability with bf16 and tf32 units
@@ -24,14 +23,6 @@ class MixedPrecisionFlags:
     mixed_precision: Literal["fp16", "bf16"] | None = flag(
         None, "16-bit matrix products; alone: fp16 on a GPU, bf16 on a CPU", bare="auto", metavar="fp16|bf16"
     )
-
-
-def precision(config: RunConfig, environment: Environment) -> str:
-    """The type of matrix products: ``fp32``, ``bf16`` or ``fp16``."""
-    asked: str | None = config.get("mixed_precision")
-    if asked == "auto":
-        return "fp16" if environment.device == "cuda" else "bf16"
-    return asked or "fp32"
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -63,43 +54,45 @@ def _acted(measured: Measured) -> str | None:
     return None if wanted in seen else f"activations in {wanted} were expected; modules put out {shown(seen)}"
 
 
-SWITCH = Switch(
-    name="mixed-precision",
-    summary="Matrix products in fp16 (with loss scaling) or bf16; weights and optimizer state stay fp32.",
-    source="[R, S]",
-    stage=Stage.PRECISION,
-    options=MixedPrecisionFlags,
-    active=lambda options, sizes: options.mixed_precision is not None,
-    on={"mixed_precision": "bf16"},
-    off={"mixed_precision": None},
-    predicts=Prediction(
-        {
-            "parameters": "of ZeRO in 16 bits",
-            "gradients": "of ZeRO in 16 bits",
-            "activations": "products in 16 bits, with what autocast copies",
-            "time": "products at the rate of that precision",
-        }
-    ),
-    notes=_notes,
-    receipt=("parameter_dtypes", "activation_dtypes"),
-    acted=_acted,
-    changes_result=True,
-    rules=(
-        Rule(
-            "RF001",
-            "Mixed precision needs one of the three templates.",
-            "the template's engine casts and scales the loss; a loop of your own does neither",
-            "[R]",
-            needs_template("mixed-precision"),
-            Example("--mixed-precision bf16", machine={"template": None}),
+SWITCHES = (
+    Switch(
+        name="mixed-precision",
+        summary="Matrix products in fp16 (with loss scaling) or bf16; weights and optimizer state stay fp32.",
+        source="[R, S]",
+        stage=Stage.PRECISION,
+        options=MixedPrecisionFlags,
+        active=lambda options, sizes: options.mixed_precision is not None,
+        on={"mixed_precision": "bf16"},
+        off={"mixed_precision": None},
+        predicts=Prediction(
+            {
+                "parameters": "of ZeRO in 16 bits",
+                "gradients": "of ZeRO in 16 bits",
+                "activations": "products in 16 bits, with what autocast copies",
+                "time": "products at the rate of that precision",
+            }
         ),
-        Rule(
-            "RF019",
-            "bf16 on a GPU needs compute capability 8.0.",
-            "older GPUs have no bf16 matrix units and emulate them more slowly than fp32",
-            "[torch, S]",
-            _bf16_before_ampere,
-            Example("--mixed-precision bf16", machine={"device": "cuda", "compute_capability": (7, 0)}),
+        notes=_notes,
+        receipt=("parameter_dtypes", "activation_dtypes"),
+        acted=_acted,
+        changes_result=True,
+        rules=(
+            Rule(
+                "RF001",
+                "Mixed precision needs one of the three templates.",
+                "the template's engine casts and scales the loss; a loop of your own does neither",
+                "[R]",
+                needs_template("mixed-precision"),
+                Example("--mixed-precision bf16", machine={"template": None}),
+            ),
+            Rule(
+                "RF019",
+                "bf16 on a GPU needs compute capability 8.0.",
+                "older GPUs have no bf16 matrix units and emulate them more slowly than fp32",
+                "[torch, S]",
+                _bf16_before_ampere,
+                Example("--mixed-precision bf16", machine={"device": "cuda", "compute_capability": (7, 0)}),
+            ),
         ),
     ),
 )

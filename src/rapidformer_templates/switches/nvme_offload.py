@@ -56,37 +56,39 @@ def _acted(measured: Measured) -> str | None:
     return f"optimizer state in files below {measured.config.get('nvme_path')} was expected; there is none"
 
 
-SWITCH = Switch(
-    name="nvme-offload",
-    summary="Optimizer state and parameters on a local disk (ZeRO-Infinity).",
-    source="[D]",
-    stage=Stage.SHARD,
-    options=NvmeOffloadFlags,
-    active=lambda options, sizes: options.nvme_path is not None,
-    on={"nvme_path": "/local_nvme"},
-    off={"nvme_path": None},
-    predicts=Prediction(
-        {
-            "parameters": "in host memory on their way to the disk",
-            "gradients": "those of small sub-groups, the rest on the disk",
-            "optimizer": "that of small sub-groups, the rest on the disk",
-        },
-        always(time="the way to the disk and back is not in the seconds"),
-    ),
-    family="offload",
-    claims=frozenset({Resource.OFFLOAD}),
-    engine_options=lambda request: {"offload": f"nvme:{request.config.get('nvme_path')}"},
-    receipt=("optimizer_state_bytes", "optimizer_class", "swapped_bytes"),
-    acted=_acted,
-    rules=(
-        Rule(
-            "RF011",
-            "NVMe offload needs ZeRO-3.",
-            "DeepSpeed swaps to disk only what ZeRO-3 has partitioned",
-            "[D]",
-            _needs_zero_3,
-            Example("--nvme-path /local_nvme --zero-2-memory-optimization --world-size 2"),
+SWITCHES = (
+    Switch(
+        name="nvme-offload",
+        summary="Optimizer state and parameters on a local disk (ZeRO-Infinity).",
+        source="[D]",
+        stage=Stage.SHARD,
+        options=NvmeOffloadFlags,
+        active=lambda options, sizes: options.nvme_path is not None,
+        on={"nvme_path": "/local_nvme"},
+        off={"nvme_path": None},
+        predicts=Prediction(
+            {
+                "parameters": "in host memory on their way to the disk",
+                "gradients": "those of small sub-groups, the rest on the disk",
+                "optimizer": "that of small sub-groups, the rest on the disk",
+            },
+            always(time="the way to the disk and back is not in the seconds"),
         ),
-        OPTIMIZER_HAS_CPU_FORM,
+        family="offload",
+        claims=frozenset({Resource.OFFLOAD}),
+        engine_options=lambda request: {"offload": f"nvme:{request.config.get('nvme_path')}"},
+        receipt=("optimizer_state_bytes", "optimizer_class", "swapped_bytes"),
+        acted=_acted,
+        rules=(
+            Rule(
+                "RF011",
+                "NVMe offload needs ZeRO-3.",
+                "DeepSpeed swaps to disk only what ZeRO-3 has partitioned",
+                "[D]",
+                _needs_zero_3,
+                Example("--nvme-path /local_nvme --zero-2-memory-optimization --world-size 2"),
+            ),
+            OPTIMIZER_HAS_CPU_FORM,
+        ),
     ),
 )

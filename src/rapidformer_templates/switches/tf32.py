@@ -40,30 +40,32 @@ def _acted(measured: Measured) -> str | None:
     return None if found == "high" else f"fp32 matrix products of precision high were expected; it is {found}"
 
 
-SWITCH = Switch(
-    name="tf32",
-    summary="fp32 matrix products through the tensor cores' tf32.",
-    source="[S]",
-    stage=Stage.KERNEL,
-    options=Tf32Flags,
-    active=lambda options, sizes: options.tf32,
-    on={"tf32": True},
-    off={"tf32": False},
-    predicts=Prediction(
-        unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")
-    ),
-    transform="rapidformer_templates.switches.checkpoint_activations.transform:allow_tf32",
-    receipt=("matmul_precision",),
-    acted=_acted,
-    changes_result=True,
-    rules=(
-        Rule(
-            "RF018",
-            "tf32 needs an Ampere or newer GPU.",
-            "tf32 is a mode of the tensor cores since compute capability 8.0; elsewhere it would do nothing",
-            "[S, torch]",
-            _needs_ampere,
-            Example("--tf32"),
+SWITCHES = (
+    Switch(
+        name="tf32",
+        summary="fp32 matrix products through the tensor cores' tf32.",
+        source="[S]",
+        stage=Stage.KERNEL,
+        options=Tf32Flags,
+        active=lambda options, sizes: options.tf32,
+        on={"tf32": True},
+        off={"tf32": False},
+        predicts=Prediction(
+            unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")
+        ),
+        transform="rapidformer_templates.switches.checkpoint_activations.transform:allow_tf32",
+        receipt=("matmul_precision",),
+        acted=_acted,
+        changes_result=True,
+        rules=(
+            Rule(
+                "RF018",
+                "tf32 needs an Ampere or newer GPU.",
+                "tf32 is a mode of the tensor cores since compute capability 8.0; elsewhere it would do nothing",
+                "[S, torch]",
+                _needs_ampere,
+                Example("--tf32"),
+            ),
         ),
     ),
 )

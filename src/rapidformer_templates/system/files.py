@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -142,6 +143,11 @@ def write_json(path: Path, value: Any) -> None:
 
 def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def key_of(facts: Any) -> str:
+    """A short name that changes when a fact does."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def crc32(path: Path) -> int:

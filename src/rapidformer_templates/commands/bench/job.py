@@ -31,7 +31,8 @@ from rapidformer_templates.system import launch, program
 
 def ours(job: Job, line: Line) -> None:
     """The solution's flags, as a user gives them; what is added only looks on."""
-    from rapidformer_templates import Data, Trainer
+    from rapidformer_templates.data.types import Data
+    from rapidformer_templates.trainer import Trainer
 
     class Measured(Trainer):
         def build_data(self) -> Data:

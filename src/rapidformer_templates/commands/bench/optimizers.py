@@ -23,8 +23,8 @@ from rapidformer_templates.engines.pieces import bytes_held, state_tensors
 from rapidformer_templates.engines.recipe import default_optimizer, schedule, undecayed
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.optimizer.declaration import OPTIMIZERS
 from rapidformer_templates.switches.optimizer.muon import rule_by_shape, tables_of
 
 if TYPE_CHECKING:

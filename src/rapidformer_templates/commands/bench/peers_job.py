@@ -78,7 +78,8 @@ class Watch:
 
 def ours(folder: Path, seed: int, watch: Watch) -> Figures:
     """The black box's own template and flags; what is added only looks on."""
-    from rapidformer_templates import Data, Finetuner
+    from rapidformer_templates.data.types import Data
+    from rapidformer_templates.finetuner import Finetuner
 
     class Watched(Finetuner):
         def build_data(self) -> Data:

@@ -21,10 +21,11 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rapidformer_templates import Data, Trainer
 from rapidformer_templates.commands.bench.worker import resident_mb
+from rapidformer_templates.data.types import Data
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.system.workers import join
+from rapidformer_templates.trainer import Trainer
 
 STEPS = 4
 """Optimizer steps of a run: from the second on there is optimizer state."""

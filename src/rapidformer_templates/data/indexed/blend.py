@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer_templates.data.indexed.cache import IndexCache, Tables, key_of
+from rapidformer_templates.data.indexed.cache import IndexCache, Tables
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.system.files import key_of
 
 LONGEST_PERIOD = 2**20
 """Weights whose order does not repeat within so many samples are rounded to parts of it."""

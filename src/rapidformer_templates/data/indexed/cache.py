@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path,
 from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
-from rapidformer_templates.system.files import new_folder
+from rapidformer_templates.system.files import key_of, new_folder
 
 Tables = dict[str, np.ndarray]
 
@@ -39,11 +37,6 @@ def contents(dataset: IndexedDataset) -> str:
     """A few words that differ for sets of other tokens, where the checksums beside them tell."""
     sums = read_sums(dataset.prefix)
     return f" ({key_of(sums['bin']['crc32'])[:12]})" if sums else ""
-
-
-def key_of(facts: Any) -> str:
-    """A short name that changes when a fact does."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 class IndexCache:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from rapidformer_templates.data.indexed.cache import IndexCache, cache_root, identity, key_of, make_once
+from rapidformer_templates.data.indexed.cache import IndexCache, cache_root, identity, make_once
 from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, check_vocabulary, is_indexed, type_for
 from rapidformer_templates.data.indexed.writer import read_sums
 from rapidformer_templates.data.text.encoding import Recipe
@@ -21,6 +21,7 @@ from rapidformer_templates.data.text.preprocess import preprocess
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.system.files import key_of
 
 CACHE_VERSION = 3
 """Part of a cache's name: raise it when the files in a cache change their meaning."""

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity, key_of
+from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.types import Rows
+from rapidformer_templates.system.files import key_of
 
 TABLES_VERSION = 2
 """Part of the tables' names: raise it when their meaning changes."""

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity, key_of
+from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_short_probability
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel
+from rapidformer_templates.system.files import key_of
 
 TABLES_VERSION = 1
 """Part of the tables' names: raise it when their meaning changes."""

@@ -11,12 +11,12 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
+from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.hardware import Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import Found, Search
 from rapidformer_templates.switches.auto_strategy.show import not_predicted, print_json, reasons, show
-from rapidformer_templates.switches.mixed_precision import precision
 
 
 class NothingFits(RapidformerError):

@@ -43,35 +43,38 @@ def _acted(measured: Measured) -> str | None:
     return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {found}"
 
 
-SWITCH = Switch(
-    name="auto-strategy",
-    summary="Search for the best feasible layout of workers and batch.",
-    source="[M]",
-    stage=Stage.DATA,
-    options=AutoStrategyFlags,
-    active=lambda options, sizes: options.auto_strategy or options.max_global_batch_size is not None,
-    on={"auto_strategy": True},
-    off={"auto_strategy": False, "max_global_batch_size": None},
-    predicts=Prediction(),
-    templates=("Trainer",),
-    receipt=("layout",),
-    acted=_acted,
-    rules=(
-        Rule(
-            "RF060",
-            "The automatic strategy needs the Trainer template.",
-            "it chooses between 3D layouts and ZeRO, which the other templates do not have",
-            "[M]",
-            needs_template("auto-strategy"),
-            Example("--template Pretrainer --auto-strategy --world-size 2"),
-        ),
-        Rule(
-            "RF061",
-            "--max-global-batch-size bounds a search: it needs --auto-strategy, and no --global-batch-size beside it.",
-            "without a search nothing would be bounded, and an exact size leaves nothing to bound",
-            "[M]",
-            _bounds_the_search,
-            Example("--max-global-batch-size 32"),
+SWITCHES = (
+    Switch(
+        name="auto-strategy",
+        summary="Search for the best feasible layout of workers and batch.",
+        source="[M]",
+        stage=Stage.DATA,
+        options=AutoStrategyFlags,
+        active=lambda options, sizes: options.auto_strategy or options.max_global_batch_size is not None,
+        on={"auto_strategy": True},
+        off={"auto_strategy": False, "max_global_batch_size": None},
+        predicts=Prediction(),
+        templates=("Trainer",),
+        receipt=("layout",),
+        acted=_acted,
+        rules=(
+            Rule(
+                "RF060",
+                "The automatic strategy needs the Trainer template.",
+                "it chooses between 3D layouts and ZeRO, which the other templates do not have",
+                "[M]",
+                needs_template("auto-strategy"),
+                Example("--template Pretrainer --auto-strategy --world-size 2"),
+            ),
+            Rule(
+                "RF061",
+                "--max-global-batch-size bounds a search: it needs --auto-strategy, and no --global-batch-size "
+                "beside it.",
+                "without a search nothing would be bounded, and an exact size leaves nothing to bound",
+                "[M]",
+                _bounds_the_search,
+                Example("--max-global-batch-size 32"),
+            ),
         ),
     ),
 )

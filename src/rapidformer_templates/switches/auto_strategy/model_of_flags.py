@@ -22,9 +22,8 @@ from rapidformer_templates.models.loading import build_config, model_type_of, se
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import TASKS
-from rapidformer_templates.run.fit import load_object
 from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.switches.optimizer.declaration import CPU_ADAM, FUSED_ADAMW, LAMB, OPTIMIZERS, TORCH_ADAM
+from rapidformer_templates.planning.optimizers import CPU_ADAM, FUSED_ADAMW, LAMB, OPTIMIZERS, TORCH_ADAM
 
 FP32, BF16, CODE = 4, 2, 1
 """Bytes of a number in fp32 and in bf16, and of a code of 8 bits."""

@@ -24,19 +24,21 @@ def _acted(measured: Measured) -> str | None:
     return f"fewer bytes kept for the backward than the {without:,} without it were expected; there are {kept:,}"
 
 
-SWITCH = Switch(
-    name="checkpoint-activations",
-    summary="Keep each block's input only and recompute the rest in the backward pass.",
-    source="[R, M, S]",
-    stage=Stage.CHECKPOINT,
-    options=CheckpointActivationsFlags,
-    active=lambda options, sizes: options.checkpoint_activations,
-    on={"checkpoint_activations": True},
-    off={"checkpoint_activations": False},
-    predicts=Prediction(
-        {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"}
+SWITCHES = (
+    Switch(
+        name="checkpoint-activations",
+        summary="Keep each block's input only and recompute the rest in the backward pass.",
+        source="[R, M, S]",
+        stage=Stage.CHECKPOINT,
+        options=CheckpointActivationsFlags,
+        active=lambda options, sizes: options.checkpoint_activations,
+        on={"checkpoint_activations": True},
+        off={"checkpoint_activations": False},
+        predicts=Prediction(
+            {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"}
+        ),
+        transform="rapidformer_templates.switches.checkpoint_activations.transform:checkpoint_activations",
+        receipt=("saved_tensor_bytes", "saved_tensor_bytes_without"),
+        acted=_acted,
     ),
-    transform="rapidformer_templates.switches.checkpoint_activations.transform:checkpoint_activations",
-    receipt=("saved_tensor_bytes", "saved_tensor_bytes_without"),
-    acted=_acted,
 )

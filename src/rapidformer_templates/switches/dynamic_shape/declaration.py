@@ -96,43 +96,45 @@ def _acted(measured: Measured) -> str | None:
     return f"batches of the shapes {shown(chosen)} were expected; there were {shown(seen)}"
 
 
-SWITCH = Switch(
-    name="dynamic-shape",
-    summary="Batches of a few shapes with a constant number of tokens, chosen for the least padding.",
-    source="[R]",
-    stage=Stage.DATA,
-    options=DynamicShapeFlags,
-    active=lambda options, sizes: options.data_iterator == "dynamic-shape",
-    on={"data_iterator": "dynamic-shape"},
-    off={"data_iterator": "static"},
-    predicts=Prediction(
-        unknown=always(
-            activations="the shapes of the batches follow from the data; --seq-length is taken for all",
-            time="the shapes of the batches follow from the data; --seq-length is taken for all",
-        )
-    ),
-    templates=("Pretrainer",),
-    notes=_notes,
-    receipt=("batch_shapes", "fill", "useful_tokens", "padded_tokens"),
-    acted=_acted,
-    changes_result=True,
-    rules=(
-        Rule(
-            "RF007",
-            "The dynamic-shape iterator only in the Pretrainer template.",
-            "its batches hold varying numbers of samples, while recipes for fine-tuning count in samples a step",
-            "[R]",
-            needs_template("dynamic-shape"),
-            Example("--template Finetuner --data-iterator dynamic-shape"),
+SWITCHES = (
+    Switch(
+        name="dynamic-shape",
+        summary="Batches of a few shapes with a constant number of tokens, chosen for the least padding.",
+        source="[R]",
+        stage=Stage.DATA,
+        options=DynamicShapeFlags,
+        active=lambda options, sizes: options.data_iterator == "dynamic-shape",
+        on={"data_iterator": "dynamic-shape"},
+        off={"data_iterator": "static"},
+        predicts=Prediction(
+            unknown=always(
+                activations="the shapes of the batches follow from the data; --seq-length is taken for all",
+                time="the shapes of the batches follow from the data; --seq-length is taken for all",
+            )
         ),
-        Rule(
-            "RF039",
-            "Dynamic shapes need samples of one length each, and order them by themselves.",
-            "a shape has one length; a task with a second one, or with targets that a row of padding cannot do "
-            "without, cannot be padded to it",
-            "[rapidformer_templates]",
-            _one_length,
-            Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),
+        templates=("Pretrainer",),
+        notes=_notes,
+        receipt=("batch_shapes", "fill", "useful_tokens", "padded_tokens"),
+        acted=_acted,
+        changes_result=True,
+        rules=(
+            Rule(
+                "RF007",
+                "The dynamic-shape iterator only in the Pretrainer template.",
+                "its batches hold varying numbers of samples, while recipes for fine-tuning count in samples a step",
+                "[R]",
+                needs_template("dynamic-shape"),
+                Example("--template Finetuner --data-iterator dynamic-shape"),
+            ),
+            Rule(
+                "RF039",
+                "Dynamic shapes need samples of one length each, and order them by themselves.",
+                "a shape has one length; a task with a second one, or with targets that a row of padding cannot do "
+                "without, cannot be padded to it",
+                "[rapidformer_templates]",
+                _one_length,
+                Example("--template Pretrainer --task seq2seq_lm --data-iterator dynamic-shape"),
+            ),
         ),
     ),
 )

@@ -10,6 +10,7 @@ from typing import Any
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import REPLACE
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
     Change,
     Example,
@@ -21,7 +22,7 @@ from rapidformer_templates.planning.switch import (
     Stage,
     Switch,
 )
-from rapidformer_templates.switches.mixed_precision import AMPERE, precision
+from rapidformer_templates.switches.mixed_precision import AMPERE
 
 FUSED = re.compile("flash|efficient|cudnn")
 """In the names of the operators that compute attention without a matrix of scores."""
@@ -97,38 +98,41 @@ def _acted(measured: Measured) -> str | None:
     return f"the kernel {chosen} was expected; the attention {shown(called)} called {shown(kernels)}"
 
 
-SWITCH = Switch(
-    name="flash-attention",
-    summary="Attention without the matrix of scores (flash kernel).",
-    source="[M, S]",
-    stage=Stage.KERNEL,
-    options=FlashAttentionFlags,
-    active=lambda options, sizes: options.use_flash_attn,
-    on={"use_flash_attn": True},
-    off={"use_flash_attn": False},
-    predicts=Prediction({"activations": "no scores of attention are kept; on a GPU that is taken for granted"}),
-    notes=_notes,
-    engine_options=_engine_options,
-    transform="rapidformer_templates.switches.flash_attention.kernels:use_flash_attention",
-    receipt=("attention_kernels", "attention_functions"),
-    acted=_acted,
-    rules=(
-        Rule(
-            "RF013",
-            "Flash attention only without a padding mask; with one, the memory-efficient kernel is used.",
-            "the flash kernels of GPUs take no mask",
-            "[S]",
-            _padded_batches,
-            Example("--use-flash-attn --task sequence_classification"),
-            refuses=False,
-        ),
-        Rule(
-            "RF081",
-            "Flash attention on a CPU has no dropout.",
-            "torch's flash kernel for CPUs has none, and falls back to the matrix of scores where dropout is asked for",
-            "[torch]",
-            _no_dropout,
-            Example("--use-flash-attn --dropout 0.1"),
+SWITCHES = (
+    Switch(
+        name="flash-attention",
+        summary="Attention without the matrix of scores (flash kernel).",
+        source="[M, S]",
+        stage=Stage.KERNEL,
+        options=FlashAttentionFlags,
+        active=lambda options, sizes: options.use_flash_attn,
+        on={"use_flash_attn": True},
+        off={"use_flash_attn": False},
+        predicts=Prediction({"activations": "no scores of attention are kept; on a GPU that is taken for granted"}),
+        notes=_notes,
+        engine_options=_engine_options,
+        transform="rapidformer_templates.switches.flash_attention.kernels:use_flash_attention",
+        receipt=("attention_kernels", "attention_functions"),
+        acted=_acted,
+        rules=(
+            Rule(
+                "RF013",
+                "Flash attention only without a padding mask; with one, the memory-efficient kernel is used.",
+                "the flash kernels of GPUs take no mask",
+                "[S]",
+                _padded_batches,
+                Example("--use-flash-attn --task sequence_classification"),
+                refuses=False,
+            ),
+            Rule(
+                "RF081",
+                "Flash attention on a CPU has no dropout.",
+                "torch's flash kernel for CPUs has none, and falls back to the matrix of scores where dropout is "
+                "asked for",
+                "[torch]",
+                _no_dropout,
+                Example("--use-flash-attn --dropout 0.1"),
+            ),
         ),
     ),
 )

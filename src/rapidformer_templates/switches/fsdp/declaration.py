@@ -11,6 +11,7 @@ from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -23,7 +24,6 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
-from rapidformer_templates.switches.mixed_precision import precision
 
 
 @dataclass(frozen=True)

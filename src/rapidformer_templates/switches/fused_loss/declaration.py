@@ -54,37 +54,39 @@ def _acted(measured: Measured) -> str | None:
     return "a loss over the vocabulary from the fused kernel was expected; the last layer put out logits"
 
 
-SWITCH = Switch(
-    name="fused-linear-cross-entropy",
-    summary="Loss over the vocabulary without the logits of all tokens.",
-    source="[Liger]",
-    stage=Stage.KERNEL,
-    options=FusedLossFlags,
-    active=lambda options, sizes: options.fused_linear_cross_entropy,
-    on={"fused_linear_cross_entropy": True},
-    off={"fused_linear_cross_entropy": False},
-    predicts=Prediction({"activations": "logits of a chunk of tokens at a time"}, traced=True),
-    notes=_notes,
-    transform="rapidformer_templates.switches.fused_loss.transform:fuse_loss",
-    receipt=("logits_rows", "logits_rows_without", "fused_loss_kernel"),
-    acted=_acted,
-    rules=(
-        Rule(
-            "RF062",
-            "The fused loss is for tasks that predict words.",
-            "it joins the product with the vocabulary and the cross-entropy over it; other tasks have neither",
-            "[Liger]",
-            _scores_words,
-            Example("--fused-linear-cross-entropy --task sequence_classification"),
-        ),
-        Rule(
-            "RF063",
-            "The fused loss needs the whole head on each worker.",
-            "tensor parallelism cuts the vocabulary and has a loss of its own for that, and a pipeline hands the "
-            "last stage's logits to its schedule",
-            "[rapidformer_templates]",
-            _whole_head,
-            Example("--fused-linear-cross-entropy --tensor-model-parallel-size 2 --world-size 2"),
+SWITCHES = (
+    Switch(
+        name="fused-linear-cross-entropy",
+        summary="Loss over the vocabulary without the logits of all tokens.",
+        source="[Liger]",
+        stage=Stage.KERNEL,
+        options=FusedLossFlags,
+        active=lambda options, sizes: options.fused_linear_cross_entropy,
+        on={"fused_linear_cross_entropy": True},
+        off={"fused_linear_cross_entropy": False},
+        predicts=Prediction({"activations": "logits of a chunk of tokens at a time"}, traced=True),
+        notes=_notes,
+        transform="rapidformer_templates.switches.fused_loss.transform:fuse_loss",
+        receipt=("logits_rows", "logits_rows_without", "fused_loss_kernel"),
+        acted=_acted,
+        rules=(
+            Rule(
+                "RF062",
+                "The fused loss is for tasks that predict words.",
+                "it joins the product with the vocabulary and the cross-entropy over it; other tasks have neither",
+                "[Liger]",
+                _scores_words,
+                Example("--fused-linear-cross-entropy --task sequence_classification"),
+            ),
+            Rule(
+                "RF063",
+                "The fused loss needs the whole head on each worker.",
+                "tensor parallelism cuts the vocabulary and has a loss of its own for that, and a pipeline hands the "
+                "last stage's logits to its schedule",
+                "[rapidformer_templates]",
+                _whole_head,
+                Example("--fused-linear-cross-entropy --tensor-model-parallel-size 2 --world-size 2"),
+            ),
         ),
     ),
 )

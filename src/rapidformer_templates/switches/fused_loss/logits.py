@@ -233,7 +233,7 @@ class Logits(tuple[Any, ...]):
         self._origin.totals.append(total)
         return total if reduction == "sum" else total / (target != ignore_index).sum()
 
-    def zero(self) -> torch.Tensor:
+    def zero_through_model(self) -> torch.Tensor:
         """A zero that depends on all that these logits would depend on.
 
         From a sum that was taken, if there is one: to ask the head again would gather a sharded weight

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rapidformer_templates.models.facts import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.acted import divides_parameters
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING
@@ -23,14 +24,6 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
-
-OWN_EXPERTS = frozenset(
-    {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "flex_olmo"}
-)  # fmt: skip
-"""Architectures of transformers whose experts are taken in as they are."""
-
-CONVERTED = "moe-"
-"""Begins the ``model_type`` of an exported model whose dense feed-forwards have become mixtures."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +227,7 @@ SWITCHES = (
         ),
         notes=_mixture_notes,
         transform="rapidformer_templates.switches.mixture_of_experts.transform:mixture_of_experts",
+        exported="rapidformer_templates.switches.mixture_of_experts.exported",
         receipt=("expert_load", "expert_load_by_layer", "dropped_choices"),
         acted=_mixture_acted,
         changes_result=True,

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.facts import CONVERTED
 from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse
-from rapidformer_templates.switches.mixture_of_experts.declaration import CONVERTED
 from rapidformer_templates.system.files import write_json
 
 KEY = "mixture_of_experts"

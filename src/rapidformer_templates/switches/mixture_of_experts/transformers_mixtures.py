@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.mixture_of_experts.declaration import OWN_EXPERTS
+from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.switches.mixture_of_experts.experts import grouped_product
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -18,7 +19,6 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
-from rapidformer_templates.switches.mixed_precision import precision
 
 INSTALL = "pip install 'rapidformer_templates[onnx]'"
 EXPORTER = ("onnx", "onnxscript")
@@ -115,69 +115,71 @@ def _acted(measured: Measured) -> str | None:
     return "graphs that ran in ONNX Runtime were expected; there is none"
 
 
-SWITCH = Switch(
-    name="onnx-runtime",
-    summary="Forward and backward graphs in ONNX Runtime.",
-    source="[R]",
-    stage=Stage.GRAPH,
-    options=OnnxRuntimeFlags,
-    active=lambda options, sizes: options.onnx_runtime_training,
-    on={"onnx_runtime_training": True},
-    off={"onnx_runtime_training": False},
-    predicts=Prediction(
-        unknown=always(
-            activations="what ONNX Runtime keeps and frees is its own; those of torch are predicted",
-            time="ONNX Runtime's kernels are its own; those of torch are predicted",
-        )
-    ),
-    family="graph",
-    claims=frozenset({Resource.GRAPH}),
-    needs_package="onnxruntime",
-    install=INSTALL,
-    transform="rapidformer_templates.switches.onnx_runtime.transform:run_in_onnx_runtime",
-    receipt=("onnx_runtime",),
-    acted=_acted,
-    notes=_notes,
-    rules=(
-        Rule(
-            "RF017",
-            "ONNX Runtime needs whole parameters: no FSDP, no ZeRO-3.",
-            "the exported graphs take whole parameters, which these gather and free outside the graph",
-            "[onnxruntime, torch]",
-            _needs_whole_parameters,
-            Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
+SWITCHES = (
+    Switch(
+        name="onnx-runtime",
+        summary="Forward and backward graphs in ONNX Runtime.",
+        source="[R]",
+        stage=Stage.GRAPH,
+        options=OnnxRuntimeFlags,
+        active=lambda options, sizes: options.onnx_runtime_training,
+        on={"onnx_runtime_training": True},
+        off={"onnx_runtime_training": False},
+        predicts=Prediction(
+            unknown=always(
+                activations="what ONNX Runtime keeps and frees is its own; those of torch are predicted",
+                time="ONNX Runtime's kernels are its own; those of torch are predicted",
+            )
         ),
-        Rule(
-            "RF085",
-            "ONNX Runtime captures plain blocks: no tensor or pipeline parallelism, flash attention or experts.",
-            "a graph is made of the operators of a block as it was built",
-            "[onnxruntime, torch]",
-            _needs_plain_blocks,
-            Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
-        ),
-        Rule(
-            "RF086",
-            "ONNX Runtime computes in 32 bits on a CPU.",
-            "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 after casts to and fro",
-            "[onnxruntime]",
-            _sixteen_bits_on_cpu,
-            Example("--onnx-runtime-training --mixed-precision bf16"),
-        ),
-        Rule(
-            "RF087",
-            "ONNX Runtime comes with what exports its graphs, and on a GPU with its CUDA provider.",
-            "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
-            "[torch, onnxruntime]",
-            _complete,
-            Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
-        ),
-        Rule(
-            "RF088",
-            "ONNX Runtime is not for tasks that generate texts.",
-            "generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold",
-            "[torch]",
-            _generates,
-            Example("--onnx-runtime-training --task seq2seq_lm"),
+        family="graph",
+        claims=frozenset({Resource.GRAPH}),
+        needs_package="onnxruntime",
+        install=INSTALL,
+        transform="rapidformer_templates.switches.onnx_runtime.transform:run_in_onnx_runtime",
+        receipt=("onnx_runtime",),
+        acted=_acted,
+        notes=_notes,
+        rules=(
+            Rule(
+                "RF017",
+                "ONNX Runtime needs whole parameters: no FSDP, no ZeRO-3.",
+                "the exported graphs take whole parameters, which these gather and free outside the graph",
+                "[onnxruntime, torch]",
+                _needs_whole_parameters,
+                Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
+            ),
+            Rule(
+                "RF085",
+                "ONNX Runtime captures plain blocks: no tensor or pipeline parallelism, flash attention or experts.",
+                "a graph is made of the operators of a block as it was built",
+                "[onnxruntime, torch]",
+                _needs_plain_blocks,
+                Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
+            ),
+            Rule(
+                "RF086",
+                "ONNX Runtime computes in 32 bits on a CPU.",
+                "its CPU provider has no matrix product in bf16, and computes fp16 in fp32 after casts to and fro",
+                "[onnxruntime]",
+                _sixteen_bits_on_cpu,
+                Example("--onnx-runtime-training --mixed-precision bf16"),
+            ),
+            Rule(
+                "RF087",
+                "ONNX Runtime comes with what exports its graphs, and on a GPU with its CUDA provider.",
+                "torch's exporter builds on onnx and onnxscript; the package onnxruntime computes on CPUs only",
+                "[torch, onnxruntime]",
+                _complete,
+                Example("--onnx-runtime-training", machine={"packages": {"onnxruntime": "1.31.1+cpu"}}),
+            ),
+            Rule(
+                "RF088",
+                "ONNX Runtime is not for tasks that generate texts.",
+                "generation calls the blocks with a cache of keys and values that grows, which a graph cannot hold",
+                "[torch]",
+                _generates,
+                Example("--onnx-runtime-training --task seq2seq_lm"),
+            ),
         ),
     ),
 )

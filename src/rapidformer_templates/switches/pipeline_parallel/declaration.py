@@ -114,61 +114,64 @@ def _acted(measured: Measured) -> str | None:
     return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {found or 'none'}"
 
 
-SWITCH = Switch(
-    name="pipeline-parallel",
-    summary="Cut the blocks into N consecutive stages, one a worker.",
-    source="[R, M]",
-    stage=Stage.PARTITION,
-    options=PipelineParallelFlags,
-    active=lambda options, sizes: options.pipeline_model_parallel_size > 1,
-    on={"pipeline_model_parallel_size": 2},
-    off={"pipeline_model_parallel_size": 1},
-    predicts=Prediction(
-        dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
-        | {
-            "activations": "of as many micro batches as are on their way",
-            "time": "the bubble, and what stages send",
-        },
-        _interleaved,
-    ),
-    templates=("Trainer",),
-    engine="rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine",
-    transform="rapidformer_templates.switches.pipeline_parallel.transform:cut_into_stages",
-    receipt=("parameter_bytes", "blocks"),
-    acted=_acted,
-    rules=(
-        *LAYOUT_RULES,
-        Rule(
-            "RF075",
-            "--pipeline-stages names each stage's blocks, and all blocks.",
-            "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
-            "[rapidformer_templates]",
-            _stages_fit,
-            Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
+SWITCHES = (
+    Switch(
+        name="pipeline-parallel",
+        summary="Cut the blocks into N consecutive stages, one a worker.",
+        source="[R, M]",
+        stage=Stage.PARTITION,
+        options=PipelineParallelFlags,
+        active=lambda options, sizes: options.pipeline_model_parallel_size > 1,
+        on={"pipeline_model_parallel_size": 2},
+        off={"pipeline_model_parallel_size": 1},
+        predicts=Prediction(
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
+            | {
+                "activations": "of as many micro batches as are on their way",
+                "time": "the bubble, and what stages send",
+            },
+            _interleaved,
         ),
-        Rule(
-            "RF076",
-            "Interleaved stages have at least one block each.",
-            "a stage without a block would only pass hidden states on",
-            "[M]",
-            _enough_blocks,
-            Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
-        ),
-        Rule(
-            "RF077",
-            "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
-            "every block of a decoder needs what the encoder puts out, and stages send one hidden state to the next",
-            "[rapidformer_templates]",
-            _one_run_of_blocks,
-            Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
-        ),
-        Rule(
-            "RF078",
-            "No switch that captures the model's graph together with a pipeline.",
-            "the forward of a stage ends in the middle of the model, which a captured graph has no way to do",
-            "[torch, onnxruntime]",
-            _graph_is_whole,
-            Example("--torch-compile --pipeline-model-parallel-size 2 --world-size 2"),
+        templates=("Trainer",),
+        engine="rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine",
+        transform="rapidformer_templates.switches.pipeline_parallel.transform:cut_into_stages",
+        receipt=("parameter_bytes", "blocks"),
+        acted=_acted,
+        rules=(
+            *LAYOUT_RULES,
+            Rule(
+                "RF075",
+                "--pipeline-stages names each stage's blocks, and all blocks.",
+                "every block is on one stage, and each of the pipeline's workers has as many stages as the others",
+                "[rapidformer_templates]",
+                _stages_fit,
+                Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
+            ),
+            Rule(
+                "RF076",
+                "Interleaved stages have at least one block each.",
+                "a stage without a block would only pass hidden states on",
+                "[M]",
+                _enough_blocks,
+                Example("--pipeline-model-parallel-size 2 --virtual-pipeline-size 3 --num-layers 4 --world-size 2"),
+            ),
+            Rule(
+                "RF077",
+                "A pipeline needs a model with one run of blocks: no encoder-decoder model.",
+                "every block of a decoder needs what the encoder puts out, and stages send one hidden state to the "
+                "next",
+                "[rapidformer_templates]",
+                _one_run_of_blocks,
+                Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
+            ),
+            Rule(
+                "RF078",
+                "No switch that captures the model's graph together with a pipeline.",
+                "the forward of a stage ends in the middle of the model, which a captured graph has no way to do",
+                "[torch, onnxruntime]",
+                _graph_is_whole,
+                Example("--torch-compile --pipeline-model-parallel-size 2 --world-size 2"),
+            ),
         ),
     ),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
 from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
-from rapidformer_templates.switches.tensor_parallel.sequence_switch import SWITCH as SEQUENCE_PARALLEL
+from rapidformer_templates.switches.tensor_parallel.sequence_switch import SEQUENCE_PARALLEL
 from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
 
 

@@ -39,7 +39,7 @@ def _acted(measured: Measured) -> str | None:
     return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(found)}"
 
 
-SWITCH = Switch(
+SEQUENCE_PARALLEL = Switch(
     name="sequence-parallel",
     summary="Shard norms and dropout along the sequence, over the tensor-parallel workers.",
     source="[M]",

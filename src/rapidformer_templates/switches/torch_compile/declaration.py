@@ -116,62 +116,64 @@ def _acted(measured: Measured) -> str | None:
     return f"compiled graphs were expected; there is none{': ' if reasons else ''}{'; '.join(reasons[:1])}"
 
 
-SWITCH = Switch(
-    name="torch-compile",
-    summary="Compile the model's blocks (torch.compile).",
-    source="[S]",
-    stage=Stage.COMPILE,
-    options=TorchCompileFlags,
-    active=lambda options, sizes: options.torch_compile is not None,
-    on={"torch_compile": DEFAULT},
-    off={"torch_compile": None},
-    predicts=Prediction(
-        unknown=always(
-            activations="the compiler fuses operations and computes some again; the eager model is predicted",
-            time="the compiler fuses operations; the eager model is predicted",
-        )
-    ),
-    family="graph",
-    claims=frozenset({Resource.GRAPH}),
-    notes=_notes,
-    engine_options=_engine_options,
-    transform="rapidformer_templates.switches.torch_compile.transform:compile_blocks",
-    receipt=("compile",),
-    acted=_acted,
-    rules=(
-        Rule(
-            "RF082",
-            "The backend of --torch-compile is one that torch lists.",
-            "torch looks backends up by name, and would fail in the first step",
-            "[torch]",
-            _known_backend,
-            Example("--torch-compile nosuch"),
+SWITCHES = (
+    Switch(
+        name="torch-compile",
+        summary="Compile the model's blocks (torch.compile).",
+        source="[S]",
+        stage=Stage.COMPILE,
+        options=TorchCompileFlags,
+        active=lambda options, sizes: options.torch_compile is not None,
+        on={"torch_compile": DEFAULT},
+        off={"torch_compile": None},
+        predicts=Prediction(
+            unknown=always(
+                activations="the compiler fuses operations and computes some again; the eager model is predicted",
+                time="the compiler fuses operations; the eager model is predicted",
+            )
         ),
-        Rule(
-            "RF083",
-            "The backend of --torch-compile has the compiler, the package or the GPU that it needs.",
-            "a graph that cannot be compiled would end the run in its first step",
-            "[torch]",
-            _can_compile,
-            Example("--torch-compile", machine={"cxx": None}),
-        ),
-        Rule(
-            "RF084",
-            "torch.compile needs whole blocks: no ZeRO-3.",
-            "DeepSpeed gathers and frees parameters in hooks on the modules inside of a block, and each of them "
-            "breaks the block's graph",
-            "[deepspeed, torch]",
-            _cut_parameters,
-            Example("--torch-compile --zero-3-memory-optimization --world-size 2"),
-        ),
-        Rule(
-            "RF106",
-            "torch.compile needs checkpointed blocks that are one graph: no experts in them.",
-            "the gate of a mixture breaks the graph of its block, and torch leaves checkpointed blocks with a break as "
-            "they are",
-            "[torch]",
-            _checkpointed_experts,
-            Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations"),
+        family="graph",
+        claims=frozenset({Resource.GRAPH}),
+        notes=_notes,
+        engine_options=_engine_options,
+        transform="rapidformer_templates.switches.torch_compile.transform:compile_blocks",
+        receipt=("compile",),
+        acted=_acted,
+        rules=(
+            Rule(
+                "RF082",
+                "The backend of --torch-compile is one that torch lists.",
+                "torch looks backends up by name, and would fail in the first step",
+                "[torch]",
+                _known_backend,
+                Example("--torch-compile nosuch"),
+            ),
+            Rule(
+                "RF083",
+                "The backend of --torch-compile has the compiler, the package or the GPU that it needs.",
+                "a graph that cannot be compiled would end the run in its first step",
+                "[torch]",
+                _can_compile,
+                Example("--torch-compile", machine={"cxx": None}),
+            ),
+            Rule(
+                "RF084",
+                "torch.compile needs whole blocks: no ZeRO-3.",
+                "DeepSpeed gathers and frees parameters in hooks on the modules inside of a block, and each of them "
+                "breaks the block's graph",
+                "[deepspeed, torch]",
+                _cut_parameters,
+                Example("--torch-compile --zero-3-memory-optimization --world-size 2"),
+            ),
+            Rule(
+                "RF106",
+                "torch.compile needs checkpointed blocks that are one graph: no experts in them.",
+                "the gate of a mixture breaks the graph of its block, and torch leaves checkpointed blocks with a "
+                "break as they are",
+                "[torch]",
+                _checkpointed_experts,
+                Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations"),
+            ),
         ),
     ),
 )

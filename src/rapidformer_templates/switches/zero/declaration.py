@@ -10,10 +10,9 @@ from rapidformer_templates.planning.acted import all_of, divides_parameters, sha
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import Example, Measured, Prediction, Request, Resource, Rule, Stage, Switch
-from rapidformer_templates.switches.mixed_precision import precision
-from rapidformer_templates.switches.zero.file_switch import DEEPSPEED
-from rapidformer_templates.switches.zero.file_switch import SWITCH as FILE
+from rapidformer_templates.switches.zero.file_switch import DEEPSPEED, DEEPSPEED_CONFIG
 
 
 @dataclass(frozen=True)
@@ -152,5 +151,5 @@ SWITCHES = (
     _zero(1, Zero1Flags, "optimizer state", _STATE),
     _zero(2, Zero2Flags, "optimizer state and gradients", _GRADIENTS),
     _zero(3, Zero3Flags, "parameters, gradients and optimizer state", _GRADIENTS | {Resource.PARAMETERS}),
-    FILE,
+    DEEPSPEED_CONFIG,
 )

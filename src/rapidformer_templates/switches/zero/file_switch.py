@@ -148,7 +148,7 @@ def _acted(measured: Measured) -> str | None:
     return f"zero_optimization.{name} = {given[name]} was expected, as in the file; DeepSpeed has {found[name]}"
 
 
-SWITCH = Switch(
+DEEPSPEED_CONFIG = Switch(
     name="deepspeed-config",
     summary="Your own DeepSpeed file.",
     source="[D]",

@@ -1,0 +1,73 @@
+"""What ``build_data`` and ``collate`` return, looked at in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, TypeVar
+
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import DataError
+
+T = TypeVar("T")
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in a sentence: ``None``, ``a list``, ``an AdamW``."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def checked_data(data: Any) -> Data:
+    """What ``build_data`` returned.
+
+    Raises:
+        DataError: it is no :class:`Data`, or a part of it cannot be indexed or called.
+    """
+    if not isinstance(data, Data):
+        hint = "return Data(train=samples, valid=held_out, collate=collate)"
+        if hasattr(data, "dataset") and hasattr(data, "collate_fn"):
+            hint = "the loop makes the loaders: return Data(train=loader.dataset, collate=loader.collate_fn)"
+        raise DataError(f"build_data returned {kind_of(data)}", where="build_data()", hint=hint)
+    for part in ("train", "valid", "test"):
+        samples = getattr(data, part)
+        # A mapping has both, and its keys are columns or names of parts.
+        indexed = isinstance(samples, Sized) and hasattr(samples, "__getitem__") and not isinstance(samples, Mapping)
+        if samples is not None and not indexed:
+            raise DataError(
+                f"the {part} samples of build_data are {kind_of(samples)}",
+                where=f"Data({part}=…)",
+                hint="give anything with len and integer indexing, one item a sample: a list, a datasets.Dataset",
+            )
+    for part in ("collate", "augment"):
+        function = getattr(data, part)
+        if function is not None and not callable(function):
+            raise DataError(f"{part} of build_data is {kind_of(function)}, no function", where=f"Data({part}=…)")
+    return data
+
+
+def checked_batch(batch: Any) -> Any:
+    """What ``collate`` returned.
+
+    Raises:
+        DataError: it is nothing.
+    """
+    if batch is None:
+        raise DataError("collate returned None", where="Data(collate=…)", hint="return the batch: a dict of tensors")
+    return batch
+
+
+def collated(collate: Callable[[list[Any]], T], items: list[Any], where: str) -> T:
+    """A batch by torch's own way, for data without a ``collate`` of their own.
+
+    Raises:
+        DataError: the samples are not of a kind, or not of one shape.
+    """
+    try:
+        return collate(items)
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"samples cannot be made a batch: {reason}", where=where, hint="give Data a collate function"
+        ) from error

@@ -1,0 +1,144 @@
+"""The optimizers: what each is, what it needs, and what stands for it where that is absent. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer_templates.planning.changes import replace
+from rapidformer_templates.planning.deepspeed_file.recipe import decays_in_the_gradient, file_options
+from rapidformer_templates.planning.switch import Finding, Request, Resource
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What the rules and the plan know of an optimizer.
+
+    Attributes:
+        implementation: the class, as the plan shows it.
+        state_bytes: bytes of state a parameter, of large matrices in fp32.
+        package: optional package that it needs.
+        install: what to install for it.
+        needs_cuda: whether it runs on a GPU only.
+        cpu_since: the first version of the package that runs on a CPU, if not all do.
+        stand_in: the class that makes the same update where package or GPU are absent.
+        cpu_form: whether an offloaded state can be updated on the CPU.
+        not_under: partitioning switches whose shards it cannot update.
+    """
+
+    implementation: str
+    state_bytes: float
+    package: str | None = None
+    install: str | None = None
+    needs_cuda: bool = False
+    cpu_since: tuple[int, int] | None = None
+    stand_in: str | None = None
+    cpu_form: bool = True
+    not_under: frozenset[str] = frozenset()
+
+
+APEX = "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)"
+FUSED_ADAMW = "torch.optim.AdamW (fused)"
+CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
+LAMB = "rapidformer_templates.switches.optimizer.lamb.Lamb"
+TORCHAO = "pip install torchao"
+# OSS and pipeline stages keep each one whole.
+CUTS_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "distributed-optimizer", "tensor-parallel"})
+
+OPTIMIZERS: dict[str, OptimizerFacts] = {
+    "apex_adam": OptimizerFacts("apex.optimizers.FusedAdam", 8, stand_in=FUSED_ADAMW),
+    "apex_lamb": OptimizerFacts(
+        "apex.optimizers.FusedLAMB", 8, stand_in=LAMB, cpu_form=False, not_under=CUTS_PARAMETERS
+    ),
+    "adamw_torch": OptimizerFacts("torch.optim.AdamW", 8),
+    "adamw_torch_fused": OptimizerFacts(FUSED_ADAMW, 8),
+    "adamw_apex_fused": OptimizerFacts(
+        "apex.optimizers.FusedAdam", 8, "apex", APEX, needs_cuda=True, cpu_form=False, not_under=frozenset({"fsdp"})
+    ),
+    # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes for each element of a vector.
+    "adafactor": OptimizerFacts("torch.optim.Adafactor", 0.01, not_under=CUTS_PARAMETERS),
+    "adamw_bnb_8bit": OptimizerFacts(
+        "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
+        2.03,
+        "bitsandbytes",
+        "pip install bitsandbytes",
+        cpu_since=(0, 50),
+        not_under=CUTS_PARAMETERS,
+    ),
+    "adamw_torch_8bit": OptimizerFacts(
+        "rapidformer_templates.switches.optimizer.torchao_adamw.TorchAOAdamW8bit",
+        2.03,
+        "torchao",
+        TORCHAO,
+        not_under=CUTS_PARAMETERS,
+    ),
+    "adamw_torch_4bit": OptimizerFacts(
+        "rapidformer_templates.switches.optimizer.torchao_adamw.TorchAOAdamW4bit",
+        1.06,
+        "torchao",
+        TORCHAO,
+        not_under=CUTS_PARAMETERS,
+    ),
+    "adamw_anyprecision": OptimizerFacts("rapidformer_templates.switches.optimizer.anyprecision.AnyPrecisionAdamW", 4),
+    "lamb": OptimizerFacts(LAMB, 8, cpu_form=False, not_under=CUTS_PARAMETERS),
+    "muon": OptimizerFacts("rapidformer_templates.switches.optimizer.muon.Muon", 4, not_under=CUTS_PARAMETERS),
+}
+
+TORCH_ADAM = {FUSED_ADAMW: "torch.optim.Adam (fused)", "torch.optim.AdamW": "torch.optim.Adam"}
+"""Adam with the weight decay in the gradient, for those whose class is AdamW."""
+ADAM_W_MODE = {CPU_ADAM: "adamw_mode", "apex.optimizers.FusedAdam": "adam_w_mode"}
+"""The option by which the others choose."""
+
+ADAMS = tuple(OPTIMIZERS[name] for name in ("apex_adam", "adamw_torch", "adamw_torch_fused"))
+"""Those whose update is AdamW's on any device."""
+
+
+def implementation(request: Request) -> str:
+    """The class that makes the updates in this run: for apex's, the stand-in where they cannot act."""
+    facts = OPTIMIZERS[request.config.get("optimizer")]
+    if on_host_by_deepspeed(request):
+        return CPU_ADAM
+    chosen = facts.stand_in if facts.stand_in and why_stand_in(request) else facts.implementation
+    return TORCH_ADAM.get(chosen, chosen) if decays_in_the_gradient(request) else chosen
+
+
+def optimizer_options(request: Request) -> dict[str, Any]:
+    """The options of that class beside the learning rate and the weight decay: those of a DeepSpeed file."""
+    options = file_options(request)
+    switch = ADAM_W_MODE.get(implementation(request))
+    return options | {switch: False} if switch and decays_in_the_gradient(request) else options
+
+
+def on_host_by_deepspeed(request: Request) -> bool:
+    """Whether DeepSpeed updates an offloaded Adam state, for which it has a vectorized class."""
+    adam = OPTIMIZERS[request.config.get("optimizer")]
+    by_deepspeed = any(name.startswith("zero-") and switch.engine for name, switch in request.active.items())
+    return by_deepspeed and bool(request.of_family("offload")) and adam in ADAMS
+
+
+def why_stand_in(request: Request) -> str | None:
+    """Why apex's own class cannot act in this run; None where it can."""
+    if "apex" not in request.environment.packages:
+        return "Nvidia apex is not installed"
+    if request.environment.device != "cuda":
+        return "Nvidia apex runs on a GPU only"
+    if request.of_family("offload"):
+        return "Nvidia apex cannot update a state in host memory"
+    if any(Resource.PARAMETERS in switch.claims for switch in request.active.values()):
+        return "Nvidia apex takes no sharded parameters"
+    return None
+
+
+def refusal(request: Request, message: str, *switches: str) -> Finding:
+    """A finding against the chosen optimizer; the default one runs everywhere."""
+    asked = (*request.asked("optimizer"), *request.asked_for(*switches))
+    return Finding(message, asked, switches=switches, changes=(replace({"optimizer": "apex_adam"}),))
+
+
+def missing_package(request: Request) -> list[Finding]:
+    """The chosen optimizer's package, if it is not installed."""
+    name = request.config.get("optimizer")
+    facts = OPTIMIZERS[name]
+    if facts.package is None or facts.package in request.environment.packages:
+        return []
+    return [refusal(request, f"{name} needs {facts.package}, which is not installed: {facts.install}")]
