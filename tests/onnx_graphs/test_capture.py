@@ -19,7 +19,8 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_layout
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.switches.onnx_runtime import session
-from rapidformer_templates.switches.onnx_runtime.transform import captured, receipt, run_in_onnx_runtime
+from rapidformer_templates.switches.onnx_runtime.receipt import graphs_of
+from rapidformer_templates.switches.onnx_runtime.transform import captured, run_in_onnx_runtime
 
 
 def _capture(model: nn.Module) -> nn.Module:
@@ -150,7 +151,7 @@ def test_equal_blocks_share_graphs_which_read_and_write_the_tensors_of_torch(mon
     weights = {p.data_ptr() for p in model.parameters() if p.ndim == 2}
     assert weights <= shared.keys()  # an input in each run, not a copy made when the graph was
     assert output.data_ptr() in shared
-    told = receipt(model)
+    told = graphs_of(model)
     assert told["modules"] == {"Plain": 3}
     assert told["providers"] == ["CPUExecutionProvider"]
     assert told["share_of_parameters"] == 1.0

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.general_rules import RULES
 from rapidformer_templates.planning.switch import Finding, Request, Rule, Switch
 from rapidformer_templates.planning.training_rules import TRAINING_RULES
 
 SWITCHES = "rapidformer_templates.switches"
-"""The folder in which switches are found. Its name stands for it: what is planned lies below what acts."""
+"""The folder in which switches are found, and the group of entry points by which those of other packages are.
+
+Its name stands for it: what is planned lies below what acts.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,56 @@ def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _discover() -> tuple[Switch, ...]:
-    """The switches of every file in the folder of switches, and of the ``declaration`` of every folder in it."""
+    """The switches of every file in the folder of switches, of the ``declaration`` of every folder, and of others."""
     found: list[Switch] = []
     folder = importlib.import_module(SWITCHES)
     for module in pkgutil.iter_modules(folder.__path__, f"{SWITCHES}."):
         found += importlib.import_module(f"{module.name}.declaration" if module.ispkg else module.name).SWITCHES
+    for point in entry_points(group=SWITCHES):
+        found += _declared_by(point)
+    _check_unique(found)
     return tuple(sorted(found, key=lambda switch: (switch.stage, switch.name)))
+
+
+def _declared_by(point: EntryPoint) -> tuple[Switch, ...]:
+    """The switches of another package.
+
+    Raises:
+        ConfigError: it cannot be imported, or declares something else.
+    """
+    package = point.dist.name if point.dist else point.module
+    try:
+        declared = point.load()
+    except Exception as error:  # whatever somebody else's module raises
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the switches of the package {package} cannot be loaded: {reason}", hint=_WITHOUT) from error
+    switches = tuple(getattr(declared, "SWITCHES", declared))
+    if not all(isinstance(switch, Switch) for switch in switches):
+        raise ConfigError(
+            f"{point.value} of the package {package} declares something else than switches", hint=_WITHOUT
+        )
+    return switches
+
+
+_WITHOUT = "mend the package, or uninstall it"
+
+
+def _check_unique(switches: Sequence[Switch]) -> None:
+    """Raise a :class:`ConfigError` when a switch of another package has a name, a flag or a code that there is."""
+    names: dict[str, Any] = {}
+    codes: dict[str, Any] = {rule.code: rule for rule in (*RULES, *TRAINING_RULES)}
+    flags = {field.name: section for section in SECTIONS.values() for field in dataclasses.fields(section)}
+
+    def claim(owners: dict[str, Any], what: str, name: str, owner: Any) -> None:
+        if owners.setdefault(name, owner) is not owner:
+            raise ConfigError(f"{what} {name} is declared twice", where=owner.__module__, hint=_WITHOUT)
+
+    for switch in switches:
+        claim(names, "the switch", switch.name, switch.options)
+        for field in switch.fields:
+            claim(flags, "the flag", field, switch.options)
+        for rule in switch.rules:
+            claim(codes, "the rule", rule.code, rule)
 
 
 REGISTRY = Registry(_discover(), (*RULES, *TRAINING_RULES))

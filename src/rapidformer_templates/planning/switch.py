@@ -267,6 +267,7 @@ class Switch:
         transform: ``module:function`` that applies it to the built model.
         exported: module that marks and reads folders of models that it has changed so that ``from_pretrained`` cannot.
         receipt: names of the measurements in ``summary.json`` that show that it acted.
+        receipt_hooks: ``module:Class`` of what measures those that are its own, an ``engines.receipt.Receipt``.
         acted: looks at the measurements of the first step: None, or, of a switch that did nothing, what should have
             been seen and was not. The run ends there.
         changes_result: whether it computes something else, and not only at another cost: a one-process run that is
@@ -298,6 +299,7 @@ class Switch:
     transform: str | None = None
     exported: str | None = None
     receipt: tuple[str, ...] = ()
+    receipt_hooks: str | None = None
     changes_result: bool = False
     under_3d: Mapping[str, Any] = field(default_factory=dict)
     implied: Callable[[ModelFacts], bool] = _never

@@ -12,27 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.auxiliary_losses import receipts_of
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
+from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import SwitchDidNothing
 from rapidformer_templates.models.blocks import find_layout, shape_of
 from rapidformer_templates.planning.config import spelling
-from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured
 from rapidformer_templates.run.own_hooks import own_hooks
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
-from rapidformer_templates.switches.flash_attention.receipt import attention_functions, count_kernels
-from rapidformer_templates.switches.fused_loss.logits import head_of
-from rapidformer_templates.switches.fused_loss.receipt import WidestRows
-from rapidformer_templates.switches.onnx_runtime.transform import captured, receipt
-from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
-from rapidformer_templates.switches.torch_compile.transform import Compiled
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
@@ -40,15 +33,6 @@ if TYPE_CHECKING:
 
 def _types(tensors: Sequence[torch.Tensor]) -> list[str]:
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-
-
-def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are called and call none; of one that runs as a graph, the parts are not called."""
-    children = list(module.children())
-    if not children or captured(module):
-        yield module
-    for child in children if not captured(module) else ():
-        yield from _leaves(child)
 
 
 INTERNAL = frozenset(
@@ -80,6 +64,8 @@ class Receipts:
         self.template = template
         self.switches = [REGISTRY[name].in_layout(template.plan.sizes) for name in template.plan.switches]
         self.wanted = frozenset(name for switch in self.switches for name in switch.receipt)
+        hooks = dict.fromkeys(switch.receipt_hooks for switch in self.switches if switch.receipt_hooks)
+        self._of_switches: list[Receipt] = [load_object(path)() for path in hooks]
         self._chosen_shapes = [[shape.rows, shape.length] for shape in getattr(order, "shapes", ())]
         self._activations: set[str] = set()
         self._early: dict[str, Any] = {}
@@ -108,24 +94,23 @@ class Receipts:
 
     @contextmanager
     def watch(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Around the first step: what its forward puts out, and what it keeps for the backward."""
-        if "saved_tensor_bytes" in self.wanted:
-            self._early |= self._saved_tensors(microbatches[0])
-        if "logits_rows" in self.wanted:
-            self._early |= self._logits(microbatches[0])
-        compiled = "compile" in self.wanted
-        if compiled:
+        """Around the first step: what its forward puts out, and what the switches measure of it."""
+        probe = Probe(self.engine, microbatches[0])
+        for receipt in self._of_switches:
+            self._early |= receipt.before_step(probe)
+        compiles = any(receipt.compiles for receipt in self._of_switches)
+        if compiles:
             # Hooks inside of the blocks would become part of their graphs, which are compiled again without them.
             with self._watched_leaves(), torch.compiler.set_stance("force_eager"), torch.no_grad():
-                self._forward(microbatches[0])
+                probe.forward()
         before = self.engine.micro_steps
         self.engine.before_update = self._measure_gradients
         try:
             with ExitStack() as stack:
-                if not compiled:
+                if not compiles:
                     stack.enter_context(self._watched_leaves())
-                if "attention_kernels" in self.wanted:
-                    self._early["attention_kernels"] = stack.enter_context(count_kernels())
+                for receipt in self._of_switches:
+                    stack.enter_context(receipt.around_step())
                 yield
         finally:
             self.engine.before_update = None
@@ -134,18 +119,21 @@ class Receipts:
     @contextmanager
     def _watched_leaves(self) -> Iterator[None]:
         """Note the types that modules put out: leaves, since sums between them (a residual stream) keep the wider."""
-        hooks = [leaf.register_forward_hook(self._see_output) for leaf in _leaves(self.engine.model)]
+        hooks = [leaf.register_forward_hook(self._see_output) for leaf in self._leaves(self.engine.model)]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _forward(self, microbatch: MicroBatch) -> None:
-        """A forward that leaves no trace."""
-        batch = to_device(microbatch.batch, self.engine.workers.device)
-        with self.engine.measuring() as model:
-            self.engine.compute_loss(model, batch)
+    def _leaves(self, module: nn.Module) -> Iterator[nn.Module]:
+        """The modules that are called and call none."""
+        hidden = any(receipt.hides_parts(module) for receipt in self._of_switches)
+        children = [] if hidden else list(module.children())
+        if not children:
+            yield module
+        for child in children:
+            yield from self._leaves(child)
 
     def _measure_gradients(self) -> None:
         held = bytes_held(self.engine.held())
@@ -156,54 +144,6 @@ class Receipts:
 
     def _see_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._activations |= set(_types([t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]))
-
-    def _saved_tensors(self, microbatch: MicroBatch) -> dict[str, int]:
-        """Bytes kept for the backward of one micro batch, with checkpointing and without."""
-        blocks = [block.forward for block in find_layout(self.engine.model).blocks.values()]
-        inner = [forward.forward if isinstance(forward, Compiled) else forward for forward in blocks]
-        checkpointed = [forward for forward in inner if isinstance(forward, Checkpointed)]
-        with_it = self._kept_by_forward(microbatch)
-        for forward in checkpointed:
-            forward.enabled = False
-        try:
-            # Not compiled: a graph for the sake of a measurement would cost more than it tells.
-            with torch.compiler.set_stance("force_eager"):
-                without = self._kept_by_forward(microbatch)
-        finally:
-            for forward in checkpointed:
-                forward.enabled = True
-        return {"saved_tensor_bytes": with_it, "saved_tensor_bytes_without": without}
-
-    def _kept_by_forward(self, microbatch: MicroBatch) -> int:
-        engine = self.engine
-        weights = {StorageWeakRef(local_part(p).untyped_storage()).cdata for p in engine.model.parameters()}
-        kept: dict[int, tuple[StorageWeakRef, int]] = {}
-
-        def pack(tensor: torch.Tensor) -> None:
-            """Count and let go: nothing is ever computed from this graph, so its memory is not needed."""
-            storage = local_part(tensor).untyped_storage()
-            reference = StorageWeakRef(storage)  # holds the identity, which is not given to another, but no data
-            if reference.cdata not in weights:
-                kept[reference.cdata] = (reference, storage.nbytes())
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
-            self._forward(microbatch)
-        return sum(size for _, size in kept.values())
-
-    def _logits(self, microbatch: MicroBatch) -> dict[str, Any]:
-        """Rows of logits that a forward has in memory at a time, and how many there are without fusing."""
-        engine = self.engine
-        head = head_of(engine.model)
-        if head is None:
-            return {}
-        # Not compiled: what meets the watch while it looks is never compiled again.
-        with torch.compiler.set_stance("force_eager"), WidestRows(head.out_features) as seen:
-            self._forward(microbatch)
-        return {
-            "logits_rows": seen.rows,
-            "logits_rows_without": head.rows,
-            "fused_loss_kernel": sorted(head.used),
-        }
 
     def measured(self) -> dict[str, Any]:
         """All that was wanted, after the first step."""
@@ -219,18 +159,16 @@ class Receipts:
             "optimizer_state_bytes": lambda: held["optimizer"],
             "optimizer_state_device": lambda: sorted({tensor.device.type for tensor in tensors["optimizer"]}),
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
-            "onnx_runtime": lambda: receipt(engine.model),
             "matmul_precision": torch.get_float32_matmul_precision,
-            "compile": lambda: (report := vars(engine.model).get("compile_report")) and report.measured(),
             "optimizer_is_fused": lambda: any(group.get("fused") for group in engine.optimizer.param_groups),
-            "attention_functions": lambda: attention_functions(engine.model),
             "blocks": lambda: list(find_layout(engine.model).blocks),
             "swapped_bytes": lambda: getattr(engine, "swapped_bytes", 0),
             "layout": lambda: engine.workers.layout,
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
-        measures |= tensor_parallel.measures(engine.model)
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
+        own = {name: value for receipt in self._of_switches for name, value in receipt.after_step(engine).items()}
+        values |= {name: value for name, value in own.items() if name in self.wanted}
         return values | self._early | dict(self.engine.receipts)
 
     def _elements(self) -> dict[str, Any]:

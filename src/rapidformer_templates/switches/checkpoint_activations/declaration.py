@@ -38,6 +38,7 @@ SWITCHES = (
             {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"}
         ),
         transform="rapidformer_templates.switches.checkpoint_activations.transform:checkpoint_activations",
+        receipt_hooks="rapidformer_templates.switches.checkpoint_activations.receipt:SavedTensors",
         receipt=("saved_tensor_bytes", "saved_tensor_bytes_without"),
         acted=_acted,
     ),

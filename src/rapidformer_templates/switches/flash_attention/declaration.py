@@ -112,6 +112,7 @@ SWITCHES = (
         notes=_notes,
         engine_options=_engine_options,
         transform="rapidformer_templates.switches.flash_attention.kernels:use_flash_attention",
+        receipt_hooks="rapidformer_templates.switches.flash_attention.receipt:AttentionKernels",
         receipt=("attention_kernels", "attention_functions"),
         acted=_acted,
         rules=(

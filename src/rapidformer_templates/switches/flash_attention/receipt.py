@@ -6,9 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.autograd.profiler import profile
+
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.receipt import Receipt
 
 KERNEL = re.compile(r"_scaled_dot_product_\w+|_?flash_attn\w*_(forward|backward)|_flash_attention_(forward|backward)")
 """Names of the operators that compute attention, of torch and of the package ``flash_attn``."""
@@ -31,3 +35,18 @@ def count_kernels() -> Iterator[dict[str, int]]:
         name = event.key.rpartition("::")[2]
         if KERNEL.fullmatch(name):
             counts[name] = counts.get(name, 0) + event.count
+
+
+class AttentionKernels(Receipt):
+    """``attention_kernels``: the calls of each in the first step; ``attention_functions``: what asks for them."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, int] = {}
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        with count_kernels() as self._kernels:
+            yield
+
+    def after_step(self, engine: Engine) -> dict[str, Any]:
+        return {"attention_kernels": self._kernels, "attention_functions": attention_functions(engine.model)}

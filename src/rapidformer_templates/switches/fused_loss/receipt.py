@@ -9,6 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rapidformer_templates.engines.receipt import Probe, Receipt
+from rapidformer_templates.switches.fused_loss.logits import head_of
+
 
 class WidestRows(TorchDispatchMode):
     """Notes the largest tensor of floating-point numbers with a last dimension of ``width``, whoever makes it.
@@ -37,3 +40,20 @@ class WidestRows(TorchDispatchMode):
 
 def _is_view(function: Callable[..., Any]) -> bool:
     return bool(getattr(function, "is_view", False))
+
+
+class LogitsInMemory(Receipt):
+    """Rows of logits that a forward has in memory at a time, how many there are without fusing, and the kernel."""
+
+    def before_step(self, probe: Probe) -> dict[str, Any]:
+        head = head_of(probe.engine.model)
+        if head is None:
+            return {}
+        # Not compiled: what meets the watch while it looks is never compiled again.
+        with torch.compiler.set_stance("force_eager"), WidestRows(head.out_features) as seen:
+            probe.forward()
+        return {
+            "logits_rows": seen.rows,
+            "logits_rows_without": head.rows,
+            "fused_loss_kernel": sorted(head.used),
+        }

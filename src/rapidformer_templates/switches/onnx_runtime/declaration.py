@@ -136,6 +136,7 @@ SWITCHES = (
         needs_package="onnxruntime",
         install=INSTALL,
         transform="rapidformer_templates.switches.onnx_runtime.transform:run_in_onnx_runtime",
+        receipt_hooks="rapidformer_templates.switches.onnx_runtime.receipt:OnnxGraphs",
         receipt=("onnx_runtime",),
         acted=_acted,
         notes=_notes,

@@ -1,10 +1,8 @@
-"""Which modules of a model run in ONNX Runtime, and what shows that they did. Imports no ONNX Runtime by itself."""
+"""Which modules of a model run in ONNX Runtime. Imports no ONNX Runtime by itself."""
 
 from __future__ import annotations
 
 import functools
-import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -107,31 +105,3 @@ def captured(module: nn.Module) -> Captured | None:
     while isinstance(forward, Checkpointed):
         forward = forward.forward
     return forward if isinstance(forward, Captured) else None
-
-
-def seconds_in_graphs(model: nn.Module) -> float:
-    """Time that has been spent in the graphs of a model until now."""
-    backends = {id(part.backend): part.backend for module in model.modules() if (part := captured(module))}
-    return sum(graph.seconds for backend in backends.values() for graph in backend.graphs)
-
-
-def receipt(model: nn.Module) -> dict[str, Any]:
-    """What ran in ONNX Runtime: providers, graphs with their nodes, parameters, and share of the time.
-
-    ``share_of_time`` is the time spent in graphs over the time since the first was made, the making left out.
-    """
-    found = [(module, part) for module in model.modules() if (part := captured(module))]
-    backends = list({id(part.backend): part.backend for _, part in found}.values())
-    graphs = [graph for backend in backends for graph in backend.graphs]
-    inside = {id(p): p.numel() for module, _ in found for p in module.parameters()}
-    whole = {id(p): p.numel() for p in model.parameters()}
-    since = min((backend.began for backend in backends if backend.began), default=0.0)
-    training = time.perf_counter() - since - sum(backend.seconds for backend in backends)
-    return {
-        "providers": sorted({graph.provider for graph in graphs}),
-        "modules": dict(Counter(part.backend.name for _, part in found)),
-        "share_of_parameters": round(sum(inside.values()) / max(1, sum(whole.values())), 4),
-        "share_of_time": round(seconds_in_graphs(model) / training, 4),
-        "seconds_to_make": round(sum(backend.seconds for backend in backends), 2),
-        "graphs": [graph.summary() for graph in graphs],
-    }

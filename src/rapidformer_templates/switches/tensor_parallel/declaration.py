@@ -86,6 +86,7 @@ TENSOR_PARALLEL = Switch(
     templates=("Trainer",),
     notes=_notes,
     transform="rapidformer_templates.switches.tensor_parallel.transform:apply",
+    receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:Division",
     receipt=("parameter_bytes", "parameter_bytes_whole", "tensor_parallel_size", "logits_columns"),
     acted=_acted,
     rules=(

@@ -49,6 +49,7 @@ SEQUENCE_PARALLEL = Switch(
     on={"sequence_parallel": True},
     off={"sequence_parallel": False},
     predicts=Prediction({"activations": "norms and dropout cut along the sequence"}),
+    receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:Division",
     receipt=("sequence_tokens",),
     acted=_acted,
     rules=(

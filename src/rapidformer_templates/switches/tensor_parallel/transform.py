@@ -97,23 +97,6 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     return model
 
 
-def measures(model: nn.Module) -> dict[str, Callable[[], Any]]:
-    """What shows that a model is divided; nothing for another one.
-
-    ``tensor_parallel_size``; ``logits_columns`` and ``sequence_tokens``: [held on this worker, in all] of the latest
-    forward, None where this worker has no head or divides no sequence.
-    """
-    found: TensorParallel | None = getattr(model, "tensor_parallel", None)
-    if found is None:
-        return {}
-    head, shards = found.head, found.shards
-    return {
-        "tensor_parallel_size": lambda: found.peers.size,
-        "logits_columns": lambda: head and head.columns,
-        "sequence_tokens": lambda: shards and shards.held,
-    }
-
-
 def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
     """The blocks of this model, list by list; of a pipeline's stages, stage by stage."""
     parts = placement_of(model).parts

@@ -137,6 +137,7 @@ SWITCHES = (
         notes=_notes,
         engine_options=_engine_options,
         transform="rapidformer_templates.switches.torch_compile.transform:compile_blocks",
+        receipt_hooks="rapidformer_templates.switches.torch_compile.receipt:Compilation",
         receipt=("compile",),
         acted=_acted,
         rules=(

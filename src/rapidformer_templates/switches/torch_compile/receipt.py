@@ -7,6 +7,9 @@ from typing import Any
 
 from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
 
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.receipt import Receipt
+
 RECORDS = 4096  # torch keeps the last 64 by default, fewer than a large model may need
 
 
@@ -43,6 +46,16 @@ class CompileReport:
             "recompilations": _counted(Counter(r.recompile_reason for r in records if not r.fail_reason)),
             "not_compiled": _counted(Counter(r.fail_reason for r in records)),
         }
+
+
+class Compilation(Receipt):
+    """``compile``: what the report of the model's blocks says."""
+
+    compiles = True
+
+    def after_step(self, engine: Engine) -> dict[str, Any]:
+        report: CompileReport | None = vars(engine.model).get("compile_report")
+        return {"compile": report and report.measured()}
 
 
 def _counted(reasons: Counter[Any]) -> dict[str, int]:

@@ -1,0 +1,51 @@
+"""What ran in ONNX Runtime, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.receipt import Receipt
+from rapidformer_templates.switches.onnx_runtime.transform import captured
+
+
+class OnnxGraphs(Receipt):
+    """``onnx_runtime``: see :func:`graphs_of`."""
+
+    def after_step(self, engine: Engine) -> dict[str, Any]:
+        return {"onnx_runtime": graphs_of(engine.model)}
+
+    def hides_parts(self, module: nn.Module) -> bool:
+        return captured(module) is not None
+
+
+def seconds_in_graphs(model: nn.Module) -> float:
+    """Time that has been spent in the graphs of a model until now."""
+    backends = {id(part.backend): part.backend for module in model.modules() if (part := captured(module))}
+    return sum(graph.seconds for backend in backends.values() for graph in backend.graphs)
+
+
+def graphs_of(model: nn.Module) -> dict[str, Any]:
+    """What ran in ONNX Runtime: providers, graphs with their nodes, parameters, and share of the time.
+
+    ``share_of_time`` is the time spent in graphs over the time since the first was made, the making left out.
+    """
+    found = [(module, part) for module in model.modules() if (part := captured(module))]
+    backends = list({id(part.backend): part.backend for _, part in found}.values())
+    graphs = [graph for backend in backends for graph in backend.graphs]
+    inside = {id(p): p.numel() for module, _ in found for p in module.parameters()}
+    whole = {id(p): p.numel() for p in model.parameters()}
+    since = min((backend.began for backend in backends if backend.began), default=0.0)
+    training = time.perf_counter() - since - sum(backend.seconds for backend in backends)
+    return {
+        "providers": sorted({graph.provider for graph in graphs}),
+        "modules": dict(Counter(part.backend.name for _, part in found)),
+        "share_of_parameters": round(sum(inside.values()) / max(1, sum(whole.values())), 4),
+        "share_of_time": round(seconds_in_graphs(model) / training, 4),
+        "seconds_to_make": round(sum(backend.seconds for backend in backends), 2),
+        "graphs": [graph.summary() for graph in graphs],
+    }

@@ -1,0 +1,42 @@
+"""What acts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer_templates.engines.model_building import Building
+
+
+class Shrunk:
+    """The forward of an embedding with its gradient times ``alpha``: alpha·e + (1 - alpha)·detached e.
+
+    Attributes:
+        watching: whether to note the norms of the gradients, for the receipt.
+        norms: of what came back to the output, and of what went on to the table.
+    """
+
+    def __init__(self, forward: Any, alpha: float) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward, self.alpha = forward, alpha
+        self.watching = False
+        self.norms: list[tuple[str, float]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        whole: torch.Tensor = self.forward(*args, **kwargs)
+        shrunk = self.alpha * whole + (1 - self.alpha) * whole.detach()
+        if self.watching and shrunk.requires_grad:
+            shrunk.register_hook(lambda gradient: self.norms.append(("came", float(gradient.norm()))))
+            whole.register_hook(lambda gradient: self.norms.append(("went", float(gradient.norm()))))
+        return shrunk
+
+
+def shrink(model: nn.Module, building: Building) -> nn.Module:
+    """Wrap the model's word embedding."""
+    read: Any = model
+    embedding = read.get_input_embeddings()
+    embedding.forward = Shrunk(embedding.forward, building.options.embedding_gradient_shrink)
+    return model
