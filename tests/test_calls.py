@@ -18,8 +18,9 @@ from tests.test_loop import FLAGS, Line
 
 SCRIPT = """
 import json, os, sys, time
-from rapidformer_templates import calls, launch
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.run import calls
+from rapidformer_templates.system import launch
 
 def note(what):
     with open(sys.argv[1], "a") as file:

@@ -161,7 +161,8 @@ def test_no_torch_is_imported_here(site: Path, capsys: pytest.CaptureFixture[str
     import subprocess
 
     program = (
-        "import sys; from rapidformer_templates import build_tools, deepspeed_parts, doctor; doctor.main(['--json']);"
+        "import sys; from rapidformer_templates.commands import doctor;"
+        "from rapidformer_templates.switches.zero import build_tools, compiled_parts; doctor.main(['--json']);"
         "heavy = {'torch', 'transformers', 'deepspeed'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -88,7 +88,7 @@ def _fail_while_a_worker_is_busy(recipe: Recipe) -> None:
 
 SLOW = """
 import multiprocessing, resource, sys, time
-from rapidformer_templates.data import cli
+from rapidformer_templates.commands import data as cli
 from rapidformer_templates.data.indexed.writer import IndexedWriter
 
 def add(self, *arguments, real=IndexedWriter.add):
