@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs
+.PHONY: help demo check test docs
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -15,11 +15,20 @@ help:  ## list the targets
 demo: $(VENV)/.installed  ## fine-tune a pretrained model on 2,000 tweets with 2 workers
 	PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh $(DEMO)
 
-test: $(VENV)/.installed-dev  ## lint, format, types and tests
+define LINT
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+endef
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10
+
+check: $(VENV)/.installed-dev  ## lint, format, types, and the tests that start no workers
+	$(LINT)
+	$(PYTEST) -m "not slow and not distributed and not deepspeed and not exhaustive"
+
+test: $(VENV)/.installed-dev  ## lint, format, types and all tests
+	$(LINT)
+	$(PYTEST)
 
 docs: $(VENV)/.installed  ## write docs/switches.md anew from the declarations
 	$(BIN)/python -m rapidformer_templates.commands.catalogue docs/switches.md

@@ -79,7 +79,7 @@ def test_loop_and_templates_import_no_backend(name: str) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_module_is_short_and_documented(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 400
+    assert len(text.splitlines()) < 600
     tree = ast.parse(text)
     assert ast.get_docstring(tree) or not text.strip()
     if path.parent.name == "bench":

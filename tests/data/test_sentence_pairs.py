@@ -23,12 +23,12 @@ from rapidformer_templates.data.indexed.writer import IndexedWriter
 from rapidformer_templates.data.pretraining import sentence_pairs
 from rapidformer_templates.data.pretraining.masking import MaskTokens
 from rapidformer_templates.data.pretraining.sentence_pairs import (
-    CHUNKS,
     SentencePairs,
     _cut_at_random,
     lay_out,
     truncated_lengths,
 )
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
@@ -107,7 +107,7 @@ def test_chunks_are_those_of_a_plain_loop(corpus: Corpus, content: int, block: i
 @settings(max_examples=30, deadline=None)
 @given(corpus=CORPORA, content=st.integers(2, 80), seed=st.integers(0, 2**40))
 def test_chunks_with_short_targets_are_those_of_a_plain_loop(corpus: Corpus, content: int, seed: int) -> None:
-    generator, count = np.random.default_rng((seed, CHUNKS)), sum(map(len, corpus))
+    generator, count = np.random.default_rng((seed, Stream.PAIR_CHUNKS)), sum(map(len, corpus))
     targets = np.full(count, content)
     short = generator.random(count) < 0.5
     targets[short] = generator.integers(2, content + 1, size=short.sum())

@@ -18,6 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from rapidformer_templates.data.checks import checked_batch, collated
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import Order, Request
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.types import Batch, Data
 
 
@@ -147,7 +148,7 @@ def eval_requests(
     for first in range(0, len(batches), data_size):
         idle = first + rank >= len(batches)
         samples = batches[first if idle else first + rank].tolist()
-        requests.append(Request(samples, (seed, 3), samples, idle))
+        requests.append(Request(samples, (seed, Stream.EVALUATION), samples, idle))
     return requests
 
 

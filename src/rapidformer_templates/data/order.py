@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.shapes import Shape
 
 WINDOW = 50
@@ -130,7 +131,7 @@ class SampleOrder:
             first, end = len(samples) * number // count, len(samples) * (number + 1) // count
             idle = first == end
             piece = slice(0, 1) if idle else slice(first, end)
-            yield Request(samples[piece], (self.seed, 2), places[piece], idle)
+            yield Request(samples[piece], (self.seed, Stream.SAMPLE), places[piece], idle)
 
     def depends_on(self) -> dict[str, Any]:
         """What the samples of a step depend on."""
@@ -155,7 +156,7 @@ class SampleOrder:
             assert self.lengths is not None
             positions = positions[np.argsort(self.lengths[self._samples(positions)], kind="stable")]
             batches = [positions[i : i + self.global_batch] for i in range(0, len(positions), self.global_batch)]
-            shuffled = np.random.default_rng((self.seed, 1, epoch, window)).permutation(len(batches))
+            shuffled = np.random.default_rng((self.seed, Stream.BATCHES, epoch, window)).permutation(len(batches))
             self._window = ((epoch, window), [batches[i] for i in shuffled])
         return self._window[1][place]
 
@@ -177,5 +178,5 @@ class SampleOrder:
             # A step touches at most two epochs unless a batch is larger than the data; keep the newest few.
             for old in [e for e in self._permutations if e < epoch - 1]:
                 del self._permutations[old]
-            self._permutations[epoch] = np.random.default_rng((self.seed, 0, epoch)).permutation(self.size)
+            self._permutations[epoch] = np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)
         return self._permutations[epoch]

@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.data.checks import checked_data
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import Order, Request
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.traces import without_trace
@@ -247,7 +248,7 @@ def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
 
 def _loss_of_one(template: Template, model: nn.Module) -> Any:
     """The user's loss of the first sample."""
-    request = Request([0], (template.config.training.seed, 0), [0])
+    request = Request([0], (template.config.training.seed, Stream.TRIAL), [0])
     (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
     with without_trace(model):
         return template.compute_loss(model, microbatch.batch)

@@ -164,12 +164,16 @@ class Loop:
                 self.template.on_epoch_end(done // self.intervals.epoch)
             if asked or self._is_best or self.intervals.due(self.intervals.save, done, self.total):
                 self._save()
-            if asked or done == self.total:
-                self._wait_for_save()
-            if asked and done < self.total:
-                hint, saved = self._how_to_go_on(), self.folder is not None
-                raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
+            self._end_if_asked(bool(asked), done)
         return metrics
+
+    def _end_if_asked(self, asked: bool, done: int) -> None:
+        """Wait for the last save; raise :class:`Interrupted` if steps are left that nobody wants any more."""
+        if asked or done == self.total:
+            self._wait_for_save()
+        if asked and done < self.total:
+            hint, saved = self._how_to_go_on(), self.folder is not None
+            raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
 
     def _batches(self) -> Iterator[MicroBatch]:
         plan, data = self.template.plan, self.template.config.data

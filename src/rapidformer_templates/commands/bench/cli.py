@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rapidformer_templates.errors import RapidformerError
 
@@ -63,6 +64,23 @@ def _parser() -> argparse.ArgumentParser:
         required=True, metavar="TABLE", help="what to measure; --table TABLE is the same", dest="table"
     )
 
+    _add_loops(commands, output)
+    helps = {
+        "partitioning": "what each way to divide the model's state costs and saves",
+        "mixed-precision": "BERT in fp32 and in the narrow type",
+        "parallel": "tensor and pipeline parallel layouts of a GPT",
+        "mfu": "model FLOPs utilisation beside a loop written by hand and transformers' Trainer",
+    }
+    for name, text in helps.items():
+        _add_table(commands.add_parser(name, parents=[output], help=text))
+
+    _add_graph(commands.add_parser("graph", parents=[output], help="ONNX Runtime and inductor beside eager"))
+    _add_parts(commands, output)
+    return parser
+
+
+def _add_loops(commands: Any, output: argparse.ArgumentParser) -> None:
+    """What looks at whole loops, and at what surrounds them."""
     run = commands.add_parser("run", parents=[output], help="one configuration: the flags of a training command")
     run.add_argument("--turns", type=_positive, default=6, help="measured turns (default: 6)")
     run.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on a GPU 10)")
@@ -104,17 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     reading.add_argument("--folder", type=Path, metavar="DIR", help="where to make the corpus (default: temporary)")
     reading.set_defaults(module="reading")
 
-    helps = {
-        "partitioning": "what each way to divide the model's state costs and saves",
-        "mixed-precision": "BERT in fp32 and in the narrow type",
-        "parallel": "tensor and pipeline parallel layouts of a GPT",
-        "mfu": "model FLOPs utilisation beside a loop written by hand and transformers' Trainer",
-    }
-    for name, text in helps.items():
-        _add_table(commands.add_parser(name, parents=[output], help=text))
 
-    _add_graph(commands.add_parser("graph", parents=[output], help="ONNX Runtime and inductor beside eager"))
-
+def _add_parts(commands: Any, output: argparse.ArgumentParser) -> None:
+    """What looks at one part of a step, or of the data."""
     planner = commands.add_parser("planner", parents=[output], help="memory that a plan predicts, beside real steps")
     planner.add_argument("--workers", type=_positive, default=4, help="most worker processes (default: 4)")
     planner.set_defaults(module="planner")
@@ -158,7 +168,6 @@ def _parser() -> argparse.ArgumentParser:
     preprocess.add_argument("--workers", type=_positive, help="processes that tokenize (default: all cores)")
     preprocess.add_argument("--repeats", type=_positive, default=3, help="runs of each way (default: 3)")
     preprocess.set_defaults(module="preprocess")
-    return parser
 
 
 def _add_table(parser: argparse.ArgumentParser) -> None:

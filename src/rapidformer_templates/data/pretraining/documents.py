@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.random_streams import Stream
 
 
 class Documents(Sequence[dict[str, np.ndarray]]):
@@ -84,7 +85,7 @@ def _cut(firsts: np.ndarray, sizes: np.ndarray, length: int, overlap: int) -> tu
 
 def _cut_some(firsts: np.ndarray, sizes: np.ndarray, probability: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut a share of the pieces in two, after a number of tokens that is evenly drawn."""
-    draw = np.random.default_rng((seed, 7))  # 0 to 6 are those of the order, of random changes and of packing
+    draw = np.random.default_rng((seed, Stream.DOCUMENTS))
     cut = (draw.random(len(sizes)) < probability) & (sizes > 1)
     heads = np.where(cut, draw.integers(1, np.maximum(sizes, 2)), sizes)
     halves = np.stack([heads, sizes - heads], axis=1)

@@ -20,15 +20,13 @@ import numpy as np
 from rapidformer_templates.data.indexed.cache import IndexCache, Tables, contents, identity
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_short_probability
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import PairLabel
 from rapidformer_templates.system.files import key_of
 
 TABLES_VERSION = 1
 """Part of the tables' names: raise it when their meaning changes."""
-
-SAMPLES, CHUNKS, ORDERS = 18, 19, 20
-"""Set these draws apart from one another, and from others with the same seed."""
 
 BLOCK = 1 << 20
 """Sentences that are laid out at a time (or one document, if it has more); it bounds the memory."""
@@ -139,7 +137,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
         if position < 0:
             position = range(len(self))[position]
         first, end, target = self.chunks[self._order(position // len(self))[position % len(self)]].tolist()
-        generator = np.random.default_rng((self.seed, SAMPLES, position))
+        generator = np.random.default_rng((self.seed, Stream.PAIR_SAMPLES, position))
         cut = int(generator.integers(first + 1, end))
         other = bool(generator.random() < 0.5)
         a, b = self._read(first, cut), self._read(cut, end)
@@ -157,7 +155,7 @@ class SentencePairs(Sequence[dict[str, Any]]):
         if epoch not in self._orders:
             for old in [e for e in self._orders if e < epoch - 1]:  # a batch may reach over the border of two
                 del self._orders[old]
-            generator = np.random.default_rng((self.seed, ORDERS, epoch))
+            generator = np.random.default_rng((self.seed, Stream.PAIR_ORDERS, epoch))
             tables = self.cache(self._name("order", epoch), lambda: {"order": generator.permutation(len(self))})
             self._orders[epoch] = tables["order"]
         return self._orders[epoch]
@@ -202,7 +200,7 @@ def lay_out(
         First sentence, the one after the last, target; int64, shape (chunks, 3).
     """
     bounds = dataset.documents[documents[0] : documents[1] + 1]
-    generator = np.random.default_rng((seed, CHUNKS))
+    generator = np.random.default_rng((seed, Stream.PAIR_CHUNKS))
     blocks = [_lay_out_block(dataset, block, content, short_probability, generator) for block in _blocks(bounds)]
     return np.concatenate(blocks)
 

@@ -14,6 +14,7 @@ from rapidformer_templates.data.finetuning.chat import Columns, find_columns
 from rapidformer_templates.data.finetuning.chat_samples import ChatReader
 from rapidformer_templates.data.finetuning.tables import Part, read_dataset
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.targets import IGNORED, shifted_left
 from rapidformer_templates.data.tasks.base import Task, as_data, texts_of, tokenized
 from rapidformer_templates.data.types import Data
@@ -94,7 +95,7 @@ class CausalLM(Task):
         return reader.samples(name, part, columns)
 
     def _packed(self, name: str, samples: TokenizedSamples) -> PackedRows:
-        stream = {"train": 4, "valid": 5}[name]  # 0 to 3 are those of the order and of random changes
+        stream = {"train": Stream.PACKED_TRAINING, "valid": Stream.PACKED_VALIDATION}[name]
         generator = np.random.default_rng((self.config.training.seed, stream))
         packed = PackedRows(samples, self.seq_length, generator)
         self.notes.append(

@@ -93,15 +93,8 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
     # The csv module's default limit of 128 KiB a field is made for spreadsheets, not for documents.
     csv.field_size_limit(2**31 - 1)
     broken: set[int] = set()
-
-    def decoded() -> Iterator[str]:
-        for number, text, is_utf8 in _lines(path):
-            if not is_utf8:
-                broken.add(number)
-            yield text
-
     # strict: an unclosed quote would otherwise swallow the rest of the file without a word.
-    reader = csv.reader(decoded(), delimiter=delimiter, strict=True)
+    reader = csv.reader(_decoded(path, broken), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
         start = reader.line_num + 1  # a quoted field may hold line breaks: a record can span lines
@@ -110,8 +103,7 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
         except StopIteration:
             return
         except csv.Error as error:
-            reason = "a quoted field is never closed" if "end of data" in str(error) else f"broken quoting: {error}"
-            bad.report(path, start, reason, "double the quotes inside a quoted field")
+            bad.report(path, start, _quoting_reason(error), "double the quotes inside a quoted field")
             continue
         span = range(start, reader.line_num + 1)
         not_utf8 = next((n for n in span if n in broken), None)
@@ -123,6 +115,18 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
             bad.report(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
         elif cells:
             yield start, dict(zip(header, cells, strict=True))
+
+
+def _decoded(path: Path, broken: set[int]) -> Iterator[str]:
+    """The lines of a file; ``broken`` takes the numbers of those that are not UTF-8."""
+    for number, text, is_utf8 in _lines(path):
+        if not is_utf8:
+            broken.add(number)
+        yield text
+
+
+def _quoting_reason(error: csv.Error) -> str:
+    return "a quoted field is never closed" if "end of data" in str(error) else f"broken quoting: {error}"
 
 
 def _header(path: Path, cells: list[str]) -> list[str]:

@@ -127,23 +127,35 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
     stage = look_up(content, "zero_optimization.stage")
     if stage in (1, 2, 3):
         add(f"zero_{int(stage)}_memory_optimization", "zero_optimization.stage", True)
-    enabled = {kind: look_up(content, f"{kind}.enabled") for kind in ("fp16", "bf16")}
-    chosen = next((kind for kind, value in enabled.items() if value), None)
-    if chosen or any(value is False for value in enabled.values()):
-        add("mixed_precision", f"{chosen or 'fp16'}.enabled", chosen)
+    precision = _precision(content)
+    if precision is not None:
+        add("mixed_precision", f"{precision or 'fp16'}.enabled", precision or None)
     device = look_up(content, "zero_optimization.offload_optimizer.device")
     if device is not None:
         add("cpu_offload", "zero_optimization.offload_optimizer.device", device == "cpu")
-    for section in OFFLOADS:
-        path = look_up(content, f"zero_optimization.{section}.nvme_path")
-        if path is not None and look_up(content, f"zero_optimization.{section}.device") == "nvme":
-            add("nvme_path", f"zero_optimization.{section}.nvme_path", path)
+    for path, folder in _disks(content):
+        add("nvme_path", path, folder)
     kind = str(look_up(content, "optimizer.type") or "")
     if kind.lower() in OPTIMIZERS:
         add("optimizer", "optimizer.type", OPTIMIZERS[kind.lower()])
     for name, value, shown in _of_schedule(content):
         add(FLAGS[name], f"scheduler.params.{name}", _whole(value) if FLAGS[name] != "lr" else value, shown)
     return said
+
+
+def _disks(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(key, folder) of each section that offloads to a disk."""
+    for section in OFFLOADS:
+        key = f"zero_optimization.{section}.nvme_path"
+        if look_up(content, key) is not None and look_up(content, f"zero_optimization.{section}.device") == "nvme":
+            yield key, look_up(content, key)
+
+
+def _precision(content: Mapping[str, Any]) -> str | None:
+    """``fp16`` or ``bf16``, an empty word where one of them is off; None where the file says nothing."""
+    enabled = {kind: look_up(content, f"{kind}.enabled") for kind in ("fp16", "bf16")}
+    off = "" if any(value is False for value in enabled.values()) else None
+    return next((kind for kind, value in enabled.items() if value), off)
 
 
 def _of_schedule(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:

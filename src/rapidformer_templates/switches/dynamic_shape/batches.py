@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.shapes import Shape, share_out
 
 
@@ -87,7 +88,7 @@ class DynamicOrder:
                 samples, places = samples[:1], places[:1]
             tokens = int(self.lengths[samples].sum())
             shape = self.shapes[self._shape_of[batch]]
-            yield Request(samples.tolist(), (self.seed, 2), places.tolist(), idle, shape, tokens)
+            yield Request(samples.tolist(), (self.seed, Stream.SAMPLE), places.tolist(), idle, shape, tokens)
 
     def depends_on(self) -> dict[str, Any]:
         """What the samples of a step depend on."""
@@ -122,8 +123,8 @@ class DynamicOrder:
         if epoch not in self._epochs:
             for old in [e for e in self._epochs if e < epoch - 1]:  # a step seldom touches more than two
                 del self._epochs[old]
-            samples = np.random.default_rng((self.seed, 0, epoch)).permutation(self.size)
+            samples = np.random.default_rng((self.seed, Stream.ORDER, epoch)).permutation(self.size)
             by_shape = samples[np.argsort(self._kinds[samples], kind="stable")]
-            order = np.random.default_rng((self.seed, 1, epoch)).permutation(self.batches)
+            order = np.random.default_rng((self.seed, Stream.BATCHES, epoch)).permutation(self.batches)
             self._epochs[epoch] = (by_shape, order)
         return self._epochs[epoch]

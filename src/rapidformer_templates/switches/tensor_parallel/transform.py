@@ -117,8 +117,18 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
         if keys:
             parts = [key for key in keys if f"{name}.{key}" in partial]
             module.forward = OnLocalParameters(module, module.forward, parts, regions.peers)
-    head: VocabularyHead | None = None
     modules = dict(model.named_modules())
+    head = _install_layers(modules, plan, regions)
+    _install_regions(model, modules, plan, regions)
+    if regions.shards is not None:
+        for name in _run_whole(plan):
+            modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
+    return head
+
+
+def _install_layers(modules: dict[str, nn.Module], plan: TensorPlan, regions: Regions) -> VocabularyHead | None:
+    """Replace the forwards of the layers that have a style; the head, if it is among them."""
+    head: VocabularyHead | None = None
     for name, style in plan.styles.items():
         if name in modules and style in LAYERS:
             module = modules[name]
@@ -130,6 +140,11 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
                 module.nf //= regions.peers.size
             if plan.given:
                 module.forward = EnteringColumn(module, module.forward, regions)
+    return head
+
+
+def _install_regions(model: nn.Module, modules: dict[str, nn.Module], plan: TensorPlan, regions: Regions) -> None:
+    """Replace the forwards of the modules around column-parallel layers, and make their sizes those of a part."""
     for name in _regions_of(plan, modules):
         region = modules[name]
         _check_region(model, plan, name, region)
@@ -137,10 +152,6 @@ def _install(model: nn.Module, plan: TensorPlan, regions: Regions, partial: froz
             if hasattr(region, size):
                 setattr(region, size, getattr(region, size) // regions.peers.size)
         region.forward = (AroundColumns if plan.given else Region)(region, region.forward, regions)
-    if regions.shards is not None:
-        for name in _run_whole(plan):
-            modules[name].forward = OnWholeSequence(modules[name].forward, regions.shards)
-    return head
 
 
 def _regions_of(plan: TensorPlan, modules: dict[str, nn.Module]) -> list[str]:
