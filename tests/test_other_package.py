@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.registry import REGISTRY, _check_unique
 
 ROOT = Path(__file__).parents[1]
 NAME, FLAG = "gradient-shrink", "--embedding-gradient-shrink"
@@ -77,3 +82,30 @@ def test_a_package_that_cannot_be_used_is_named(place: Path, tmp_path: Path) -> 
     (broken / "gradient_shrink/declaration.py").write_text("import nothing_of_this_name\n")
     said = rapidformer(broken, "--help", status=1)
     assert "the switches of the package gradient-shrink cannot be loaded: ModuleNotFoundError" in said
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """Acceleration"""
+
+    epochs: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """Acceleration"""
+
+    quite_new: bool = False
+
+
+@pytest.mark.parametrize(
+    ("differing", "message"),
+    [
+        ({"name": "mine", "options": Taken}, "the flag --epochs is declared twice"),
+        ({"options": Free}, "the switch tf32 is declared twice"),
+    ],
+)
+def test_what_is_taken_is_told(differing: dict[str, Any], message: str) -> None:
+    other = dataclasses.replace(REGISTRY["tf32"], **differing)
+    with pytest.raises(ConfigError, match=message):
+        _check_unique([*REGISTRY.switches, other])

@@ -1,4 +1,7 @@
-"""The registry: every switch and every rule. A switch is found because it lies in the folder of switches."""
+"""The registry: every switch and every rule.
+
+A switch is found because it lies in the folder of switches, or because an installed package names it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.general_rules import RULES
 from rapidformer_templates.planning.switch import Finding, Request, Rule, Switch
@@ -106,16 +109,14 @@ def _declared_by(point: EntryPoint) -> tuple[Switch, ...]:
     """
     package = point.dist.name if point.dist else point.module
     try:
-        declared = point.load()
+        loaded = point.load()
     except Exception as error:  # whatever somebody else's module raises
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"the switches of the package {package} cannot be loaded: {reason}", hint=_WITHOUT) from error
-    switches = tuple(getattr(declared, "SWITCHES", declared))
-    if not all(isinstance(switch, Switch) for switch in switches):
-        raise ConfigError(
-            f"{point.value} of the package {package} declares something else than switches", hint=_WITHOUT
-        )
-    return switches
+    declared = getattr(loaded, "SWITCHES", loaded)
+    if not isinstance(declared, tuple) or not all(isinstance(switch, Switch) for switch in declared):
+        raise ConfigError(f"{point.value} of the package {package} has no tuple SWITCHES of switches", hint=_WITHOUT)
+    return declared
 
 
 _WITHOUT = "mend the package, or uninstall it"
@@ -125,18 +126,16 @@ def _check_unique(switches: Sequence[Switch]) -> None:
     """Raise a :class:`ConfigError` when a switch of another package has a name, a flag or a code that there is."""
     names: dict[str, Any] = {}
     codes: dict[str, Any] = {rule.code: rule for rule in (*RULES, *TRAINING_RULES)}
-    flags = {field.name: section for section in SECTIONS.values() for field in dataclasses.fields(section)}
-
-    def claim(owners: dict[str, Any], what: str, name: str, owner: Any) -> None:
-        if owners.setdefault(name, owner) is not owner:
-            raise ConfigError(f"{what} {name} is declared twice", where=owner.__module__, hint=_WITHOUT)
+    sections = [(field.name, section) for section in SECTIONS.values() for field in dataclasses.fields(section)]
+    flags: dict[str, Any] = {spelling(name): section for name, section in sections}
 
     for switch in switches:
-        claim(names, "the switch", switch.name, switch.options)
-        for field in switch.fields:
-            claim(flags, "the flag", field, switch.options)
-        for rule in switch.rules:
-            claim(codes, "the rule", rule.code, rule)
+        claims: list[tuple[dict[str, Any], str, str, Any]] = [(names, "the switch", switch.name, switch.options)]
+        claims += [(flags, "the flag", spelling(field), switch.options) for field in switch.fields]
+        claims += [(codes, "the rule", rule.code, rule) for rule in switch.rules]
+        for owners, what, name, owner in claims:
+            if owners.setdefault(name, owner) is not owner:
+                raise ConfigError(f"{what} {name} is declared twice", where=switch.options.__module__, hint=_WITHOUT)
 
 
 REGISTRY = Registry(_discover(), (*RULES, *TRAINING_RULES))
