@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 
+import torch
+
 METHOD = "forkserver"
 
 IMPORTED = (
@@ -36,7 +38,14 @@ def warm() -> ForkServerContext:
     return context
 
 
-def take_over(environment: Mapping[str, str]) -> None:
-    """Give a process the environment of the one that asked for it; it has that of the server's start."""
+def become_worker(rank: int, count: int, port: int, environment: Mapping[str, str]) -> None:
+    """Make a process one of ``count`` workers that meet at ``port``.
+
+    Args:
+        environment: of the process that asked for it; it has that of the server's start.
+    """
     os.environ.clear()
-    os.environ.update(environment)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({**environment, **{name: str(value) for name, value in (ranks | meeting).items()}})
+    torch.set_num_threads(1)

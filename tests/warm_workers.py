@@ -10,11 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-import torch
-
 from rapidformer_templates.system.ports import free_port
 from rapidformer_templates.system.workers import join
-from tests.warm_processes import take_over, warm
+from tests.warm_processes import become_worker, warm
 from tests.worker_group import WITHOUT_PICTURES
 
 PATIENCE = 5.0
@@ -89,11 +87,7 @@ class WarmWorkers:
 
 def _serve(rank: int, count: int, port: int, environment: dict[str, str], end: Connection) -> None:
     """Carry out one task after another."""
-    take_over(environment)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    os.environ |= {name: str(value) for name, value in ranks.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+    become_worker(rank, count, port, environment)
     # These workers are a group already; the launcher's own care for errors is not wanted.
     with WITHOUT_PICTURES, join("cpu"), mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         while True:

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from rapidformer_templates.system.ports import free_port
 from rapidformer_templates.system.workers import Workers, join
-from tests.warm_processes import METHOD, take_over, warm
+from tests.warm_processes import METHOD, become_worker, warm
 
 WITHOUT_PICTURES = mock.patch("rapidformer_templates.run.console.draw_curves")
 """Half of the time of runs as short as those of tests; what starts a command of its own still draws them."""
@@ -49,16 +49,7 @@ def _worker(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    take_over(environment)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
+    become_worker(rank, count, port, environment)
     with WITHOUT_PICTURES, join("cpu") as workers:
         result = function(workers, *arguments)
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))

@@ -241,13 +241,11 @@ def distance(found: dict[str, Any], wanted: dict[str, Any]) -> Distance:
     """Losses and norms one by one; the weights by their norm, because Adam makes steps out of rounding."""
     assert found["weights"].keys() == wanted["weights"].keys()
     assert found["others"].keys() == wanted["others"].keys()
-    apart = sum(float((found["weights"][name] - w).square().sum()) for name, w in wanted["weights"].items())
-    whole = sum(float(w.square().sum()) for w in wanted["weights"].values())
     pairs = [(found["others"][name], values) for name, values in wanted["others"].items()]
     return Distance(
         _apart(found["curve"], wanted["curve"]),
         max((_apart(*pair) for pair in pairs), default=0.0),
-        (apart / whole) ** 0.5,
+        jobs.weights_apart(found["weights"], wanted["weights"]),
     )
 
 

@@ -6,7 +6,7 @@ Each job is a pair of hooks; :func:`train` runs one with any flags and returns i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,13 @@ def _pad(
     if classes:
         labels = torch.tensor([sample["label"] for sample in samples])
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def weights_apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """The norm of the difference of all weights over that of the wanted ones."""
+    apart = sum(float((found[name] - weight).square().sum()) for name, weight in wanted.items())
+    whole = sum(float(weight.square().sum()) for weight in wanted.values())
+    return float((apart / whole) ** 0.5)
 
 
 class _Job(Trainer):

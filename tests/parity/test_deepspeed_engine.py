@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates import Data
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from tests.parity.jobs import CausalJob, train
+from tests.parity.jobs import CausalJob, train, weights_apart
 from tests.worker_group import run_in_workers, why_no_nvme
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
@@ -151,9 +151,7 @@ def test_bf16_follows_one_process_of_bf16(layout: str, references: Any, runs: An
     assert actual["summary"]["receipts"]["parameter_dtypes"] == ["bfloat16"]
     # The masters, which are what is saved, differ from the reference's weights by less than the format rounds.
     expected = references["bf16"]["weights"]
-    apart = sum(float((actual["weights"][name] - weight).square().sum()) for name, weight in expected.items())
-    whole = sum(float(weight.square().sum()) for weight in expected.values())
-    assert 0 < (apart / whole) ** 0.5 < 2**-8
+    assert 0 < weights_apart(actual["weights"], expected) < 2**-8
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -17,6 +18,11 @@ from rapidformer_templates.planning.switch import (
     always,
 )
 from rapidformer_templates.switches.mixed_precision import AMPERE
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer_templates.engines.model_building import Building
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,14 @@ def _needs_ampere(request: Request) -> list[Finding]:
     has = "this run is on a CPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
     message = f"tf32 needs a GPU of compute capability 8.0 or newer; {has}"
     return [Finding(message, request.asked_for("tf32"), switches=("tf32",))]
+
+
+def allow_tf32(model: nn.Module, building: Building) -> nn.Module:
+    """Let fp32 matrix products round their inputs to TF32 (10 bits of mantissa); cuDNN does so by default."""
+    import torch
+
+    torch.set_float32_matmul_precision("high")
+    return model
 
 
 def _acted(measured: Measured) -> str | None:
@@ -53,7 +67,7 @@ SWITCHES = (
         predicts=Prediction(
             unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")
         ),
-        transform="rapidformer_templates.switches.checkpoint_activations.transform:allow_tf32",
+        transform="rapidformer_templates.switches.tf32:allow_tf32",
         receipt=("matmul_precision",),
         acted=_acted,
         changes_result=True,

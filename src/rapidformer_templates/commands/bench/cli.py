@@ -79,25 +79,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add(commands: Any, output: argparse.ArgumentParser, name: str, text: str) -> argparse.ArgumentParser:
+    """The parser of what the module of that name measures."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, parents=[output], help=text)
+    parser.set_defaults(module=name.replace("-", "_"))
+    return parser
+
+
 def _add_loops(commands: Any, output: argparse.ArgumentParser) -> None:
     """What looks at whole loops, and at what surrounds them."""
-    run = commands.add_parser("run", parents=[output], help="one configuration: the flags of a training command")
+    run = _add(commands, output, "run", "one configuration: the flags of a training command")
     run.add_argument("--turns", type=_positive, default=6, help="measured turns (default: 6)")
     run.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on a GPU 10)")
-    run.set_defaults(module="run")
 
-    overhead = commands.add_parser("overhead", parents=[output], help="milliseconds a step over a plain loop")
+    overhead = _add(commands, output, "overhead", "milliseconds a step over a plain loop")
     overhead.add_argument("--rounds", type=_positive, default=60, help="pairs of turns a loop (default: 60)")
     overhead.add_argument("--steps", type=_positive, default=25, help="optimizer steps a turn (default: 25)")
-    overhead.set_defaults(module="overhead")
 
-    peers = commands.add_parser("peers", parents=[output], help="the demo's job beside transformers' Trainer")
+    peers = _add(commands, output, "peers", "the demo's job beside transformers' Trainer")
     peers.add_argument("--repeats", type=_positive, default=3, help="runs of each solution (default: 3)")
     peers.add_argument("--train", type=_positive, default=2000, help="training tweets (default: 2000)")
     peers.add_argument("--held-out", type=_positive, default=1000, help="held-out tweets (default: 1000)")
-    peers.set_defaults(module="peers")
 
-    faults = commands.add_parser("faults", parents=[output], help="kill -9 at random moments, and go on")
+    faults = _add(commands, output, "faults", "kill -9 at random moments, and go on")
     faults.add_argument("--kills", type=_positive, default=20, help="kills a solution (default: 20)")
     faults.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     faults.add_argument(
@@ -107,50 +111,42 @@ def _add_loops(commands: Any, output: argparse.ArgumentParser) -> None:
         help="do the same to transformers' Trainer (default)",
     )
     faults.add_argument("--folder", type=Path, help="where to keep the runs (default: a temporary folder)")
-    faults.set_defaults(module="faults")
 
-    saving = commands.add_parser("saving", parents=[output], help="how fast a state is durably on the disk")
+    saving = _add(commands, output, "saving", "how fast a state is durably on the disk")
     saving.add_argument("--gigabytes", type=_size, default=1.3, help="size of the state (default: 1.3)")
     saving.add_argument("--repeats", type=_positive, default=8, help="saves in each way (default: 8)")
     saving.add_argument("--folder", type=Path, metavar="DIR", help="on the disk in question (default: temporary files)")
-    saving.set_defaults(module="saving")
 
-    reading = commands.add_parser("reading", parents=[output], help="how fast an indexed data set is read")
+    reading = _add(commands, output, "reading", "how fast an indexed data set is read")
     reading.add_argument("--repeats", type=_positive, default=10, help="turns of each reader (default: 10)")
     reading.add_argument("--megatokens", type=_size, default=60, help="size of the corpus (default: 60)")
     reading.add_argument("--samples", type=_positive, default=10**8, help="in the large index (default: 10^8)")
     reading.add_argument("--folder", type=Path, metavar="DIR", help="where to make the corpus (default: temporary)")
-    reading.set_defaults(module="reading")
 
 
 def _add_parts(commands: Any, output: argparse.ArgumentParser) -> None:
     """What looks at one part of a step, or of the data."""
-    planner = commands.add_parser("planner", parents=[output], help="memory that a plan predicts, beside real steps")
+    planner = _add(commands, output, "planner", "memory that a plan predicts, beside real steps")
     planner.add_argument("--workers", type=_positive, default=4, help="most worker processes (default: 4)")
-    planner.set_defaults(module="planner")
 
-    padding = commands.add_parser("padding", parents=[output], help="useful tokens/s of each way to batch")
+    padding = _add(commands, output, "padding", "useful tokens/s of each way to batch")
     padding.add_argument("--rounds", type=_positive, default=8, help="turns of each way (default: 8)")
     padding.add_argument("--steps", type=_positive, default=3, help="optimizer steps a turn (default: 3)")
-    padding.set_defaults(module="padding")
 
-    packing = commands.add_parser("packing", parents=[output], help="documents of a row apart with and without a mask")
+    packing = _add(commands, output, "packing", "documents of a row apart with and without a mask")
     packing.add_argument("--rounds", type=_positive, default=10, help="steps of each way (default: 10)")
     packing.add_argument("--tokens", type=_positive, default=2048, help="of a row (default: 2048)")
-    packing.set_defaults(module="packing")
 
-    moe = commands.add_parser("moe", parents=[output], help="a mixture of experts beside the dense model")
+    moe = _add(commands, output, "moe", "a mixture of experts beside the dense model")
     moe.add_argument("--steps", type=_positive, default=3000, help="optimizer steps of each model (default: 3000)")
     moe.add_argument("--rounds", type=_positive, default=30, help="turns of each way to compute (default: 30)")
-    moe.set_defaults(module="moe")
 
-    optimizers = commands.add_parser("optimizers", parents=[output], help="state, loss and time of each optimizer")
+    optimizers = _add(commands, output, "optimizers", "state, loss and time of each optimizer")
     optimizers.add_argument("--steps", type=_positive, default=300, help="of each optimizer (default: 300)")
     optimizers.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: 1e-3)")
     optimizers.add_argument("--scale", choices=("small", "paper"), default="small", help="of the model")
-    optimizers.set_defaults(module="optimizers")
 
-    fused = commands.add_parser("fused-loss", parents=[output], help="memory and time with and without logits")
+    fused = _add(commands, output, "fused-loss", "memory and time with and without logits")
     for name, default, text in (
         ("vocabulary", 50257, "words"),
         ("rows", 2, "samples of a batch"),
@@ -161,13 +157,11 @@ def _add_parts(commands: Any, output: argparse.ArgumentParser) -> None:
     ):
         fused.add_argument(f"--{name}", type=_positive, default=default, help=f"{text} (default: {default})")
     fused.add_argument("--bf16", action="store_true", help="bf16 autocast")
-    fused.set_defaults(module="fused_loss")
 
-    preprocess = commands.add_parser("preprocess", parents=[output], help="raw text to indexed data sets")
+    preprocess = _add(commands, output, "preprocess", "raw text to indexed data sets")
     preprocess.add_argument("--megabytes", type=_megabytes, default=100.0, help="of text (default: 100)")
     preprocess.add_argument("--workers", type=_positive, help="processes that tokenize (default: all cores)")
     preprocess.add_argument("--repeats", type=_positive, default=3, help="runs of each way (default: 3)")
-    preprocess.set_defaults(module="preprocess")
 
 
 def _add_table(parser: argparse.ArgumentParser) -> None:

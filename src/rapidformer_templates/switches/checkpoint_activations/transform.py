@@ -1,4 +1,4 @@
-"""Model transforms that need torch alone. Each takes and returns the model; the plan orders them."""
+"""What computes activations again."""
 
 from __future__ import annotations
 
@@ -46,9 +46,3 @@ class Checkpointed:
         if not self.enabled or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-
-
-def allow_tf32(model: nn.Module, building: Building) -> nn.Module:
-    """Let fp32 matrix products round their inputs to TF32 (10 bits of mantissa); cuDNN does so by default."""
-    torch.set_float32_matmul_precision("high")
-    return model
