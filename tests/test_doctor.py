@@ -81,6 +81,22 @@ def test_crash_and_hang_on_import_are_findings(site: Path, monkeypatch: pytest.M
     }
 
 
+def test_version_that_has_lost_a_private_name(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_package(site, "fairscale", "", version="9.0")
+    (site / "fairscale/nn").mkdir()
+    (site / "fairscale/nn/__init__.py").write_text("")
+    (site / "fairscale/nn/data_parallel.py").write_text("class ShardedDataParallel: _trainable_params = []")
+    (site / "fairscale/optim").mkdir()
+    (site / "fairscale/optim/oss.py").write_text("")
+    monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("fairscale",))
+    found = examined(capsys)["fairscale"]
+    assert (found["state"], found["version"]) == ("lacks what this version uses", "9.0")
+    assert "no _should_accumulate_grads: without it, OSS with sharded gradients" in found["detail"]
+    assert "_trainable_params" not in found["detail"]
+
+
 def test_packages_that_need_a_gpu(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add_package(site, "bitsandbytes", "")
     add_package(site, "apex", "")  # that of the public index

@@ -44,6 +44,7 @@ NEEDS_GPU = ("apex", "bitsandbytes", "flash_attn")
 
 PROBE = """
 import importlib, json, sys
+from rapidformer_templates.system.private_names import missing
 def tell(**facts): print("\\n" + json.dumps(facts), file=told, flush=True)
 told, sys.stdout = sys.stdout, sys.stderr
 for name, module in json.loads(sys.argv[1]).items():
@@ -57,7 +58,7 @@ for name, module in json.loads(sys.argv[1]).items():
             facts["cuda"] = torch.version.cuda
             facts["gpus"] = [[p.name, f"{p.major}.{p.minor}", p.total_memory] for p in
                              map(torch.cuda.get_device_properties, gpus)]
-        tell(end=name, error=None, **facts)
+        tell(end=name, error=None, gone=[[gone, entry.without] for gone, entry in missing(name)], **facts)
     except BaseException as error:
         lines = str(error).strip().splitlines() or [""]
         tell(end=name, error=f"{type(error).__name__}: {lines[0]}")
@@ -190,6 +191,9 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding
         return Finding(name, "needs a GPU", found, "torch sees none here", needed_by)
     if probed["error"]:
         return Finding(name, "does not import", found, probed["error"], needed_by)
+    if probed["gone"]:
+        gone = "; ".join(f"no {what}: without it, {broken}" for what, broken in probed["gone"])
+        return Finding(name, "lacks what this version uses", found, gone, needed_by)
     return Finding(name, "ok", found, serves=needed_by)
 
 

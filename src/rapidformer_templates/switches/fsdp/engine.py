@@ -121,8 +121,8 @@ class FSDPEngine(SingleEngine):
 
     def _summed_in(self) -> list[str]:
         """The types in which FSDP sums gradients over the workers."""
-        states = (module._get_fsdp_state() for module in self.model.modules() if isinstance(module, FSDPModule))
-        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+        units = (module for module in self.model.modules() if isinstance(module, FSDPModule))
+        groups = [group for unit in units for group in _groups(unit)]
         # None where nothing need be cast: then in the type of the gradients, which is that of the computation.
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
         return [name for name, known in REDUCE_TYPES.items() if known in types]

@@ -1,0 +1,219 @@
+"""The names of other packages that this library uses although their authors promise nothing about them.
+
+What stands here may be gone in the next version of its package; nothing else that is used may. The packages have no
+upper bounds for that: a bound would refuse every version that has kept the names, too. Instead ``rapidformer doctor``
+and the tests look for each of them in what is installed. Imports none of the packages by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name, and what hangs on it.
+
+    Attributes:
+        owner: ``module`` or ``module:Class`` that has it.
+        names: of that owner; of a class also attributes that only its instances have.
+        serves: what it is used for.
+        without: what does not work where it is missing.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    serves: str
+    without: str
+
+    @property
+    def package(self) -> str:
+        return self.owner.partition(":")[0].partition(".")[0]
+
+
+def _of(owner: str, names: str, serves: str, without: str) -> PrivateName:
+    return PrivateName(owner, tuple(names.split()), serves, without)
+
+
+_ZERO = "deepspeed.runtime.zero"
+_EXPORTER = "torch.onnx._internal.exporter"
+
+PRIVATE_NAMES = (
+    # Looking into values and modules.
+    _of("torch.utils", "_pytree", "finding the tensors of a batch or an output", "every run"),
+    _of("torch.nn:Module", "_parameters _buffers _modules _forward_hooks",
+        "putting a tensor, a module or a hook in another one's place", "every switch that changes the model"),
+    _of("torch.utils._python_dispatch", "is_traceable_wrapper_subclass TorchDispatchMode",
+        "seeing each operation, and the tensors inside of a tensor", "receipts and the planner"),
+    _of("torch:Tensor", "_version", "noticing that a weight was set from outside", "--cpu-offload after a resume"),
+    _of("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "names of parameters without their wrappers",
+        "checkpoints of a model that the user has compiled"),
+    _of("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "_CHECKPOINT_PREFIX",
+        "names of parameters without their wrappers (_checkpoint_wrapped_module)",
+        "checkpoints of a model that the user has wrapped"),
+    _of("torch.distributed.fsdp._common_utils", "FSDP_WRAPPED_MODULE",
+        "names of parameters without their wrappers (_fsdp_wrapped_module)",
+        "checkpoints of a model that the user has wrapped"),
+    # Steps.
+    _of("torch", "_foreach_norm _foreach_mul_", "the norm of all gradients and clipping by it in one kernel",
+        "--max-grad-norm"),
+    _of("torch", "_amp_update_scale_", "the loss scale, updated without a word from the device", "fp16"),
+    _of("torch.optim:Adam", "_step_supports_amp_scaling", "knowing that an optimizer can leave out an update",
+        "the host's running ahead of a GPU"),
+    _of("torch.autograd:Variable", "_execution_engine", "being called at the end of a backward",
+        "equal gradients where workers reach other parameters (DDP, ZeRO, OSS)"),
+    _of("torch.utils.data._utils.pin_memory", "pin_memory", "pinning a batch on its way to a GPU", "batches on a GPU"),
+    _of("torch._C._autograd", "DeviceType", "telling the device's time from the host's", "--profile"),
+    # Workers and shards.
+    _of("torch._C._distributed_c10d", "HashStore", "a process group of one process without a port",
+        "engines that want a group, in one process"),
+    _of("torch.distributed.tensor.placement_types", "_StridedShard", "shards of matrices that were joined (QKV)",
+        "tensor parallelism of joined projections"),
+    _of("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "where a shard lies in the whole",
+        "checkpoints of FSDP"),
+    _of("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "_fsdp_param_group _fsdp_param_groups",
+        "gradients of parameters that a worker did not reach, and the type they are summed in",
+        "FSDP with branches, its receipt"),
+    _of("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "the same", "FSDP with branches, its receipt"),
+    _of("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup", "_reduce_dtype _orig_dtype",
+        "the type that gradients are summed in", "FSDP's receipt"),
+    _of("torch.nn.parallel:DistributedDataParallel", "_set_params_and_buffers_to_ignore_for_model",
+        "leaving divided experts out of the sum over all workers", "--expert-parallel"),
+    _of("torch.nn.modules.dropout", "_DropoutNd", "finding every kind of dropout", "tensor parallelism with dropout"),
+    _of("torch:Tensor", "_make_wrapper_subclass", "logits whose vocabulary is divided", "tensor parallelism"),
+    _of("torch._C", "DisableTorchFunctionSubclass", "logits whose vocabulary is divided", "tensor parallelism"),
+    _of("torch", "_assert_async", "refusing a target that is no token, without a word from the device",
+        "tensor parallelism"),
+    # The planner: shapes without memory.
+    _of("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode", "models without memory", "the planner"),
+    _of("torch.testing._internal.distributed.fake_pg", "FakeStore", "groups without processes", "the planner"),
+    _of("torch._ops:OpOverload", "_overloadpacket", "the operations of an operator", "the planner's times"),
+    _of("torch.ops.aten", "_local_scalar_dense _grouped_mm", "answers that shapes alone do not give",
+        "the planner with experts"),
+    # Attention of rows that hold several samples.
+    _of("torch.ops.aten",
+        "_flash_attention_forward _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "attention of packed samples without a mask", "--pack-sequences with --flash-attention"),
+    # torch.compile and ONNX Runtime.
+    _of("torch", "_dynamo", "limits of recompilation and the reasons of a refusal", "--torch-compile"),
+    _of("torch._dynamo", "list_backends", "naming the backends that there are", "--torch-compile"),
+    _of("torch._dynamo.utils", "counters get_compilation_metrics set_compilation_metrics_limit",
+        "counting graphs, breaks and recompilations", "the receipt of --torch-compile"),
+    _of("torch._functorch", "config", "graphs without views of their inputs", "--onnx-runtime-training"),
+    _of("torch._functorch.aot_autograd", "aot_module_simplified", "the graph of a backward", "--onnx-runtime-training"),
+    _of("torch._functorch._aot_autograd.utils", "_boxed_call", "freeing what a forward has kept in the backward",
+        "--onnx-runtime-training"),
+    _of("torch._functorch.partitioners", "default_partition", "the graph of a backward", "--onnx-runtime-training"),
+    _of("torch.utils._sympy.printers", "PythonPrinter", "shapes as ONNX", "--onnx-runtime-training"),
+    _of(_EXPORTER, "_core _decomp _fx_passes _registration", "a graph as ONNX", "--onnx-runtime-training"),
+    _of(f"{_EXPORTER}._core", "_exported_program_to_onnx_program _is_onnx_op", "a graph as ONNX",
+        "--onnx-runtime-training"),
+    _of("torch.ops.aten", "_safe_softmax _softmax_backward_data _unsafe_view", "operators as ONNX",
+        "--onnx-runtime-training"),
+    _of("onnxruntime.capi", "_pybind_state", "tensors that ONNX Runtime reads in place", "--onnx-runtime-training"),
+    # Models of transformers.
+    _of("transformers.masking_utils",
+        "_preprocess_mask_arguments _ignore_causal_mask_sdpa _ignore_bidirectional_mask_sdpa "
+        "find_packed_sequence_indices",
+        "masks without a read of the device's memory in each step", "the host's running ahead of a GPU"),
+    _of("transformers:PreTrainedModel", "_no_split_modules", "the blocks of a model", "every switch that needs blocks"),
+    _of("transformers:PreTrainedModel", "_supports_sdpa _can_set_attn_implementation",
+        "whether the attention of a model can be chosen", "--flash-attention"),
+    _of("transformers.configuration_utils:PretrainedConfig", "_attn_implementation",
+        "which attention a model calls", "--flash-attention, --pack-sequences"),
+    _of("transformers:PreTrainedModel", "_can_record_outputs", "the routers of a mixture",
+        "the balance of mixtures of transformers' own"),
+    _of("transformers.integrations.moe", "_apply_gate", "what is between the two products of an expert",
+        "mixtures of transformers' own"),
+    _of("transformers.utils.output_capturing", "_output_capturing_hooks_installed",
+        "leaving a model without the hooks of a trial", "pipeline parallelism"),
+    _of("transformers.models.auto.auto_factory:_BaseAutoModelClass", "_model_mapping",
+        "which heads an architecture has", "the message about a head that there is none of"),
+    _of("transformers:PreTrainedModel", "_tp_plan", "how an architecture is divided",
+        "tensor parallelism of architectures without a plan of ours"),
+    # DeepSpeed: where ZeRO has put the states.
+    _of(f"{_ZERO}.partition_parameters:ZeroParamStatus", "NOT_AVAILABLE", "whether a parameter is whole", "ZeRO-3"),
+    _of(f"{_ZERO}.partition_parameters:Init", "ds_id ds_shape ds_status", "parameters that are divided", "ZeRO-3"),
+    _of("deepspeed.utils.mixed_precision_linkage", "_hp_mapping", "where the fp32 weights of a parameter are",
+        "checkpoints of ZeRO-1 and ZeRO-2"),
+    _of(f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "bit16_groups single_partition_of_fp32_groups averaged_gradients ipg_buckets _optimizer_step",
+        "weights, gradients and buckets of a worker", "checkpoints and receipts of ZeRO-1 and ZeRO-2"),
+    _of(f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3",
+        "fp32_partitioned_groups_flat sub_group_to_group_id parameter_offload swap_optimizer "
+        "_optimizer_step _swappable_optimizer_subgroup _optimizer_states_and_gradient_swap_in "
+        "_optimizer_states_and_gradient_swap_out _reassign_or_swap_out_partitioned_parameters _release_swap_buffers",
+        "weights of a worker, in memory and on NVMe", "checkpoints of ZeRO-3"),
+    _of(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator", "is_record_trace _invalidate_trace",
+        "forgetting forwards that had no backward", "one gather of each parameter a micro batch under ZeRO-3"),
+    _of("deepspeed:DeepSpeedEngine", "_config", "the settings that DeepSpeed has made of ours", "the receipt of ZeRO"),
+    # fairscale, whose sharded DDP is extended.
+    _of("fairscale.nn.data_parallel:ShardedDataParallel",
+        "_should_accumulate_grads _trainable_params _setup_backward_hooks _clear_counters _get_reduce_fn "
+        "_flush_reduce_calls _bucket_flush_callback_set",
+        "reductions in one order on all workers", "OSS with sharded gradients"),
+)  # fmt: skip
+
+
+def missing(package: str) -> Iterator[tuple[str, PrivateName]]:
+    """Names of an installed ``package`` that this version of it does not have, each with its entry.
+
+    An entry whose module needs another package, which is not installed, is left out: nobody can use it either.
+    """
+    for entry in PRIVATE_NAMES:
+        if entry.package != package:
+            continue
+        try:
+            yield from [(name, entry) for name in entry.names if not has(entry.owner, name)]
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] == package:
+                raise
+
+
+def has(owner: str, name: str) -> bool:
+    """Whether ``module`` or ``module:Class`` has ``name``; an attribute of instances is looked for in its source."""
+    module_name, _, class_name = owner.partition(":")
+    holder = _holder(module_name)
+    if holder is None or (class_name and not hasattr(holder, class_name)):
+        return False
+    held = getattr(holder, class_name) if class_name else holder
+    return hasattr(held, name) or _is_module(f"{module_name}.{name}") or name in _words(held)
+
+
+def _holder(module_name: str) -> object | None:
+    """A module, or what stands in for one, as ``torch.ops.aten`` does; None if there is neither."""
+    parent, _, last = module_name.rpartition(".")
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not module_name.startswith(str(error.name)):
+            raise  # of a package that it needs
+        return getattr(_holder(parent), last, None) if parent else None
+
+
+def _is_module(module_name: str) -> bool:
+    try:
+        return importlib.import_module(module_name) is not None
+    except ModuleNotFoundError as error:
+        if not module_name.startswith(str(error.name)):
+            raise
+        return False
+
+
+@functools.cache
+def _words(held: object) -> frozenset[str]:
+    """All words of the source file of a module or a class; none where there is no source."""
+    try:
+        source = inspect.getsourcefile(held)  # type: ignore[arg-type]
+    except TypeError:
+        return frozenset()
+    if source is None:
+        return frozenset()
+    with open(source, encoding="utf-8") as file:
+        return frozenset(re.findall(r"\w+", file.read()))
