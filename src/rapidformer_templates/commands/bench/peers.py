@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from rapidformer_templates.commands.bench import peers_job
-from rapidformer_templates.commands.bench.demo_data import demo_model_folder, make_demo_data
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out, spread
+from rapidformer_templates.commands.demo import demo_model_folder, make_demo_data
 from rapidformer_templates.errors import RapidformerError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rapidformer_templates.commands.bench.demo_data import DATA_NAME, demo_model_folder
+from rapidformer_templates.commands.demo import DATA_NAME, demo_model_folder
 
 BATCH, EPOCHS, LR, WEIGHT_DECAY, WARMUP, MAX_LENGTH = 32, 1, 2e-4, 0.01, 0.1, 64
 STEPS_A_TURN = 4
