@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from rapidformer_templates.commands.bench.turns import StepDone
+from benchmarks.turns import StepDone
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.engines.contract import StepResult

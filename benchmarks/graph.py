@@ -155,7 +155,7 @@ class Runner:
 
 def _train(flags: str, scale: Scale, total: int, device: str, pipe: Connection) -> None:
     """The process of a solution: trains, waiting for its turn after the warm-up."""
-    from rapidformer_templates.commands.bench.graph_job import train
+    from benchmarks.graph_job import train
 
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):

@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from rapidformer_templates.commands.bench import planner_others, planner_published
+from benchmarks import planner_others, planner_published
+from benchmarks.planner_models import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out
-from rapidformer_templates.commands.bench.planner_models import MODELS
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
@@ -172,7 +172,7 @@ def _run(rows: Sequence[Row], world: int) -> list[list[dict[str, Any]]]:
     """What each rank tells of each row."""
     cases = [{"model": row.model, "workers": world, "flags": row.flags} for row in rows]
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
-        module = "rapidformer_templates.commands.bench.planner_worker"
+        module = "benchmarks.planner_worker"
         command = [sys.executable, "-m", module, json.dumps(cases), folder]
         if world == 1:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.bench import moe
-from rapidformer_templates.commands.bench.cli import main
+from benchmarks import moe
+from benchmarks.__main__ import main
 
 
 @pytest.mark.slow

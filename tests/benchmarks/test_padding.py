@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rapidformer_templates.commands.bench import padding
-from rapidformer_templates.commands.bench.cli import main
+from benchmarks import padding
+from benchmarks.__main__ import main
 
 
 @pytest.fixture(autouse=True)

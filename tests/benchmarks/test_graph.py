@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.bench import graph
-from rapidformer_templates.commands.bench.cli import main
+from benchmarks import graph
+from benchmarks.__main__ import main
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

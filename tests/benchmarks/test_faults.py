@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.bench import faults
-from rapidformer_templates.commands.bench.cli import main
-from rapidformer_templates.commands.bench.faults import (
+from benchmarks import faults
+from benchmarks.__main__ import main
+from benchmarks.faults import (
     FaultReport,
     Kill,
     Life,
@@ -19,7 +19,7 @@ from rapidformer_templates.commands.bench.faults import (
     run_faults,
     spend_life,
 )
-from rapidformer_templates.commands.bench.trainees import Place
+from benchmarks.trainees import Place
 
 
 @pytest.mark.slow

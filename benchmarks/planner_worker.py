@@ -67,7 +67,7 @@ class Measured:
 
 def measure(case: Case) -> Measured:
     """Train in this process, which is one of the case's workers."""
-    from rapidformer_templates.commands.bench.planner_models import MODELS
+    from benchmarks.planner_models import MODELS
 
     sizes = MODELS[case.model]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.bench import saving
-from rapidformer_templates.commands.bench.cli import main
-from rapidformer_templates.commands.bench.saving import DISK, OURS, OURS_ASYNC, PAST_CACHE, Row, Stalls, State
+from benchmarks import saving
+from benchmarks.__main__ import main
+from benchmarks.saving import DISK, OURS, OURS_ASYNC, PAST_CACHE, Row, Stalls, State
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run.checkpoint import format as checkpoint
 

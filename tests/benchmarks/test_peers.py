@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.bench import peers
-from rapidformer_templates.commands.bench.cli import main
-from rapidformer_templates.commands.bench.peers_job import SOLUTIONS, Watch
+from benchmarks import peers
+from benchmarks.__main__ import main
+from benchmarks.peers_job import SOLUTIONS, Watch
 from tests.test_demo import needs_packages
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from rapidformer_templates.commands.bench.graph import SEED, WARMUP, Scale
+from benchmarks.graph import SEED, WARMUP, Scale
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.run.meter import peak_memory_mb
 from rapidformer_templates.switches.onnx_runtime.receipt import seconds_in_graphs

@@ -17,8 +17,8 @@ import torch
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.padding import docstrings
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out
-from rapidformer_templates.commands.bench.padding import docstrings
 from rapidformer_templates.engines.pieces import bytes_held, state_tensors
 from rapidformer_templates.engines.recipe import default_optimizer, schedule, undecayed
 from rapidformer_templates.planning.environment import installed_packages

@@ -25,8 +25,8 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.trainees import TRAINEES, Outcome, Place, live
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out
-from rapidformer_templates.commands.bench.trainees import TRAINEES, Outcome, Place, live
 from rapidformer_templates.errors import RapidformerError
 
 POLL_SECONDS = 0.0005

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from rapidformer_templates.commands.bench import peers_job
+from benchmarks import peers_job
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out, spread
 from rapidformer_templates.commands.demo import demo_model_folder, make_demo_data
 from rapidformer_templates.errors import RapidformerError

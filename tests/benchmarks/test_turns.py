@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rapidformer_templates.commands.bench.turns import PausedLoop, StepDone
+from benchmarks.turns import PausedLoop, StepDone
 
 
 def _counting(log: list[tuple[str, int]], name: str) -> PausedLoop:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.bench import corpus, preprocess
-from rapidformer_templates.commands.bench.cli import main
-from rapidformer_templates.commands.bench.corpus import write_corpus
-from rapidformer_templates.commands.bench.preprocess import FAST, PLAIN, SAME, Place, Row
+from benchmarks import corpus, preprocess
+from benchmarks.__main__ import main
+from benchmarks.corpus import write_corpus
+from benchmarks.preprocess import FAST, PLAIN, SAME, Place, Row
 from rapidformer_templates.errors import DataError, RapidformerError
 
 absent = [name for name in ("megatron", "gigatoken") if importlib.util.find_spec(name) is None]

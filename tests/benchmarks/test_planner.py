@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.bench import planner
-from rapidformer_templates.commands.bench.planner import ROWS, Result, Row, measure, notes
+from benchmarks import planner
+from benchmarks.planner import ROWS, Result, Row, measure, notes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 

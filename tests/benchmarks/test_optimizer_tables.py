@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rapidformer_templates.commands.bench import fused_loss, optimizers
-from rapidformer_templates.commands.bench.cli import main
-from rapidformer_templates.commands.bench.padding import docstrings
+from benchmarks import fused_loss, optimizers
+from benchmarks.__main__ import main
+from benchmarks.padding import docstrings
 
 
 def test_optimizers_are_compared_on_real_text(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from rapidformer_templates.commands.bench.corpus import write_corpus
+from benchmarks.corpus import write_corpus
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out, spread, why_absent
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text.files import BadLines, documents
@@ -81,7 +81,7 @@ class Place:
         common = ["--input", str(corpus), "--workers", str(self.workers), *files]
         if name == PLAIN:
             prefix = str(self.folder / "plain_text_document")
-            return [sys.executable, "-m", "rapidformer_templates.commands.bench.preprocess_plain", *common,
+            return [sys.executable, "-m", "benchmarks.preprocess_plain", *common,
                     "--output-prefix", prefix]  # fmt: skip
         backend = "gigatoken" if name == FAST else "transformers"
         return [sys.executable, "-m", "rapidformer_templates", "data", "preprocess", *common, "--append-eod",

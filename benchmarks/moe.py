@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates.commands.bench.corpus import write_corpus
+from benchmarks.corpus import write_corpus
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.pretrainer import Pretrainer

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from rapidformer_templates.commands.bench.cli import main
+from benchmarks.__main__ import main
+from benchmarks.overhead import measure_overhead
+from benchmarks.overhead_loops import CONTENDERS, Contender, NullControl, tiny_model
+from benchmarks.turns import StepDone
 from rapidformer_templates.commands.bench.output import why_absent
-from rapidformer_templates.commands.bench.overhead import measure_overhead
-from rapidformer_templates.commands.bench.overhead_loops import CONTENDERS, Contender, NullControl, tiny_model
-from rapidformer_templates.commands.bench.turns import StepDone
 from rapidformer_templates.errors import RapidformerError
 
 
@@ -51,7 +51,7 @@ def test_every_loop_starts_with_the_same_weights() -> None:
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rapidformer_templates.commands.bench import overhead
+    from benchmarks import overhead
 
     monkeypatch.setattr(overhead, "CONTENDERS", (NullControl, overhead.Ours, overhead.Fabric))
     monkeypatch.setattr(overhead.Fabric, "module", "no_such_module")

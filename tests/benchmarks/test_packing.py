@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rapidformer_templates.commands.bench import packing
-from rapidformer_templates.commands.bench.cli import main
+from benchmarks import packing
+from benchmarks.__main__ import main
 
 
 def test_rows_are_full_of_documents() -> None:

@@ -1,6 +1,6 @@
 """One run of ``bench peers``, in a process of its own.
 
-``python -m rapidformer_templates.commands.bench.peers_job SOLUTION FOLDER SEED`` trains on the tweets in
+``python -m benchmarks.peers_job SOLUTION FOLDER SEED`` trains on the tweets in
 ``FOLDER``. It waits for a line on standard input before each turn, and writes one to standard output
 at the end of each: ``paused``, or the run's figures as JSON.
 """

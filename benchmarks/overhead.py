@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from benchmarks.overhead_loops import CONTENDERS, Contender, Fabric, Ours
+from benchmarks.turns import PausedLoop
 from rapidformer_templates.commands.bench.output import Advance, progress, put_out, why_absent
-from rapidformer_templates.commands.bench.overhead_loops import CONTENDERS, Contender, Fabric, Ours
-from rapidformer_templates.commands.bench.turns import PausedLoop
 from rapidformer_templates.errors import RapidformerError
 
 if TYPE_CHECKING:
