@@ -1,4 +1,4 @@
-"""``bench faults``: runs that are killed with ``kill -9`` at random moments and must go on as if nothing was.
+"""``benchmarks faults``: runs that are killed with ``kill -9`` at random moments and must go on as if nothing was.
 
 A run is started, killed, started again with ``--resume``, killed again, until it is complete or
 cannot go on; then the next run starts. A complete run must have left bit for bit what an
@@ -21,19 +21,24 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.table import Table
-
+from benchmarks.contest import Answer, Columns, Flag, table
 from benchmarks.trainees import TRAINEES, Outcome, Place, live
-from rapidformer_templates.commands.bench.output import Advance, progress, put_out
+from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.errors import RapidformerError
+
+FLAGS = (
+    Flag("kills", 20, "kills a solution"),
+    Flag("seed", 0, "of the moments", kind=int),
+    Flag("peer", True, "do the same to transformers' Trainer"),
+    Flag("folder", None, "where to keep the runs (default: a temporary folder)"),
+)
 
 POLL_SECONDS = 0.0005
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """A moment in a life.
 
     Attributes:
@@ -45,8 +50,7 @@ class Kill:
     into_save: float | None = None
 
 
-@dataclass(frozen=True)
-class Life:
+class Life(NamedTuple):
     """One process of a run.
 
     Attributes:
@@ -110,22 +114,17 @@ class FaultReport:
 def run_faults(
     kills: int, folder: Path, seed: int = 0, trainee: str = "ours", advance: Advance = lambda text: None
 ) -> FaultReport:
-    """Kill runs until ``kills`` kills have happened, and let the last one come to its end.
+    """Kill runs until ``kills`` kills have happened, half of them in a save, and let the last one come to its end.
 
-    Args:
-        kills: how many; half of them wait for a save.
-        folder: where the runs go; one that went wrong is left there with its log.
-        seed: of the moments.
-        trainee: ``ours`` or ``transformers``.
-        advance: told of each kill.
+    A run that went wrong is left in the folder with its log.
 
     Raises:
         RapidformerError: two uninterrupted runs differ, or one fails: nothing could be learnt from killed ones.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = TRAINEES[trainee].name
-    report, moments = FaultReport(name), Moments(seed, _references(trainee, folder))
-    expected = TRAINEES[trainee].outcome(folder / "uninterrupted-1")
+    outcome = TRAINEES[trainee].outcome
+    report, moments = FaultReport(TRAINEES[trainee].name), Moments(seed, _references(trainee, folder))
+    expected = outcome(folder / "uninterrupted-1")
     number = 0
     while report.kills.total() < kills:
         number += 1
@@ -134,7 +133,7 @@ def run_faults(
             report.stuck.append(f"{run.name}: {_last_words(run)}")
             continue
         report.complete += 1
-        wrong = difference(expected, TRAINEES[trainee].outcome(run))
+        wrong = difference(expected, outcome(run))
         if wrong:
             report.different.append(f"{run.name}: {wrong}")
         else:
@@ -231,40 +230,35 @@ def difference(expected: Outcome, actual: Outcome) -> str | None:
     return None
 
 
-def main(options: argparse.Namespace) -> int:
-    """Kill, print and write; the exit status."""
+def answer(options: argparse.Namespace) -> Answer:
     trainees = ["ours", "transformers"] if options.peer else ["ours"]
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rapidformer-faults-")))
         advance = stack.enter_context(progress("kills", options.kills * len(trainees)))
         reports = [run_faults(options.kills, folder / name, options.seed, name, advance) for name in trainees]
-    result = {"seed": options.seed, "solutions": [report.to_json() for report in reports]}
-    put_out(options, "faults", result, _table(reports), _notes(reports))
-    return 0 if reports[0].flawless else 1
+    rows = [report.to_json() for report in reports]
+    places = zip(("at start", "in a step", "in a save", "at the end"), Place, strict=True)
+    columns: Columns = {
+        "library": "{name}",
+        "kills": "{kills}",
+        **{heading: f"{{kills_by_place[{place.name.lower()}]}}" for heading, place in places},
+        "went on": "{survived}",
+        "runs": lambda row: str(row["complete_runs"] + len(row["stuck"])),
+        "identical": "{identical_runs}",
+    }
+    return Answer(
+        {"seed": options.seed, "solutions": rows},
+        table("kill -9, then --resume", rows, columns),
+        [line for report in reports for line in _notes(report)],
+        status=0 if reports[0].flawless else 1,
+    )
 
 
-def _table(reports: list[FaultReport]) -> Table:
-    table = Table(title="kill -9, then --resume")
-    table.add_column("library")
-    for heading in ("kills", "at start", "in a step", "in a save", "at the end", "went on", "runs", "identical"):
-        table.add_column(heading, justify="right")
-    for report in reports:
-        places = [str(report.kills[place]) for place in Place]
-        runs = report.complete + len(report.stuck)
-        table.add_row(
-            report.name, str(report.kills.total()), *places, str(report.survived), str(runs), str(report.identical)
-        )
-    return table
-
-
-def _notes(reports: list[FaultReport]) -> list[str]:
-    notes = []
-    for report in reports:
-        notes.append(
-            f"{report.name}: {report.survived} of {report.kills.total()} kills survived by itself, "
-            f"{report.identical} of {report.complete} complete runs identical to the uninterrupted one"
-        )
-        last_words = Counter(re.sub(r"\d+", "N", text.partition(": ")[2]) for text in report.stuck)
-        notes += [f"  {count} × could not go on: {text}" for text, count in last_words.most_common()]
-        notes += [f"  differs: {text}" for text in report.different[:5]]
-    return notes
+def _notes(report: FaultReport) -> list[str]:
+    last_words = Counter(re.sub(r"\d+", "N", text.partition(": ")[2]) for text in report.stuck)
+    return [
+        f"{report.name}: {report.survived} of {report.kills.total()} kills survived by itself, "
+        f"{report.identical} of {report.complete} complete runs identical to the uninterrupted one",
+        *(f"  {count} × could not go on: {text}" for text, count in last_words.most_common()),
+        *(f"  differs: {text}" for text in report.different[:5]),
+    ]

@@ -1,31 +1,45 @@
-"""``bench graph``: BERT's fine-tuning step as torch runs it, and through graphs that ONNX Runtime or inductor run.
+"""``benchmarks graph``: BERT's fine-tuning step as torch runs it, and through graphs that ONNX Runtime or inductor run.
 
-Every solution is a run of this library in a process of its own, so that its memory is its own. All take
-turns of a few steps, each round in another order, so that a busy moment of the machine hits all of them.
-Dropout is on; on a CPU eager and ONNX Runtime draw the same masks, so both must come to the same losses.
+Every solution is a run of this library in a process of its own, so that its memory is its own. All take turns of a few
+steps. Dropout is on; on a CPU eager and ONNX Runtime draw the same masks, so both must come to the same losses.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
-from rich.table import Table
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
-from rapidformer_templates.commands.bench.output import Advance, progress, put_out, spread
-from rapidformer_templates.errors import RapidformerError, WorkerFailed
+from benchmarks.contest import Answer, Columns, Contest, Flag, Row, bars, table, verdict
+from benchmarks.turns import Loop, StepDone
+from rapidformer_templates.commands.bench.output import Advance, in_short, progress, spread
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.environment import detect_gpu
+from rapidformer_templates.run.meter import peak_memory_mb
+from rapidformer_templates.switches.onnx_runtime.receipt import seconds_in_graphs
+from rapidformer_templates.trainer import Trainer
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+FLAGS = (
+    Flag(
+        "scale",
+        "small",
+        "small: BERT-base on 128 tokens; paper: on 512; tiny: for trying out",
+        choices=("tiny", "small", "paper"),
+    ),
+    Flag("rounds", 8, "turns of each solution"),
+    Flag("steps", 2, "optimizer steps a turn"),
+    Flag("inductor", False, "beside it torch.compile's inductor: minutes more"),
+    Flag("all", False, "also what this device is slow at"),
+    Flag("device", "auto", "where; auto: a GPU, if there is one", choices=("auto", "cpu", "cuda")),
+)
 
 WARMUP, SEED = 3, 0
 """Steps of each run before the first that counts: graphs are made in them."""
@@ -39,13 +53,7 @@ SAME_LOSS = 1e-3
 
 @dataclass(frozen=True)
 class Scale:
-    """What is trained.
-
-    Attributes:
-        layers, hidden, heads, vocabulary: of the BERT.
-        length: tokens of a sample.
-        batch: samples of a step.
-    """
+    """What is trained: a BERT, samples of ``length`` tokens, ``batch`` of them a step."""
 
     layers: int
     hidden: int
@@ -85,214 +93,166 @@ SOLUTIONS = {
     "ORT + mixed": Solution("--onnx-runtime-training --mixed-precision", (614.70, 2289)),
     "inductor": Solution("--torch-compile", own_masks=True),
 }
-SLOW = {
-    "cpu": {"mixed": "a CPU is slow at 16 bits (--all measures it)"},
-    "cuda": {},
-}
+SLOW = {"cpu": {"mixed": "a CPU is slow at 16 bits (--all measures it)"}, "cuda": {}}
 INDUCTOR = "it compiles for minutes (--inductor measures it)"
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a solution did.
+class Job(Trainer):
+    """Fine-tuning on samples of one length, which sleeps while others have their turn."""
 
-    Attributes:
-        name: of it.
-        samples_per_second, deviation: mean and standard deviation over the turns.
-        over_eager: its speed over eager's, the median of the rounds.
-        peak_mb: greatest memory of its process; on a CPU with the interpreter and its libraries.
-        loss: of the last step.
-        share_in_graphs: of the time of its turns, that in ONNX Runtime's graphs.
-        onnx_runtime: its receipt, where ONNX Runtime ran.
+    scale: Scale
+    step_done: StepDone
+    before = 0.0  # seconds in graphs until the end of the warm-up
+    loss = float("nan")
+
+    def build_model(self) -> nn.Module:
+        scale = self.scale
+        sizes: dict[str, Any] = {"hidden_size": scale.hidden, "num_hidden_layers": scale.layers}
+        sizes |= {"num_attention_heads": scale.heads, "intermediate_size": 4 * scale.hidden}
+        return BertForSequenceClassification(BertConfig(vocab_size=scale.vocabulary, **sizes))
+
+    def build_data(self) -> Data:
+        draw = np.random.default_rng(SEED)
+        ids = torch.from_numpy(draw.integers(0, self.scale.vocabulary, (64, self.scale.length)))
+        samples = [{"input_ids": row, "labels": int(row[0]) % 2} for row in ids]
+        return Data(train=samples, collate=_collate)
+
+    def model_was_built(self, model: nn.Module) -> None:
+        super().model_was_built(model)
+        self.model = model
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if self.step_done.is_last:
+            self.loss = float(result.loss)  # waits for the device
+        if step == WARMUP:
+            self.before = seconds_in_graphs(self.model)
+        self.step_done()
+
+
+def _collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.stack([sample["input_ids"] for sample in samples])
+    labels = torch.tensor([sample["labels"] for sample in samples])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def train(step_done: StepDone, flags: str, scale: Scale, total: int, device: str) -> Row:
+    """Train ``total`` steps: peak memory, the last loss, seconds in graphs after the warm-up, the receipt.
+
+    Raises:
+        RapidformerError: the flags are refused, or cannot be followed.
     """
-
-    name: str
-    samples_per_second: float
-    deviation: float
-    over_eager: float
-    peak_mb: float
-    loss: float
-    share_in_graphs: float
-    onnx_runtime: dict[str, Any] | None
-
-
-class Runner:
-    """A run in a process of its own, which waits until it is told to make some steps."""
-
-    def __init__(self, name: str, scale: Scale, total: int, device: str) -> None:
-        self.name = name
-        self._pipe, theirs = multiprocessing.Pipe()
-        arguments = (SOLUTIONS[name].flags, scale, total, device, theirs)
-        self._process = multiprocessing.get_context("spawn").Process(target=_train, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
-        self.seconds: list[float] = []
-
-    def hear(self) -> Any:
-        """What it says next.
-
-        Raises:
-            RapidformerError: what it was refused for, or that it ended.
-        """
-        try:
-            said = self._pipe.recv()
-        except EOFError:
-            raise WorkerFailed(f"the run of {self.name!r} ended", where="bench graph") from None
-        if isinstance(said, RapidformerError):
-            raise said
-        return said
-
-    def advance(self, steps: int) -> None:
-        """Make some steps and note the seconds that they took."""
-        self._pipe.send(steps)
-        self.seconds.append(float(self.hear()))
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.terminate()
-        self._process.join()
-
-
-def _train(flags: str, scale: Scale, total: int, device: str, pipe: Connection) -> None:
-    """The process of a solution: trains, waiting for its turn after the warm-up."""
-    from benchmarks.graph_job import train
-
-    try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            train(flags, scale, total, device, pipe)
-    except RapidformerError as error:
-        pipe.send(RapidformerError(error.render()))
-    except (BrokenPipeError, EOFError):
-        return  # nobody waits for it any more
+    sizes = f"--micro-batch-size {scale.batch} --train-iters {total} --device {device} --no-save"
+    job = Job(f"{sizes} --lr 1e-5 --log-interval {total} --seed {SEED} {flags}".split())
+    job.scale, job.step_done = scale, step_done
+    receipts = job.fit()["receipts"]
+    figures = {"peak_mb": peak_memory_mb(torch.device(device)), "loss": job.loss}
+    return {
+        **figures,
+        "in_graphs": seconds_in_graphs(job.model) - job.before,
+        "onnx_runtime": receipts.get("onnx_runtime"),
+    }
 
 
 def measure(
     names: list[str], scale: Scale, rounds: int, steps: int, device: str, advance: Advance = lambda text: None
 ) -> tuple[list[Row], dict[str, str]]:
-    """Train in all ways, in turns: the rows, and why others did not run.
-
-    Args:
-        names: keys of :data:`SOLUTIONS`; eager is among them.
-        scale: of the model.
-        rounds: turns of each.
-        steps: optimizer steps a turn.
-        device: ``cpu`` or ``cuda``.
-        advance: told of each round.
-    """
+    """Train in all ways, eager among them, in turns: the rows, and why others did not run."""
     absent: dict[str, str] = {}
-    with _runners(names, scale, WARMUP + rounds * steps, device) as runners:
-        for name, runner in list(runners.items()):
+    total = WARMUP + rounds * steps
+    with ExitStack() as stack:
+        loops = {
+            name: stack.enter_context(closing(Loop(train, SOLUTIONS[name].flags, scale, total, device, process=True)))
+            for name in names
+        }
+        for name, loop in list(loops.items()):
             try:
-                runner.hear()
+                loop.advance(WARMUP)
             except RapidformerError as error:
                 absent[name] = error.message
-                runners.pop(name).close()
-        draw = np.random.default_rng(SEED)
-        for number in range(rounds):
-            for i in draw.permutation(len(runners)):
-                list(runners.values())[i].advance(steps)
-            advance(f"round {number + 1}")
-        ended = {name: runner.hear() for name, runner in runners.items()}
-        seconds = {name: runner.seconds for name, runner in runners.items()}
-    return [_row(name, ended[name], seconds, scale.batch * steps) for name in ended], absent
+                del loops[name]
+        contest = Contest(
+            {name: partial(loop.advance, steps) for name, loop in loops.items()}, work=scale.batch * steps
+        )
+        contest.run(rounds, advance=advance)
+        return [_row(name, contest, loop.finish()) for name, loop in loops.items()], absent
 
 
-@contextmanager
-def _runners(names: list[str], scale: Scale, total: int, device: str) -> Iterator[dict[str, Runner]]:
-    runners: dict[str, Runner] = {}
-    try:
-        for name in names:
-            runners[name] = Runner(name, scale, total, device)
-        yield runners
-    finally:
-        for runner in runners.values():
-            runner.close()
+def _row(name: str, contest: Contest, ended: Row) -> Row:
+    """Speed over all turns and its deviation; over eager's, the median; the share of its time in ONNX Runtime."""
+    share = ended.pop("in_graphs") / sum(contest.seconds[name])
+    return {
+        "name": name,
+        "samples_per_second": round(contest.rate(name), 3),
+        "deviation": round(spread(contest.rates(name)), 3),
+        "over_eager": round(contest.ratio(name, over=EAGER), 4),
+        "share_in_graphs": round(share, 4),
+        **ended,
+    }
 
 
-def _row(name: str, ended: dict[str, Any], seconds: dict[str, list[float]], samples: int) -> Row:
-    mine = seconds[name]
-    rates = [samples / turn for turn in mine]
-    over = statistics.median(eager / turn for eager, turn in zip(seconds[EAGER], mine, strict=True))
-    return Row(name, round(samples * len(mine) / sum(mine), 3), round(spread(rates), 3), round(over, 4), **ended)
-
-
-def main(options: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status: 1 if a solution came to another loss than eager."""
+def answer(options: argparse.Namespace) -> Answer:
     device = ("cuda" if detect_gpu() else "cpu") if options.device == "auto" else options.device
+    scale = SCALES[options.scale]
     left_out = {} if options.all else dict(SLOW[device])
     if not options.inductor:
         left_out["inductor"] = INDUCTOR
     names = [name for name in SOLUTIONS if name not in left_out]
     with progress("graph", options.rounds) as advance:
-        rows, absent = measure(names, SCALES[options.scale], options.rounds, options.steps, device, advance)
+        rows, absent = measure(names, scale, options.rounds, options.steps, device, advance)
     absent = left_out | absent
-    result = {
-        "scale": options.scale,
-        "model": asdict(SCALES[options.scale]),
-        "device": device,
-        "rounds": options.rounds,
-        "steps_a_turn": options.steps,
-        "solutions": [asdict(row) for row in rows],
-        "published": {name: solution.published for name, solution in SOLUTIONS.items()},
-        "absent": absent,
-    }
     strayed = _strayed(rows)
-    notes = [*_verdict(rows), *strayed, *(f"{name} did not run: {_in_short(why)}" for name, why in absent.items())]
-    put_out(options, "graph", result, _table(rows, options.scale, device), notes, lambda axes: _draw(axes, rows))
-    return 1 if strayed else 0
-
-
-def _table(rows: list[Row], scale: str, device: str) -> Table:
-    model = SCALES[scale]
-    table = Table(
-        title=f"BERT fine-tuning, {model.layers} layers, hidden {model.hidden}, {model.length} tokens, "
-        f"batch {model.batch}, 1 × {device}"
+    title = f"{scale.layers} layers, hidden {scale.hidden}, {scale.length} tokens, batch {scale.batch}, 1 × {device}"
+    columns: Columns = {
+        "solution": "{name}",
+        "samples/s": "{samples_per_second:.2f} ± {deviation:.2f}",
+        "over fp32": "{over_eager:.3f}",
+        "peak MB": "{peak_mb:,.0f}",
+        "in ORT": lambda row: f"{row['share_in_graphs']:.0%} of the time" if row["onnx_runtime"] else "",
+        "published": lambda row: _published(row["name"]),
+    }
+    return Answer(
+        {
+            "scale": options.scale,
+            "model": asdict(scale),
+            "device": device,
+            "rounds": options.rounds,
+            "steps_a_turn": options.steps,
+            "solutions": rows,
+            "published": {name: solution.published for name, solution in SOLUTIONS.items()},
+            "absent": absent,
+        },
+        table(f"BERT fine-tuning, {title}", rows, columns),
+        [*_goal(rows), *strayed, *(f"{name} did not run: {in_short(why)}" for name, why in absent.items())],
+        bars(
+            "samples per second (orange: in ONNX Runtime)",
+            {row["name"]: row["samples_per_second"] for row in rows},
+            ours=[row["name"] for row in rows if row["onnx_runtime"]],
+            errors=[row["deviation"] for row in rows],
+            texts=[f"{row['over_eager']:.2f} ×, {row['peak_mb']:,.0f} MB" for row in rows],
+        ),
+        status=1 if strayed else 0,
     )
-    table.add_column("solution")
-    for heading in ("samples/s", "over fp32", "peak MB", "in ORT", "published", "over fp32", "peak MB"):
-        table.add_column(heading, justify="right")
-    base = SOLUTIONS[EAGER].published
-    for row in rows:
-        reference: tuple[str, ...] = ()
-        if base and (published := SOLUTIONS[row.name].published):
-            reference = (f"{published[0]:.2f}", f"{published[0] / base[0]:.3f}", f"{published[1]:,}")
-        share = f"{row.share_in_graphs:.0%} of the time" if row.onnx_runtime else ""
-        speed = f"{row.samples_per_second:.2f} ± {row.deviation:.2f}"
-        table.add_row(row.name, speed, f"{row.over_eager:.3f}", f"{row.peak_mb:,.0f}", share, *reference)
-    return table
 
 
-def _verdict(rows: list[Row]) -> list[str]:
-    found = {row.name: row.over_eager for row in rows}
-    if ORT not in found:
+def _published(name: str) -> str:
+    """Samples/s, that over fp32's, and peak MB."""
+    base, own = SOLUTIONS[EAGER].published, SOLUTIONS[name].published
+    return f"{own[0]:.2f}, {own[0] / base[0]:.3f} ×, {own[1]:,} MB" if base and own else ""
+
+
+def _goal(rows: list[Row]) -> list[str]:
+    over = {row["name"]: row["over_eager"] for row in rows}.get(ORT)
+    if over is None:
         return []
-    reached = "reached" if found[ORT] >= GOAL else "missed"
-    return [f"goal: ORT at {GOAL:.2f} × the samples/s of eager fp32: {reached} ({found[ORT]:.3f} ×)"]
+    return [f"goal: ORT at {GOAL:.2f} × the samples/s of eager fp32: {verdict(over >= GOAL)} ({over:.3f} ×)"]
 
 
 def _strayed(rows: list[Row]) -> list[str]:
     """Solutions in fp32 with eager's masks whose loss is not eager's."""
-    expected = next(row.loss for row in rows if row.name == EAGER)
+    expected = next(row["loss"] for row in rows if row["name"] == EAGER)
     return [
-        f"{row.name}: the last loss is {row.loss:.6f}, eager's is {expected:.6f}"
+        f"{row['name']}: the last loss is {row['loss']:.6f}, eager's is {expected:.6f}"
         for row in rows
-        if not ("mixed" in row.name or SOLUTIONS[row.name].own_masks)
-        and abs(row.loss - expected) > SAME_LOSS * abs(expected)
+        if not ("mixed" in row["name"] or SOLUTIONS[row["name"]].own_masks)
+        and abs(row["loss"] - expected) > SAME_LOSS * abs(expected)
     ]
-
-
-def _in_short(why: str) -> str:
-    """The line of an error text that says what is wrong; all of it is in the JSON."""
-    lines = why.splitlines()
-    return next((line for line in lines if line.startswith("error")), lines[-1])
-
-
-def _draw(axes: Axes, rows: list[Row]) -> None:
-    names = [row.name for row in rows]
-    colours = ["tab:orange" if row.onnx_runtime else "tab:blue" for row in rows]
-    errors = [row.deviation for row in rows]
-    bars = axes.barh(names, [row.samples_per_second for row in rows], xerr=errors, color=colours)
-    axes.bar_label(bars, [f" {row.over_eager:.2f} ×, {row.peak_mb:,.0f} MB" for row in rows], padding=4)
-    axes.set_xlabel("samples per second (orange: in ONNX Runtime)")
-    axes.margins(x=0.25)
-    axes.invert_yaxis()

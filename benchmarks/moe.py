@@ -1,4 +1,4 @@
-"""``bench moe``: what a mixture of experts brings, and what its products cost.
+"""``benchmarks moe``: what a mixture of experts brings, and what its products cost.
 
 Two small GPTs read the same bytes (sources of Python packages and, where Debian has them, WordNet's glosses) in the
 same order: a dense one, and one whose tokens each visit some of many experts that are together as wide as the dense
@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from rich.table import Table
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.corpus import write_corpus
-from rapidformer_templates.commands.bench.output import Advance, progress, put_out
+from benchmarks.contest import Answer, Columns, Contest, Flag, Row, table, verdict
+from benchmarks.models import gpt2
+from benchmarks.texts import write_corpus
+from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.pretrainer import Pretrainer
 from rapidformer_templates.run.folder import read_metrics
@@ -37,6 +36,8 @@ from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLoss
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+FLAGS = (Flag("steps", 3000, "optimizer steps of each model"), Flag("rounds", 30, "turns of each way to compute"))
+
 EXPERTS, TOP_K = 16, 2
 MEGABYTES = 6.0
 LAYERS, HIDDEN, WIDTH, LENGTH, ROWS = 2, 32, 128, 64, 32
@@ -46,7 +47,7 @@ LR = 3e-3
 SHAPE = {"tokens": 1024, "hidden": 256, "width": 512}
 """Of the layer that is timed: a batch of 8 × 128 tokens of a small GPT."""
 
-LOOP, SEPARATE = "loop", "loop, separate matrices"
+GROUPED, LOOP, SEPARATE = "grouped", "loop", "loop, separate matrices"
 SPEED_GOAL, LOAD_GOAL = 2.0, 2.0
 
 
@@ -84,38 +85,16 @@ class Reader(Pretrainer):
         return Data(train=Bytes(rows[~held_out].flatten()), valid=Bytes(rows[held_out].flatten()))
 
     def build_model(self) -> nn.Module:
-        sizes: dict[str, Any] = {
-            "vocab_size": 256, "n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 2,
-            "n_inner": WIDTH, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-            "bos_token_id": 0, "eos_token_id": 0,
-        }  # fmt: skip
-        model = GPT2LMHeadModel(GPT2Config(**sizes))
-        model.loss_type = "ForCausalLM"
-        return model
+        return gpt2(LAYERS, HIDDEN, 2, 256, LENGTH, n_inner=WIDTH)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What became of a model.
+def train(text: torch.Tensor, steps: int, folder: Path, *, mixture: bool) -> Row:
+    """Train one of the models through the library itself.
 
-    Attributes:
-        name: of the model.
-        parameters, active: all, and those that a token meets.
-        losses: (tokens read, validation loss) at each evaluation.
-        load: least and greatest load of an expert over an even one, in the whole run.
-        tokens_per_second: of the training.
+    Returns:
+        All parameters, and those that a token meets; (tokens read, validation loss) at each evaluation; the least and
+        greatest load of an expert over an even one, in the whole run.
     """
-
-    name: str
-    parameters: int
-    active: int
-    losses: list[tuple[int, float]]
-    load: dict[str, float] | None
-    tokens_per_second: float
-
-
-def train(text: torch.Tensor, steps: int, folder: Path, *, mixture: bool) -> Run:
-    """Train one of the models through the library itself."""
     name = f"{EXPERTS} experts, {TOP_K} a token" if mixture else "dense"
     schedule = (
         f"--train-iters {steps} --lr {LR} --lr-warmup-iters {max(1, steps // 30)} --lr-decay-style cosine "
@@ -128,14 +107,14 @@ def train(text: torch.Tensor, steps: int, folder: Path, *, mixture: bool) -> Run
     metrics = read_metrics(folder / str(mixture) / "metrics.jsonl")
     sizes = {n: p.numel() for n, p in reader.model.named_parameters()}
     idle = sum(size for n, size in sizes.items() if ".experts." in n) * (EXPERTS - TOP_K) // EXPERTS
-    return Run(
-        name,
-        sum(sizes.values()),
-        sum(sizes.values()) - idle,
-        [(line["step"] * ROWS * LENGTH, line["eval_loss"]) for line in metrics if "eval_loss" in line],
-        summary["receipts"].get("expert_load"),
-        summary["throughput"].get("tokens_per_second", 0.0),
-    )
+    return {
+        "name": name,
+        "parameters": sum(sizes.values()),
+        "active": sum(sizes.values()) - idle,
+        "losses": [(line["step"] * ROWS * LENGTH, line["eval_loss"]) for line in metrics if "eval_loss" in line],
+        "load": summary["receipts"].get("expert_load"),
+        "tokens_per_second": summary["throughput"].get("tokens_per_second", 0.0),
+    }
 
 
 class LoopOverExperts(nn.Module):
@@ -167,8 +146,8 @@ class LoopOverExperts(nn.Module):
         return result.view_as(hidden)
 
 
-def measure_speed(rounds: int, advance: Advance = lambda text: None) -> dict[str, np.ndarray]:
-    """Seconds of a forward and backward of the sparse layer, with its losses, and of the loops, in turns."""
+def measure_speed(rounds: int, advance: Advance = lambda text: None) -> Contest:
+    """A forward and backward of the sparse layer, with its losses, and of the loops, in turns."""
     torch.manual_seed(0)
     hidden, width, tokens = SHAPE["hidden"], SHAPE["width"], SHAPE["tokens"]
     experts = Experts(EXPERTS, hidden, width, F.gelu, gated=False, bias=False)
@@ -178,7 +157,7 @@ def measure_speed(rounds: int, advance: Advance = lambda text: None) -> dict[str
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.05)
     ways: dict[str, nn.Module] = {
-        "grouped": layer,
+        GROUPED: layer,
         LOOP: LoopOverExperts(layer, stacked=True),
         SEPARATE: LoopOverExperts(layer, stacked=False),
     }
@@ -187,79 +166,67 @@ def measure_speed(rounds: int, advance: Advance = lambda text: None) -> dict[str
     first, *others = [way(rows) for way in ways.values()]
     for other in others:
         torch.testing.assert_close(other, first, rtol=1e-3, atol=1e-4)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    draw = np.random.default_rng(0)
-    for number in range(rounds + 3):
-        for name in draw.permutation(list(ways)):
-            ways[name].zero_grad()
-            rows.grad = None
-            began = time.perf_counter()
-            ways[name](rows).backward(upstream)
-            if number >= 3:
-                seconds[name].append(time.perf_counter() - began)
-        advance(f"round {number + 1}")
-    return {name: np.array(values) for name, values in seconds.items()}
+
+    def turn(way: nn.Module) -> None:
+        way.zero_grad()
+        rows.grad = None
+        way(rows).backward(upstream)
+
+    contest = Contest({name: partial(turn, way) for name, way in ways.items()}, work=tokens)
+    contest.run(rounds, warmup=3, advance=advance)
+    return contest
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status."""
+def answer(options: argparse.Namespace) -> Answer:
     with tempfile.TemporaryDirectory() as temporary, progress("moe", 2 + options.rounds + 3) as advance:
         folder = Path(temporary)
         text = read_text(folder)
         runs = []
         for mixture in (False, True):
             runs.append(train(text, options.steps, folder, mixture=mixture))
-            advance(runs[-1].name)
-        seconds = measure_speed(options.rounds, advance)
-    rate = {name: SHAPE["tokens"] / float(np.median(values)) for name, values in seconds.items()}
-    over = {name: float(np.median(seconds[name] / seconds["grouped"])) for name in (LOOP, SEPARATE)}
-    result = {
-        "steps": options.steps,
-        "text_bytes": len(text),
-        "runs": [asdict(run) for run in runs],
-        "layer": {**SHAPE, "experts": EXPERTS, "top_k": TOP_K, "threads": torch.get_num_threads()},
-        "layer_tokens_per_second": {name: round(value) for name, value in rate.items()},
-        "grouped_over": {name: round(ratio, 3) for name, ratio in over.items()},
+            advance(runs[-1]["name"])
+        contest = measure_speed(options.rounds, advance)
+    rate = {name: statistics.median(contest.rates(name)) for name in contest.ways}
+    over = {name: contest.ratio(GROUPED, over=name) for name in (LOOP, SEPARATE)}
+    columns: Columns = {
+        "feed-forward": "{name}",
+        "parameters": "{parameters:,}",
+        "active": "{active:,}",
+        "validation loss": lambda run: f"{run['losses'][-1][1]:.4f}",
+        "expert load": lambda run: "{min:.2f} … {max:.2f}".format_map(run["load"]) if run["load"] else "",
+        "tokens/s": "{tokens_per_second:,.0f}",
     }
-    notes = _verdict(runs, over, rate)
-    put_out(options, "moe", result, _table(runs), notes, lambda axes: _draw(axes, runs))
-    return 0
+    return Answer(
+        {
+            "steps": options.steps,
+            "text_bytes": len(text),
+            "runs": runs,
+            "layer": {**SHAPE, "experts": EXPERTS, "top_k": TOP_K, "threads": torch.get_num_threads()},
+            "layer_tokens_per_second": {name: round(value) for name, value in rate.items()},
+            "grouped_over": {name: round(ratio, 3) for name, ratio in over.items()},
+        },
+        table(f"mixture of experts: a GPT after {runs[0]['losses'][-1][0]:,} bytes", runs, columns),
+        _goals(runs, over, rate),
+        partial(_draw, runs),
+    )
 
 
-def _table(runs: list[Run]) -> Table:
-    tokens = runs[0].losses[-1][0]
-    table = Table(title=f"mixture of experts: a GPT after {tokens:,} bytes")
-    table.add_column("feed-forward")
-    for heading in ("parameters", "active", "validation loss", "expert load", "tokens/s"):
-        table.add_column(heading, justify="right")
-    for run in runs:
-        load = f"{run.load['min']:.2f} … {run.load['max']:.2f}" if run.load else ""
-        figures = (f"{run.parameters:,}", f"{run.active:,}", f"{run.losses[-1][1]:.4f}", load)
-        table.add_row(run.name, *figures, f"{run.tokens_per_second:,.0f}")
-    return table
-
-
-def _verdict(runs: list[Run], over: dict[str, float], rate: dict[str, float]) -> list[str]:
+def _goals(runs: list[Row], over: dict[str, float], rate: dict[str, float]) -> list[str]:
     dense, sparse = runs
-    gain = dense.losses[-1][1] - sparse.losses[-1][1]
-    assert sparse.load is not None
-    even = sparse.load["min"] >= 1 / LOAD_GOAL and sparse.load["max"] <= LOAD_GOAL
+    gain = dense["losses"][-1][1] - sparse["losses"][-1][1]
+    even = sparse["load"]["min"] >= 1 / LOAD_GOAL and sparse["load"]["max"] <= LOAD_GOAL
     return [
-        f"goal: a lower validation loss than the dense model's: {_reached(gain > 0)} ({gain:+.4f} lower)",
-        f"goal: expert load within a factor of {LOAD_GOAL:g} of even: {_reached(even)}",
-        f"goal: {SPEED_GOAL:g} × the tokens/s of a loop over experts: {_reached(over[LOOP] >= SPEED_GOAL)} "
-        f"({over[LOOP]:.2f} ×: {rate['grouped']:,.0f} and {rate[LOOP]:,.0f} tokens/s of a layer, forward and backward)",
+        f"goal: a lower validation loss than the dense model's: {verdict(gain > 0)} ({gain:+.4f} lower)",
+        f"goal: expert load within a factor of {LOAD_GOAL:g} of even: {verdict(even)}",
+        f"goal: {SPEED_GOAL:g} × the tokens/s of a loop over experts: {verdict(over[LOOP] >= SPEED_GOAL)} "
+        f"({over[LOOP]:.2f} ×: {rate[GROUPED]:,.0f} and {rate[LOOP]:,.0f} tokens/s of a layer, forward and backward)",
         f"over a loop whose experts have matrices of their own: {over[SEPARATE]:.2f} ×",
     ]
 
 
-def _reached(reached: bool) -> str:
-    return "reached" if reached else "missed"
-
-
-def _draw(axes: Axes, runs: list[Run]) -> None:
+def _draw(runs: list[Row], axes: Axes) -> None:
     for run in runs:
-        axes.plot([tokens for tokens, _ in run.losses], [loss for _, loss in run.losses], "o-", label=run.name)
+        axes.plot(*zip(*run["losses"], strict=True), "o-", label=run["name"])
     axes.set_xlabel("bytes read")
     axes.set_ylabel("validation loss")
     axes.legend()

@@ -1,4 +1,4 @@
-"""``bench optimizers``: what each optimizer keeps of a parameter, where it takes the loss, and how long its step takes.
+"""``benchmarks optimizers``: what each optimizer keeps of a parameter, where it takes the loss, how long it takes.
 
 A small GPT reads the docstrings of Python's own library as bytes. Each optimizer trains a copy of its
 own from the same start on the same batches; they take turns of a few steps, so that all see the same
@@ -8,17 +8,18 @@ moments of a busy machine.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.padding import docstrings
-from rapidformer_templates.commands.bench.output import Advance, progress, put_out
+from benchmarks.contest import Answer, Contest, Flag, Row, table
+from benchmarks.models import gpt2
+from benchmarks.texts import docstrings
+from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.engines.pieces import bytes_held, state_tensors
 from rapidformer_templates.engines.recipe import default_optimizer, schedule, undecayed
 from rapidformer_templates.planning.environment import installed_packages
@@ -30,60 +31,41 @@ from rapidformer_templates.switches.optimizer.muon import rule_by_shape, tables_
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SEED, LENGTH, ROWS, TURN, HELD_OUT = 0, 128, 8, 10, 64
+FLAGS = (
+    Flag("steps", 300, "of each optimizer"),
+    Flag("lr", 1e-3, "peak learning rate"),
+    Flag("scale", "small", "of the model", choices=("small", "paper")),
+)
+
+SEED, LENGTH, ROWS, TURN, HELD_OUT, LONGEST = 0, 128, 8, 10, 64, 1024
 REFERENCE = "adamw_torch_fused"
 CLOSE = ("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_anyprecision")
 """Those that make AdamW's update with less state: their loss should be its loss."""
 OTHERS = ("adafactor", "lamb", "muon")
 GOAL = 0.01
-SIZES: dict[str, dict[str, Any]] = {
-    "small": {"n_embd": 128, "n_layer": 2, "n_head": 2},
-    "paper": {"n_embd": 768, "n_layer": 12, "n_head": 12},
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One optimizer.
-
-    Attributes:
-        name: of the optimizer.
-        state_bytes: of state a parameter, over the whole model, from its storages.
-        promised: the same of a large matrix.
-        loss: on held-out text, in nats a byte, after the last step.
-        over_adamw: that over AdamW's.
-        step_ms: milliseconds of an update, without forward and backward.
-        time_over_adamw: that over AdamW's.
-    """
-
-    name: str
-    state_bytes: float
-    promised: float
-    loss: float
-    over_adamw: float
-    step_ms: float
-    time_over_adamw: float
+SIZES = {"small": (2, 128, 2), "paper": (12, 768, 12)}
+"""Layers, hidden size, heads."""
 
 
 def text() -> torch.Tensor:
     """The docstrings of Python's library as one row of bytes after another, of shape (rows, LENGTH)."""
-    pieces = docstrings()
+    pieces = docstrings(LONGEST)
     joined = torch.cat([torch.as_tensor(pieces[i]["input_ids"]) for i in range(len(pieces))]).long()
     rows = joined[: len(joined) // LENGTH * LENGTH].view(-1, LENGTH)
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
 
 
 class Contender:
-    """A model that one optimizer trains."""
+    """A model that one optimizer trains.
 
-    def __init__(self, name: str, sizes: dict[str, Any], steps: int, lr: float, device: torch.device) -> None:
+    Attributes:
+        updating: seconds of each update, without forward and backward.
+    """
+
+    def __init__(self, name: str, sizes: tuple[int, int, int], steps: int, lr: float, text: torch.Tensor) -> None:
         torch.manual_seed(SEED)
-        dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        given: dict[str, Any] = {"vocab_size": 256, "n_positions": LENGTH, "bos_token_id": 0, "eos_token_id": 0}
-        self.name = name
-        model: Any = GPT2LMHeadModel(GPT2Config(**given, **dropouts, **sizes))
-        model.loss_type = "ForCausalLM"  # or transformers warns that it guesses so
-        self.model = model.to(device)
+        self.model = gpt2(*sizes, 256, LENGTH).to(text.device)
+        self.held_out, self.text = text[:HELD_OUT], text[HELD_OUT:]
         training = TrainingFlags(lr=lr, weight_decay=0.01, lr_warmup_iters=max(1, steps // 10), min_lr=lr / 10)
         options = rule_by_shape(tables_of(self.model)) if name == "muon" else undecayed
         plan = Plan("Trainer", optimizer=name, optimizer_implementation=OPTIMIZERS[name].implementation)
@@ -92,9 +74,16 @@ class Contender:
         self.optimizer = recipe.build(named, recipe.differences(named))
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._factor = schedule(training, steps)
+        self._left = range(steps)
         self.updating: list[float] = []
 
-    def step(self, batch: torch.Tensor, number: int) -> None:
+    def turn(self) -> None:
+        now, self._left = self._left[:TURN], self._left[TURN:]
+        for number in now:
+            start = number * ROWS % (len(self.text) - ROWS)
+            self._step(self.text[start : start + ROWS], number)
+
+    def _step(self, batch: torch.Tensor, number: int) -> None:
         self.model(input_ids=batch, labels=batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
@@ -107,13 +96,15 @@ class Contender:
         self.optimizer.zero_grad()
 
     @torch.no_grad()
-    def loss(self, rows: torch.Tensor) -> float:
+    def loss(self) -> float:
+        """On held-out text, in nats a byte."""
         self.model.eval()
-        losses = [float(self.model(input_ids=part, labels=part).loss) for part in rows.split(ROWS)]
-        self.model.train()
-        return sum(losses) / len(losses)
+        return statistics.mean(
+            float(self.model(input_ids=part, labels=part).loss) for part in self.held_out.split(ROWS)
+        )
 
     def state_bytes(self) -> float:
+        """Of state a parameter, over the whole model, from its storages."""
         parameters = sum(p.numel() for p in self.model.parameters())
         return bytes_held({"optimizer": state_tensors(self.optimizer)})["optimizer"] / parameters
 
@@ -125,98 +116,72 @@ def _wait(device: torch.device) -> None:
 
 def available() -> tuple[list[str], list[str]]:
     """(optimizers that can run here, lines about those that cannot)."""
-    names, absent, packages = [REFERENCE], [], installed_packages()
-    for name in (*CLOSE, *OTHERS):
-        package = OPTIMIZERS[name].package
-        if package is None or package in packages:
-            names.append(name)
-        else:
-            absent.append(f"{name} is absent: {OPTIMIZERS[name].install}")
-    return names, absent
+    packages = installed_packages()
+    missing = [name for name in (*CLOSE, *OTHERS) if OPTIMIZERS[name].package not in (None, *packages)]
+    names = [name for name in (REFERENCE, *CLOSE, *OTHERS) if name not in missing]
+    return names, [f"{name} is absent: {OPTIMIZERS[name].install}" for name in missing]
 
 
-def measure(
-    names: Sequence[str],
-    sizes: dict[str, Any],
-    steps: int,
-    lr: float,
-    rows: torch.Tensor,
-    advance: Advance = lambda text: None,
-) -> list[Row]:
-    """Train with each optimizer, in turns.
+def measure(names: Sequence[str], options: argparse.Namespace, text: torch.Tensor, advance: Advance) -> list[Row]:
+    """Train with each optimizer, in turns; the first one is what the others are compared with.
 
     Args:
-        names: the first is the one that the others are compared with.
-        sizes: of the model.
-        steps: of each optimizer.
-        lr: peak learning rate of all.
-        rows: text of shape (rows, LENGTH), where to train; the first rows are held out.
-        advance: told of each turn.
+        text: of shape (rows, LENGTH), where to train; the first rows are held out.
     """
-    contenders = [Contender(name, sizes, steps, lr, rows.device) for name in names]
-    held_out, rest = rows[:HELD_OUT], rows[HELD_OUT:]
-    for begin in range(0, steps, TURN):
-        for contender in contenders:
-            for number in range(begin, min(begin + TURN, steps)):
-                start = number * ROWS % (len(rest) - ROWS)
-                contender.step(rest[start : start + ROWS], number)
-        advance(f"step {min(begin + TURN, steps)}")
-    losses = [contender.loss(held_out) for contender in contenders]
+    steps = options.steps
+    contenders = {name: Contender(name, SIZES[options.scale], steps, options.lr, text) for name in names}
+    Contest({name: one.turn for name, one in contenders.items()}).run(-(-steps // TURN), advance=advance)
+    losses = {name: one.loss() for name, one in contenders.items()}
     # The median: the first steps make the state, and a busy machine makes some of them long.
-    times = [sorted(c.updating)[len(c.updating) // 2] * 1000 for c in contenders]
+    times = {name: statistics.median_high(one.updating) * 1000 for name, one in contenders.items()}
     return [
-        Row(
-            c.name,
-            round(c.state_bytes(), 4),
-            OPTIMIZERS[c.name].state_bytes,
-            round(loss, 5),
-            round(loss / losses[0], 5),
-            round(spent, 4),
-            round(spent / times[0], 3),
-        )
-        for c, loss, spent in zip(contenders, losses, times, strict=True)
+        {
+            "name": name,
+            "state_bytes": round(one.state_bytes(), 4),
+            "promised": OPTIMIZERS[name].state_bytes,  # of a large matrix
+            "loss": round(losses[name], 5),
+            "over_adamw": round(losses[name] / losses[names[0]], 5),
+            "step_ms": round(times[name], 4),
+            "time_over_adamw": round(times[name] / times[names[0]], 3),
+        }
+        for name, one in contenders.items()
     ]
 
 
-def main(options: argparse.Namespace) -> int:
+def answer(options: argparse.Namespace) -> Answer:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names, absent = available()
     rows = text().to(device)
     with progress("optimizers", -(-options.steps // TURN)) as advance:
-        found = measure(names, SIZES[options.scale], options.steps, options.lr, rows, advance)
-    result = {"steps": options.steps, "lr": options.lr, "scale": options.scale, "device": device.type}
-    notes = [*_verdict(found), *absent]
-    rows_out = [asdict(row) for row in found]
-    put_out(
-        options, "optimizers", {**result, "optimizers": rows_out}, _table(found, options.steps), notes, _draw(found)
+        found = measure(names, options, rows, advance)
+    settings = {"steps": options.steps, "lr": options.lr, "scale": options.scale, "device": device.type}
+    columns = {
+        "optimizer": "{name}",
+        "state B/param": "{state_bytes:.2f}",
+        "of a matrix": "{promised:g}",
+        "held-out loss": "{loss:.4f}",
+        "over AdamW": "{over_adamw:.4f}",
+        "update ms": "{step_ms:.2f}",
+        "its time over AdamW's": "{time_over_adamw:.2f}",
+    }
+    return Answer(
+        {**settings, "optimizers": found},
+        table(f"optimizers: {options.steps} steps of a small GPT on real text", found, columns),
+        [_goal(found), *absent],
+        partial(_draw, found),
     )
-    return 0
 
 
-def _verdict(rows: Sequence[Row]) -> list[str]:
-    close = [row for row in rows if row.name in CLOSE]
-    far = [f"{row.name} {row.over_adamw:.4f}" for row in close if abs(row.over_adamw - 1) > GOAL]
-    return [f"goal: loss within {GOAL:.0%} of {REFERENCE}'s: {'missed by ' + ', '.join(far) if far else 'reached'}"]
+def _goal(rows: Sequence[Row]) -> str:
+    far = [row for row in rows if row["name"] in CLOSE and abs(row["over_adamw"] - 1) > GOAL]
+    missed = "missed by " + ", ".join("{name} {over_adamw:.4f}".format_map(row) for row in far)
+    return f"goal: loss within {GOAL:.0%} of {REFERENCE}'s: {missed if far else 'reached'}"
 
 
-def _table(rows: Sequence[Row], steps: int) -> Table:
-    table = Table(title=f"optimizers: {steps} steps of a small GPT on real text")
-    table.add_column("optimizer")
-    for heading in ("state B/param", "of a matrix", "held-out loss", "over AdamW", "update ms", "over AdamW"):
-        table.add_column(heading, justify="right")
+def _draw(rows: Sequence[Row], axes: Axes) -> None:
+    axes.scatter([row["state_bytes"] for row in rows], [row["loss"] for row in rows])
     for row in rows:
-        figures = (f"{row.state_bytes:.2f}", f"{row.promised:g}", f"{row.loss:.4f}", f"{row.over_adamw:.4f}")
-        table.add_row(row.name, *figures, f"{row.step_ms:.2f}", f"{row.time_over_adamw:.2f}")
-    return table
-
-
-def _draw(rows: Sequence[Row]) -> Any:
-    def draw(axes: Axes) -> None:
-        axes.scatter([row.state_bytes for row in rows], [row.loss for row in rows])
-        for row in rows:
-            axes.annotate(row.name, (row.state_bytes, row.loss), xytext=(4, 4), textcoords="offset points")
-        axes.set_xlabel("bytes of state a parameter")
-        axes.set_ylabel("held-out loss")
-        axes.margins(x=0.25, y=0.15)
-
-    return draw
+        axes.annotate(row["name"], (row["state_bytes"], row["loss"]), xytext=(4, 4), textcoords="offset points")
+    axes.set_xlabel("bytes of state a parameter")
+    axes.set_ylabel("held-out loss")
+    axes.margins(x=0.25, y=0.15)

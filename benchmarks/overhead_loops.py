@@ -1,4 +1,4 @@
-"""The loops of ``bench overhead``: one tiny job, done by each library as its own documentation shows.
+"""The loops of ``benchmarks overhead``: one tiny job, done by each library as its own documentation shows.
 
 All of them do the same work: a batch of ready tensors from a loader, zero_grad, forward, loss,
 backward, clipping by the global norm, a fused AdamW step and a step of a linear schedule. The losses
@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from benchmarks.models import callbacks, trainer_arguments
 from benchmarks.turns import StepDone
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.data.types import Data
@@ -100,12 +103,25 @@ class Contender:
         self.model = tiny_model()
 
     def run(self, step_done: StepDone) -> None:
-        optimizer, scheduler = _optimizer(self.model, self.steps)
-        self.model.train()
-        for batch in _loader(self.steps):
-            loss = self.model(**batch).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self._train(_loader(self.steps), self.model, *_optimizer(self.model, self.steps), step_done)
+
+    def _train(
+        self,
+        loader: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        step_done: StepDone,
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+        clip: Callable[[], Any] | None = None,
+    ) -> None:
+        """The loop of a library that leaves the loop to the user; ``backward`` and ``clip`` are its own."""
+        clip = clip or (lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        model.train()
+        for batch in loader:
+            loss = model(**batch).loss
+            backward(loss)
+            clip()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -150,15 +166,8 @@ class Fabric(Contender):
         optimizer, scheduler = _optimizer(self.model, self.steps)
         model, optimizer = fabric.setup(self.model, optimizer)
         loader: Any = fabric.setup_dataloaders(_loader(self.steps))
-        model.train()
-        for batch in loader:
-            loss = model(**batch).loss
-            fabric.backward(loss)
-            fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            step_done()
+        clip = partial(fabric.clip_gradients, model, optimizer, max_norm=CLIP)
+        self._train(loader, model, optimizer, scheduler, step_done, fabric.backward, clip)
 
 
 class Accelerate(Contender):
@@ -171,15 +180,8 @@ class Accelerate(Contender):
         accelerator = Accelerator(cpu=True)
         parts: Any = (self.model, *_optimizer(self.model, self.steps), _loader(self.steps))
         model, optimizer, scheduler, loader = accelerator.prepare(*parts)
-        model.train()
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            step_done()
+        clip = lambda: accelerator.clip_grad_norm_(model.parameters(), CLIP)  # noqa: E731
+        self._train(loader, model, optimizer, scheduler, step_done, accelerator.backward, clip)
 
 
 class TransformersTrainer(Contender):
@@ -189,28 +191,22 @@ class TransformersTrainer(Contender):
     def run(self, step_done: StepDone) -> None:
         import transformers
 
-        class Pause(transformers.TrainerCallback):
-            def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
-                step_done()
-
         class Job(transformers.Trainer):
             def get_train_dataloader(job) -> DataLoader[Sample]:  # noqa: N805
                 return job.accelerator.prepare(_loader(self.steps))
 
         with tempfile.TemporaryDirectory(prefix="rapidformer-bench-") as folder:
-            arguments = transformers.TrainingArguments(
-                output_dir=folder,
+            arguments = trainer_arguments(
+                folder,
                 per_device_train_batch_size=BATCH,
                 max_steps=self.steps,
                 max_grad_norm=CLIP,
-                use_cpu=True,
-                disable_tqdm=True,
                 logging_strategy="no",
                 save_strategy="no",
-                report_to=[],
             )
+            watch = callbacks(on_step_end=step_done)
             optimizers = _optimizer(self.model, self.steps)
-            Job(self.model, arguments, train_dataset=samples(), optimizers=optimizers, callbacks=[Pause()]).train()
+            Job(self.model, arguments, train_dataset=samples(), optimizers=optimizers, callbacks=watch).train()
 
 
 CONTENDERS: tuple[type[Contender], ...] = (NullControl, Ours, Fabric, Accelerate, TransformersTrainer)

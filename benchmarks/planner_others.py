@@ -1,4 +1,4 @@
-"""What other estimators say of a layout's memory, for the table of ``bench planner``."""
+"""What other estimators say of a layout's memory, for the table of ``benchmarks planner``."""
 
 from __future__ import annotations
 

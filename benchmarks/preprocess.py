@@ -1,4 +1,4 @@
-"""``bench preprocess``: tokens a second from raw text to an indexed data set, beside a plain script.
+"""``benchmarks preprocess``: tokens a second from raw text to an indexed data set, beside a plain script.
 
 All make the same two files of the same text, with the same tokenizer and as many worker processes; they take turns.
 Each run is a command of its own, so that the start counts. What an almost empty corpus takes is shown as well, so that
@@ -15,23 +15,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich.table import Table
+import psutil
 
-from benchmarks.corpus import write_corpus
-from rapidformer_templates.commands.bench.output import Advance, progress, put_out, spread, why_absent
+from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, table, verdict
+from benchmarks.texts import write_corpus
+from rapidformer_templates.commands.bench.output import Advance, progress, why_absent
 from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text.files import BadLines, documents
 from rapidformer_templates.data.text.train_tokenizer import save, train
 from rapidformer_templates.errors import RapidformerError
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+FLAGS = (
+    Flag("megabytes", 100.0, "of text"),
+    Flag("workers", len(os.sched_getaffinity(0)), "processes that tokenize"),
+    Flag("repeats", 3, "runs of each way"),
+)
 
 PLAIN = "plain script (megatron-core)"
 SAME = "rapidformer data preprocess, transformers' tokenizer"
@@ -106,10 +110,15 @@ def measure_preprocessing(
     for row in rows:
         row.start = _run(place.command(row.name, place.corpora[0.0]))
         advance(f"{row.name}: start")
-    for _ in range(repeats):
-        for row in rows:
-            row.seconds.append(_run(place.command(row.name, place.corpora[largest])))
-            advance(row.name)
+
+    def turn(name: str) -> float:
+        advance(name)
+        return _run(place.command(name, place.corpora[largest]))
+
+    contest = Contest({name: partial(turn, name) for name in names})
+    contest.run(repeats)
+    for row in rows:
+        row.seconds = contest.seconds[row.name]
     _refuse_differences(place, names)
     tokens = IndexedDataset(place.output(names[-1])).token_count
     for row in rows:
@@ -153,52 +162,18 @@ def _peak_memory(command: list[str]) -> int:
 
 def _watch(process: subprocess.Popen[bytes], peak: list[int]) -> None:
     while process.poll() is None:
-        peak[0] = max(peak[0], sum(map(_held, _tree(process.pid))))
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(process.pid)
+            peak[0] = max(peak[0], sum(map(_held, [root, *root.children(recursive=True)])))
         time.sleep(0.05)
 
 
-def _tree(pid: int) -> list[int]:
-    try:
-        text = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
-    except OSError:
-        return []
-    return [pid, *(inner for child in text.split() for inner in _tree(int(child)))]
-
-
-def _held(pid: int) -> int:
+def _held(process: psutil.Process) -> int:
     """Bytes of a process, in which a page that n processes share counts as a n-th of it; 0 when it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-
-
-def main(options: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status."""
-    workers = options.workers or len(os.sched_getaffinity(0))
-    absent = {PLAIN: why_absent("megatron", "--no-deps megatron-core"), SAME: None,
-              FAST: why_absent("gigatoken", "gigatoken")}  # fmt: skip
-    names = [name for name, why in absent.items() if why is None]
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rapidformer-preprocess-")))
-        place = prepare(folder, options.megabytes, workers)
-        watched = len(GOALS.keys() & set(names)) * (len(place.corpora) - 1)
-        advance = stack.enter_context(progress("runs", len(names) * (1 + options.repeats) + watched))
-        tokens, rows = measure_preprocessing(place, names, options.repeats, advance)
-    result = {
-        "megabytes": options.megabytes,
-        "workers": workers,
-        "tokens": tokens,
-        "seconds": {row.name: row.seconds for row in rows},
-        "start_seconds": {row.name: row.start for row in rows},
-        "ratios": {row.name: ratios(rows, row.name) for row in rows if PLAIN in names},
-        "peak_memory_bytes": {row.name: row.memory for row in rows if row.memory},
-    }
-    notes = [f"{why}: {name} is left out" for name, why in absent.items() if why] + _notes(rows)
-    table = _table(tokens, options.megabytes, workers, rows)
-    put_out(options, "preprocess", result, table, notes, lambda axes: _draw(axes, tokens, rows))
-    return 0
 
 
 def prepare(folder: Path, megabytes: float, workers: int) -> Place:
@@ -226,25 +201,46 @@ def ratios(rows: Sequence[Row], name: str) -> tuple[float, float]:
     return whole, statistics.median(plain.net()) / statistics.median(own.net())
 
 
-def _table(tokens: int, megabytes: float, workers: int, rows: Sequence[Row]) -> Table:
-    title = f"{megabytes:g} MB of text, {tokens / 1e6:.1f} M tokens, {workers} workers; mean ± standard deviation"
-    table = Table(title=title)
-    table.add_column("how")
-    sizes = list(rows[-1].memory)
-    memory = [f"MB at {size:g}" for size in sizes]
-    for heading in ("seconds", "of it start", "Mtokens/s", "× plain", "× plain, no start", *memory):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        whole, net = ratios(rows, row.name) if rows[0].name == PLAIN else (1.0, 1.0)
-        table.add_row(
-            row.name,
-            f"{statistics.mean(row.seconds):.2f} ± {spread(row.seconds):.2f}",
-            f"{row.start:.2f}",
-            f"{tokens / statistics.mean(row.seconds) / 1e6:.2f}",
-            *([f"{whole:.2f}", f"{net:.2f}"] if rows[0].name == PLAIN else ["–", "–"]),
-            *(f"{row.memory[size] / 1e6:.0f}" if row.memory else "–" for size in sizes),
-        )
-    return table
+def answer(options: argparse.Namespace) -> Answer:
+    absent = {
+        PLAIN: why_absent("megatron", "--no-deps megatron-core"),
+        SAME: None,
+        FAST: why_absent("gigatoken", "gigatoken"),
+    }
+    names = [name for name, why in absent.items() if why is None]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rapidformer-preprocess-")))
+        place = prepare(folder, options.megabytes, options.workers)
+        watched = len(GOALS.keys() & set(names)) * (len(place.corpora) - 1)
+        advance = stack.enter_context(progress("runs", len(names) * (1 + options.repeats) + watched))
+        tokens, rows = measure_preprocessing(place, names, options.repeats, advance)
+    over = {row.name: ratios(rows, row.name) for row in rows if PLAIN in names}
+    columns: dict[str, Callable[[Row], str]] = {
+        "how": lambda row: row.name,
+        "seconds": lambda row: mean_sd(row.seconds),
+        "of it start": lambda row: f"{row.start:.2f}",
+        "Mtokens/s": lambda row: f"{tokens / statistics.mean(row.seconds) / 1e6:.2f}",
+        "× plain, and without the start": lambda row: "{:.2f}, {:.2f}".format(*over[row.name]) if over else "–",
+        "MB at " + " and ".join(f"{size:g}" for size in rows[-1].memory): lambda row: (
+            ", ".join(f"{peak / 1e6:.0f}" for peak in row.memory.values()) or "–"
+        ),
+    }
+    title = f"{options.megabytes:g} MB of text, {tokens / 1e6:.1f} M tokens, {options.workers} workers"
+    speeds = {row.name: [tokens / seconds / 1e6 for seconds in row.seconds] for row in rows}
+    return Answer(
+        {
+            "megabytes": options.megabytes,
+            "workers": options.workers,
+            "tokens": tokens,
+            "seconds": {row.name: row.seconds for row in rows},
+            "start_seconds": {row.name: row.start for row in rows},
+            "ratios": over,
+            "peak_memory_bytes": {row.name: row.memory for row in rows if row.memory},
+        },
+        table(f"{title}; mean ± standard deviation", rows, columns),
+        [f"{why}: {name} is left out" for name, why in absent.items() if why] + _notes(rows),
+        bars("million tokens a second, the start included", speeds, ours=(SAME, FAST)),
+    )
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -252,19 +248,10 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.name in GOALS and rows[0].name == PLAIN:
             least = min(ratios(rows, row.name))
-            reached = "reached" if least >= GOALS[row.name] else "missed"
+            reached = verdict(least >= GOALS[row.name])
             notes.append(f"{row.name}: {least:.2f} × (the lesser of the two); goal {GOALS[row.name]:g} ×: {reached}")
         if row.name != PLAIN and len(row.memory) > 1:
             small, large = row.memory.values()
             flat = "flat" if large <= FLAT * small else "it grows"
             notes.append(f"{row.name}: peak memory {large / small:.2f} × that of the small corpus: {flat}")
     return notes
-
-
-def _draw(axes: Axes, tokens: int, rows: Sequence[Row]) -> None:
-    speeds = [[tokens / seconds / 1e6 for seconds in row.seconds] for row in rows]
-    colours = ["tab:blue" if row.name == PLAIN else "tab:orange" for row in rows]
-    means = [statistics.mean(values) for values in speeds]
-    axes.barh([row.name for row in rows], means, xerr=[spread(values) for values in speeds], color=colours)
-    axes.set_xlabel("million tokens a second, the start included")
-    axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""A preprocessing script of the Megatron kind, which ``bench preprocess`` runs as a peer.
+"""A preprocessing script of the Megatron kind, which ``benchmarks preprocess`` runs as a peer.
 
 A pool of processes takes one JSON line after another, each with one call of transformers' tokenizer; their lists of
 tokens go one by one into megatron-core's builder.

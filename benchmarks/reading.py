@@ -1,4 +1,4 @@
-"""``bench reading``: how fast samples and documents come out of an indexed data set, beside megatron-core.
+"""``benchmarks reading``: how fast samples and documents come out of an indexed data set, beside megatron-core.
 
 Both read the same files, in turns, and what they give is compared before anything is timed. The limit is
 a plain gather: rows of a token array in memory, copied and nothing else.
@@ -13,16 +13,16 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 
-from rapidformer_templates.commands.bench.output import Advance, progress, put_out, spread, why_absent
+from benchmarks.contest import Answer, Contest, Flag, bars, mean_sd, median_sd, table, verdict
+from rapidformer_templates.commands.bench.output import Advance, progress, why_absent
 from rapidformer_templates.data.collate import WindowCollate
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
@@ -34,50 +34,35 @@ from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.host_memory import keep_freed_memory
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+FLAGS = (
+    Flag("repeats", 10, "turns of each reader"),
+    Flag("megatokens", 60.0, "size of the corpus"),
+    Flag("samples", 10**8, "in the large index"),
+    Flag("folder", None, "where to make the corpus (default: temporary files)"),
+)
 
 LENGTH, BATCH, SEED = 2048, 32, 1234
 BATCHES, DOCUMENTS = 40, 20_000
 """Batches, and documents, a turn."""
 
+SAMPLES = f"samples of {LENGTH:,} tokens, batches of {BATCH}"
 OURS, PEER, LIMIT = "this library", "megatron-core", "a plain gather"
 SAMPLES_GOAL, DOCUMENTS_GOAL, FIRST_GOAL = 15.0, 2.5, 2.0
 
-Turn = Callable[[np.ndarray], object]
+Read = Callable[[np.ndarray], object]
 """Reads what stands at the given indices."""
 
 
-@dataclass
-class Contest:
-    """Readers of the same things, in turns.
+def _contest(readers: dict[str, Read], choices: list[np.ndarray], advance: Advance) -> Contest:
+    """Readers of the same things: a turn for each choice of indices, of which the first is a warm-up."""
+    left = {name: iter(choices) for name in readers}
 
-    Attributes:
-        what: they read.
-        count: how many a turn.
-        seconds: of each turn, by reader.
-    """
+    def turn(name: str) -> None:
+        readers[name](next(left[name]))
 
-    what: str
-    count: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def take_turns(self, readers: dict[str, Turn], choices: Sequence[np.ndarray], advance: Advance) -> None:
-        """One turn each for every choice of indices; the first is a warm-up and does not count."""
-        for number, choice in enumerate(choices):
-            for name, read in readers.items():
-                began = time.perf_counter()
-                read(choice)
-                if number:
-                    self.seconds.setdefault(name, []).append(time.perf_counter() - began)
-            advance(f"{self.what}: turn {number}")
-
-    def rates(self, name: str) -> list[float]:
-        return [self.count / seconds for seconds in self.seconds[name]]
-
-    def ratios(self, name: str) -> list[float]:
-        """Our speed over another's, turn by turn."""
-        return [theirs / ours for theirs, ours in zip(self.seconds[name], self.seconds[OURS], strict=True)]
+    contest = Contest({name: partial(turn, name) for name in readers}, work=len(choices[0]))
+    contest.run(len(choices) - 1, warmup=1, advance=advance)
+    return contest
 
 
 def make_corpus(prefix: Path, tokens: int) -> None:
@@ -89,7 +74,7 @@ def make_corpus(prefix: Path, tokens: int) -> None:
             writer.add(generator.integers(0, 50_000, int(lengths.sum()), dtype=np.uint16), lengths)
 
 
-def _our_batches(samples: GPTSamples) -> Turn:
+def _our_batches(samples: GPTSamples) -> Read:
     data = Data(samples, collate=WindowCollate())
 
     def read(choice: np.ndarray) -> None:
@@ -100,7 +85,7 @@ def _our_batches(samples: GPTSamples) -> Turn:
     return read
 
 
-def _their_batches(samples: Any) -> Turn:
+def _their_batches(samples: Any) -> Read:
     def read(choice: np.ndarray) -> None:
         batches = choice.reshape(-1, BATCH).tolist()
         for _ in torch.utils.data.DataLoader(samples, batch_sampler=batches):
@@ -109,7 +94,7 @@ def _their_batches(samples: Any) -> Turn:
     return read
 
 
-def _gathered(dataset: IndexedDataset) -> Turn:
+def _gathered(dataset: IndexedDataset) -> Read:
     count = dataset.token_count // (LENGTH + 1)
     rows = np.array(dataset.tokens[0 : count * (LENGTH + 1)]).reshape(count, LENGTH + 1)
 
@@ -134,19 +119,17 @@ def measure_samples(prefix: Path, cache: Path, rounds: int, peer: bool, advance:
         for place in range(0, len(ours), max(1, len(ours) // 50)):
             tokens, sample = ours[place]["input_ids"], theirs[place]
             if not (np.array_equal(tokens[:-1], sample["tokens"]) and np.array_equal(tokens[1:], sample["labels"])):
-                raise RapidformerError(f"sample {place} is another than {PEER}'s", where="bench reading")
+                raise RapidformerError(f"sample {place} is another than {PEER}'s", where="benchmarks reading")
         readers[PEER] = _their_batches(theirs)
     generator = np.random.default_rng(1)
     choices = [generator.integers(0, len(ours), BATCHES * BATCH) for _ in range(rounds + 1)]
-    contest = Contest(f"samples of {LENGTH:,} tokens, batches of {BATCH}", BATCHES * BATCH)
-    contest.take_turns(readers, choices, advance)
-    return contest
+    return _contest(readers, choices, advance)
 
 
 def measure_documents(prefix: Path, rounds: int, peer: bool, advance: Advance) -> Contest:
     """Random documents, one by one."""
     dataset = IndexedDataset(prefix)
-    readers: dict[str, Turn] = {OURS: lambda choice: [dataset[i] for i in choice.tolist()]}
+    readers: dict[str, Read] = {OURS: lambda choice: [dataset[i] for i in choice.tolist()]}
     if peer:
         from megatron.core.datasets.indexed_dataset import IndexedDataset as Theirs
 
@@ -154,9 +137,7 @@ def measure_documents(prefix: Path, rounds: int, peer: bool, advance: Advance) -
         readers[PEER] = lambda choice: [theirs[i] for i in choice.tolist()]
     generator = np.random.default_rng(2)
     choices = [generator.integers(0, len(dataset), DOCUMENTS) for _ in range(rounds + 1)]
-    contest = Contest("random documents", DOCUMENTS)
-    contest.take_turns(readers, choices, advance)
-    return contest
+    return _contest(readers, choices, advance)
 
 
 def _megatron_samples(prefix: Path, cache: Path, documents: int) -> Any:
@@ -188,8 +169,7 @@ class _Tokenizer:
     unique_identifiers: dict[str, str] = {}  # noqa: RUF012 - megatron-core writes it into a hash
 
 
-@dataclass(frozen=True)
-class FirstBatch:
+class FirstBatch(NamedTuple):
     """A large index, from opening the files to the first batch, in processes of their own.
 
     Attributes:
@@ -249,70 +229,63 @@ def write_sparse(prefix: Path, documents: int, length: int) -> None:
         file.truncate(2 * length * documents)
 
 
-def main(options: argparse.Namespace) -> int:
-    """Measure, print and write; the exit status."""
+def answer(options: argparse.Namespace) -> Answer:
     keep_freed_memory()  # as a run on a CPU does
     absent = why_absent("megatron", "megatron-core")
     rounds, peer = options.repeats, absent is None
-    with (
-        tempfile.TemporaryDirectory(dir=options.folder) as name,
-        progress("reading", 2 * (rounds + 1) + 2) as advance,
-    ):
+    with tempfile.TemporaryDirectory(dir=options.folder) as name, progress("reading", 2 * (rounds + 1) + 2) as advance:
         folder = Path(name)
         make_corpus(folder / "corpus", int(options.megatokens * 1e6))
         advance("corpus")
-        contests = [
-            measure_samples(folder / "corpus", folder / "cache", rounds, peer, advance),
-            measure_documents(folder / "corpus", rounds, peer, advance),
-        ]
+        contests = {
+            SAMPLES: measure_samples(folder / "corpus", folder / "cache", rounds, peer, advance),
+            "random documents": measure_documents(folder / "corpus", rounds, peer, advance),
+        }
         first = measure_first_batch(folder, options.samples)
         advance("first batch")
-    notes = _notes(contests, first) + ([f"absent: {PEER}: {absent}"] if absent else [])
-    result = {"contests": [vars(contest) for contest in contests], "first_batch": vars(first)}
-    put_out(options, "reading", result, _table(contests), notes, lambda axes: _draw(axes, contests))
-    return 0
-
-
-def _table(contests: list[Contest]) -> Table:
-    table = Table(title="read a second, mean ± standard deviation over turns")
-    for heading in ("what", "reader", "a second", "this library is faster by"):
-        table.add_column(heading, justify="left" if heading in ("what", "reader") else "right")
-    for contest in contests:
-        for name in contest.seconds:
-            rates, ratios = contest.rates(name), contest.ratios(name)
-            factor = "" if name == OURS else f"{statistics.median(ratios):.2f} ± {spread(ratios):.2f} ×"
-            table.add_row(contest.what, name, f"{statistics.mean(rates):,.0f} ± {spread(rates):,.0f}", factor)
-    return table
-
-
-def _notes(contests: list[Contest], first: FirstBatch) -> list[str]:
-    notes = []
-    for contest, goal in zip(contests, (SAMPLES_GOAL, DOCUMENTS_GOAL), strict=True):
-        if PEER in contest.seconds:
-            ratio = statistics.median(contest.ratios(PEER))
-            notes.append(f"{contest.what}: {ratio:.2f} × {PEER} (median); goal {goal:g} ×: {_verdict(ratio >= goal)}")
-    notes.append(
-        f"first batch of {first.samples:,} samples: {first.open_seconds:.2f} s; goal {FIRST_GOAL:g} s: "
-        f"{_verdict(first.open_seconds <= FIRST_GOAL)} (the first time, when the index is made: "
-        f"{first.make_seconds:.1f} s)"
+    rows = [
+        {
+            "what": what,
+            "reader": reader,
+            "rate": mean_sd(contest.rates(reader), ",.0f"),
+            "faster": "" if reader == OURS else f"{median_sd(contest.ratios(OURS, over=reader))} ×",
+        }
+        for what, contest in contests.items()
+        for reader in contest.ways
+    ]
+    columns = {"what": "{what}", "reader": "{reader}", "a second": "{rate}", "this library is faster by": "{faster}"}
+    samples = contests[SAMPLES]
+    rates = {reader: samples.rates(reader) for reader in samples.ways}
+    return Answer(
+        {
+            "contests": [
+                {"what": what, "count": contest.work, "seconds": contest.seconds} for what, contest in contests.items()
+            ],
+            "first_batch": first._asdict(),
+        },
+        table("read a second, mean ± standard deviation over turns", rows, columns),
+        _goals(contests, first) + ([f"absent: {PEER}: {absent}"] if absent else []),
+        bars(
+            f"{SAMPLES}, a second",
+            rates,
+            ours=[OURS],
+            texts=[f"{statistics.mean(values):,.0f}" for values in rates.values()],
+            more=lambda axes: axes.set_xscale("log"),
+        ),
     )
+
+
+def _goals(contests: dict[str, Contest], first: FirstBatch) -> list[str]:
+    notes = []
+    for (what, contest), goal in zip(contests.items(), (SAMPLES_GOAL, DOCUMENTS_GOAL), strict=True):
+        if PEER in contest.ways:
+            ratio = contest.ratio(OURS, over=PEER)
+            notes.append(f"{what}: {ratio:.2f} × {PEER} (median); goal {goal:g} ×: {verdict(ratio >= goal)}")
     before, after = first.anonymous_mb
-    notes.append(f"memory of a reader besides mapped files: {before:,.0f} MB, after 9,600 samples more {after:,.0f} MB")
-    return notes
-
-
-def _verdict(reached: bool) -> str:
-    return "reached" if reached else "missed"
-
-
-def _draw(axes: Axes, contests: list[Contest]) -> None:
-    contest = contests[0]
-    names = list(contest.seconds)
-    rates = [contest.rates(name) for name in names]
-    colours = ["tab:orange" if name == OURS else "tab:blue" for name in names]
-    bars = axes.barh(names, [statistics.mean(r) for r in rates], xerr=[spread(r) for r in rates], color=colours)
-    axes.bar_label(bars, fmt="{:,.0f}", padding=4)
-    axes.set_xscale("log")
-    axes.set_xlabel(f"{contest.what}, a second")
-    axes.margins(x=0.2)
-    axes.invert_yaxis()
+    return [
+        *notes,
+        f"first batch of {first.samples:,} samples: {first.open_seconds:.2f} s; goal {FIRST_GOAL:g} s: "
+        f"{verdict(first.open_seconds <= FIRST_GOAL)} (the first time, when the index is made: "
+        f"{first.make_seconds:.1f} s)",
+        f"memory of a reader besides mapped files: {before:,.0f} MB, after 9,600 samples more {after:,.0f} MB",
+    ]

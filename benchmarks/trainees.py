@@ -1,4 +1,4 @@
-"""The runs that ``bench faults`` kills: a small GPT that reads bytes of Python's own sources, dropout on.
+"""The runs that ``benchmarks faults`` kills: a small GPT that reads bytes of Python's own sources, dropout on.
 
 :func:`live` is one life of such a run in a process of its own. The process is forked from one that
 has imported this module, so everything that is slow to import is imported here.
@@ -12,10 +12,9 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401  (a finished run draws its curves)
@@ -24,9 +23,9 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.trainer_utils import get_last_checkpoint
 
+from benchmarks.models import callbacks, gpt2, trainer_arguments
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
@@ -40,7 +39,7 @@ TIMINGS = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb
 
 
 class Place(IntEnum):
-    """Where a life stands; it is shared with the process that watches."""
+    """Where a life stands; the number is in memory that is shared with the process that watches."""
 
     START = 0
     STEP = 1
@@ -48,17 +47,11 @@ class Place(IntEnum):
     END = 3
 
 
-class SharedPlace(Protocol):
-    """A number in shared memory."""
-
-    value: int
-
-
 Outcome = dict[str, list[Any]]
 """What two equal runs have in common, part by part: lines of metrics, contents of files."""
 
 
-def live(trainee: str, folder: str, place: SharedPlace) -> None:
+def live(trainee: str, folder: str, place: Any) -> None:
     """Start the run in ``folder``, or go on with it, and end the process when it is complete.
 
     Args:
@@ -74,36 +67,31 @@ def live(trainee: str, folder: str, place: SharedPlace) -> None:
     TRAINEES[trainee].live(Path(folder), place)
 
 
-class Trainee(Protocol):
-    """A library that trains the small GPT."""
-
-    name: str
-
-    def live(self, folder: Path, place: SharedPlace) -> None:
-        """Train from where the folder stands to the end."""
-
-    def outcome(self, folder: Path) -> Outcome:
-        """What a complete run left."""
-
-
 def text_samples() -> list[dict[str, torch.Tensor]]:
     """Pieces of the source of Python's argparse as bytes, for a causal language model."""
     text = torch.tensor(list(inspect.getsource(argparse).encode()))
     return [{"input_ids": piece, "labels": piece} for piece in text.split(LENGTH) if len(piece) == LENGTH]
 
 
-def small_gpt() -> GPT2LMHeadModel:
+def small_gpt() -> Any:
     """Dropout is 0.1 everywhere, so that a random state that was not restored shows in the losses."""
-    sizes: dict[str, Any] = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
+    return gpt2(2, 32, 2, 256, LENGTH, dropout=0.1)
 
 
-@contextmanager
-def _marked(place: SharedPlace, during: Place) -> Any:
-    before = place.value
-    place.value = during
-    yield
-    place.value = before
+def _stand(place: Any, where: Place) -> None:
+    place.value = where
+
+
+def _saving(function: Callable[..., Any], place: Any) -> Callable[..., Any]:
+    """A function that saves, and tells so meanwhile."""
+
+    def marked(*arguments: Any, **keywords: Any) -> Any:
+        before, place.value = place.value, Place.SAVE
+        result = function(*arguments, **keywords)
+        place.value = before
+        return result
+
+    return marked
 
 
 class Ours:
@@ -111,9 +99,9 @@ class Ours:
 
     name = "rapidformer_templates"
 
-    def live(self, folder: Path, place: SharedPlace) -> None:
-        checkpoint.save = _marking(checkpoint.save, lambda: _marked(place, Place.SAVE))
-        checkpoint_check.delete_older = _marking(checkpoint_check.delete_older, lambda: _marked(place, Place.SAVE))
+    def live(self, folder: Path, place: Any) -> None:
+        checkpoint.save = _saving(checkpoint.save, place)
+        checkpoint_check.delete_older = _saving(checkpoint_check.delete_older, place)
 
         class Job(Trainer):
             def build_data(self) -> Data:
@@ -152,21 +140,13 @@ class TransformersTrainer:
 
     name = "transformers' Trainer"
 
-    def live(self, folder: Path, place: SharedPlace) -> None:
-        class Watch(transformers.TrainerCallback):
-            def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
-                place.value = Place.STEP
+    def live(self, folder: Path, place: Any) -> None:
+        watch = callbacks(
+            on_train_begin=lambda: _stand(place, Place.STEP), on_train_end=lambda: _stand(place, Place.END)
+        )
 
-            def on_train_end(self, *unused: Any, **also_unused: Any) -> None:
-                place.value = Place.END
-
-        class Job(transformers.Trainer):
-            def _save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
-                with _marked(place, Place.SAVE):
-                    super()._save_checkpoint(*arguments, **keywords)
-
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder),
+        arguments = trainer_arguments(
+            folder,
             max_steps=STEPS,
             per_device_train_batch_size=BATCH,
             learning_rate=LR,
@@ -175,14 +155,14 @@ class TransformersTrainer:
             save_total_limit=2,
             eval_strategy="steps",
             eval_steps=EVALUATE_EVERY,
-            use_cpu=True,
-            disable_tqdm=True,
-            report_to=[],
         )
         transformers.set_seed(arguments.seed)
         samples = text_samples()
-        watch: Any = [Watch()]
-        job = Job(small_gpt(), arguments, train_dataset=samples[16:], eval_dataset=samples[:16], callbacks=watch)
+        job = transformers.Trainer(
+            small_gpt(), arguments, train_dataset=samples[16:], eval_dataset=samples[:16], callbacks=watch
+        )
+        saver: Any = job
+        saver._save_checkpoint = _saving(saver._save_checkpoint, place)
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         job.train(resume_from_checkpoint=last)
         job.save_model(str(folder / "export"))
@@ -205,12 +185,4 @@ def _contents(path: Path) -> list[tuple[str, Any]]:
         return [*sorted((file.metadata() or {}).items()), *tensors]
 
 
-TRAINEES: dict[str, Trainee] = {"ours": Ours(), "transformers": TransformersTrainer()}
-
-
-def _marking(function: Callable[..., Any], mark: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
-    def marked(*arguments: Any, **keywords: Any) -> Any:
-        with mark():
-            return function(*arguments, **keywords)
-
-    return marked
+TRAINEES: dict[str, Ours | TransformersTrainer] = {"ours": Ours(), "transformers": TransformersTrainer()}

@@ -6,20 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import fused_loss, optimizers
+from benchmarks import optimizers
 from benchmarks.__main__ import main
-from benchmarks.padding import docstrings
+from benchmarks.texts import docstrings
 
 
 def test_optimizers_are_compared_on_real_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(optimizers, "SIZES", {"small": {"n_embd": 64, "n_layer": 1, "n_head": 2}})
+    monkeypatch.setattr(optimizers, "SIZES", {"small": (1, 64, 2)})
     monkeypatch.setattr(optimizers, "HELD_OUT", 8)
     monkeypatch.setattr(optimizers, "available", lambda: (["adamw_torch_fused", "adamw_anyprecision", "muon"], ["one"]))
-    monkeypatch.setattr(optimizers, "docstrings", lambda: docstrings(300))
+    monkeypatch.setattr(optimizers, "docstrings", lambda longest: docstrings(longest, 300))
     assert main(["optimizers", "--steps", "12", "--output", str(tmp_path)]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "optimizers.json").read_text())["optimizers"]}
     assert rows["adamw_torch_fused"]["state_bytes"] == pytest.approx(8, abs=0.01)
@@ -28,20 +27,6 @@ def test_optimizers_are_compared_on_real_text(
     assert rows["adamw_torch_fused"]["over_adamw"] == 1.0
     assert all(row["loss"] < 5.5 for row in rows.values())  # ln 256 = 5.55
     assert "goal: loss within 1% of adamw_torch_fused's" in capsys.readouterr().out
-
-
-def test_live_peak_is_what_was_alive_at_once() -> None:
-    with fused_loss.LivePeak() as seen:
-        first = torch.ones(1000)
-        view = first[:10]
-        del first
-        second = torch.ones(500)  # the first storage lives on in its view
-        del view
-        third = torch.ones(250)
-    assert seen.peak == 4 * 1500
-    assert seen.now == 4 * 750
-    del second, third
-    assert seen.now == 0
 
 
 def test_fused_loss_needs_less_and_loses_nothing(tmp_path: Path) -> None:

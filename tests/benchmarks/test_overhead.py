@@ -33,9 +33,9 @@ def test_a_loop_does_the_work_of_the_plain_one(kind: type[Contender]) -> None:
     if reason:
         pytest.skip(reason)
     (row,) = measure_overhead(rounds=2, steps=3, kinds=(kind,))
-    assert row.name == kind.name
-    assert row.step_ms > 0
-    assert row.low_ms <= row.extra_ms <= row.high_ms
+    assert row["name"] == kind.name
+    assert row["step_ms"] > 0
+    assert row["low_ms"] <= row["extra_ms"] <= row["high_ms"]
 
 
 def test_a_loop_that_does_less_is_found_out() -> None:

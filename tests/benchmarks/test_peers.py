@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.__main__ import main
-from benchmarks.peers_job import SOLUTIONS, Watch
+from benchmarks.peers import SOLUTIONS
 from tests.test_demo import needs_packages
 
 
@@ -30,20 +30,3 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 
 def test_goals_are_about_solutions() -> None:
     assert {peers.OURS, *peers.GOALS} == SOLUTIONS.keys()
-
-
-def test_the_clock_stands_while_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def others_take_100_seconds() -> None:
-        nonlocal now
-        now += 100
-
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    watch = Watch(others_take_100_seconds)
-    watch.training_starts()
-    for _ in range(9):
-        now += 1
-        watch.step_ends()
-    assert watch.seconds == 9
-    assert now == 9 + 3 * 100  # before the first step, after the fourth and after the eighth

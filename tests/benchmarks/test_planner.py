@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import planner
-from benchmarks.planner import ROWS, Result, Row, measure, notes
+from benchmarks.__main__ import main
+from benchmarks.planner import CASES, Case, Result, measure, notes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    (found,) = measure([Row("bert", Layout(micro_batch=2, recompute=True))])
+    (found,) = measure([Case("bert", Layout(micro_batch=2, recompute=True))])
     return found
 
 
@@ -37,7 +37,7 @@ def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, 
     assert told[0].startswith("states: 1 of 2 layouts exact (bert 1·1·1")
     assert told[2].startswith("would not fit although the plan says so, with its allowance of 5%: 1 (bert")
     monkeypatch.setattr(planner, "measure", lambda rows, advance: [result, differing])
-    assert planner.main(Namespace(workers=1, json=None, output=tmp_path)) == 1
+    assert main(["planner", "--workers", "1", "--output", str(tmp_path)]) == 1
     written = json.loads((tmp_path / "planner.json").read_text())
     assert [row["states_exact"] for row in written["rows"]] == [True, False]
     assert written["published"][0]["parameters"] == 1_313_722_368
@@ -46,8 +46,8 @@ def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_there_are_at_least_20_layouts_of_3_models_on_1_2_and_4_workers() -> None:
-    assert len(ROWS) >= 20
-    assert {row.model for row in ROWS} == {"gpt2", "llama", "bert"}
-    assert {row.layout.world for row in ROWS} == {1, 2, 4}
-    ways = {row.layout.partitioning for row in ROWS}
+    assert len(CASES) >= 20
+    assert {case.model for case in CASES} == {"gpt2", "llama", "bert"}
+    assert {case.layout.world for case in CASES} == {1, 2, 4}
+    ways = {case.layout.partitioning for case in CASES}
     assert ways == {"none", "zero-1", "zero-2", "zero-3", "fsdp"}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import corpus, preprocess
+from benchmarks import preprocess, texts
 from benchmarks.__main__ import main
-from benchmarks.corpus import write_corpus
 from benchmarks.preprocess import FAST, PLAIN, SAME, Place, Row
+from benchmarks.texts import write_corpus
 from rapidformer_templates.errors import DataError, RapidformerError
 
 absent = [name for name in ("megatron", "gigatoken") if importlib.util.find_spec(name) is None]
@@ -51,7 +51,7 @@ def test_a_smaller_corpus_begins_a_larger_one(tmp_path: Path, monkeypatch: pytes
     rows = [json.loads(line) for line in large.splitlines()]
     assert all(row["text"].strip() for row in rows)
     assert len({row["id"] for row in rows}) == len(rows)
-    monkeypatch.setattr(corpus, "_documents", lambda: iter([("one", "x" * 1_990_000)]))
+    monkeypatch.setattr(texts, "_documents", lambda: iter([("one", "x" * 1_990_000)]))
     with pytest.raises(DataError, match="this machine has 2 MB of text"):
         write_corpus(tmp_path / "all", 3)
 

@@ -1,12 +1,15 @@
-"""Real text that machines have: sources of Python packages, and Debian's WordNet glosses where they are installed."""
+"""Real text that machines have: sources and docstrings of Python, and Debian's WordNet glosses where they are."""
 
 from __future__ import annotations
 
+import ast
 import json
 import sysconfig
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
+from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.errors import DataError
 
 WORDNET = Path("/usr/share/wordnet")
@@ -39,8 +42,7 @@ def _documents() -> Iterator[tuple[str, str]]:
     glosses = _glosses()
     for name, text in _sources():
         yield name, text
-        for _, gloss in zip(range(50), glosses, strict=False):
-            yield gloss
+        yield from islice(glosses, 50)
 
 
 def _glosses() -> Iterator[tuple[str, str]]:
@@ -61,3 +63,18 @@ def _sources() -> Iterator[tuple[str, str]]:
                 continue  # a test of other encodings
             if text.strip() and len(text) <= LONGEST:
                 yield str(path.relative_to(root)), text
+
+
+def docstrings(longest: int, limit: int | None = None) -> TokenizedSamples:
+    """The docstrings of Python's library as bytes, each cut at ``longest``."""
+    return TokenizedSamples({"input_ids": Ragged(list(text[:longest]) for text in islice(_docstrings(), limit))})
+
+
+def _docstrings() -> Iterator[bytes]:
+    library = Path(sysconfig.get_path("stdlib"))
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    # Its packages, but neither site-packages nor the tests.
+    for file in sorted(library.glob("*.py")) + sorted(library.glob("[!_st]*/*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, owners) and (text := ast.get_docstring(node)):
+                yield text.encode()
