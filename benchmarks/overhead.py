@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from benchmarks.overhead_loops import CONTENDERS, Contender, Fabric, Ours
 from benchmarks.turns import Loop
 from rapidformer_templates.commands.bench.output import Advance, progress, why_absent
 from rapidformer_templates.errors import RapidformerError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FLAGS = (Flag("rounds", 60, "pairs of turns a loop"), Flag("steps", 25, "optimizer steps a turn"))
 
@@ -121,9 +124,14 @@ def answer(options: argparse.Namespace) -> Answer:
             {row["name"]: row["extra_ms"] for row in rows},
             ours=[Ours.name],
             errors=errors,
-            more=lambda axes: axes.axvline(GOAL_MS, color="black", linestyle=":"),  # the goal
+            more=_draw_goal,
         ),
     )
+
+
+def _draw_goal(axes: Axes) -> None:
+    axes.axvline(GOAL_MS, color="black", linestyle=":", label=f"goal: {GOAL_MS} ms")
+    axes.legend()
 
 
 def _goals(rows: list[dict[str, Any]]) -> str:

@@ -84,6 +84,7 @@ class Loop:
     def __init__(self, body: Callable[..., Any], *arguments: Any, process: bool = False) -> None:
         self._line, theirs = multiprocessing.Pipe()
         self._seconds = 0.0
+        self._name = getattr(body, "__qualname__", repr(body))
         if process:
             work = multiprocessing.get_context("spawn").Process(
                 target=_apart, args=(theirs, body, arguments), daemon=True
@@ -108,7 +109,7 @@ class Loop:
             self._line.send(steps)
             answer = self._line.recv()
         except (EOFError, OSError):
-            raise RapidformerError("the loop's process ended", where="benchmarks") from None
+            raise RapidformerError("the loop's process ended", where=self._name) from None
         if isinstance(answer, Exception):
             raise answer
         spent, self._seconds = answer - self._seconds, answer
