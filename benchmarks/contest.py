@@ -174,15 +174,16 @@ class Answer:
     status: int = 0
 
 
-def table(title: str, rows: Iterable[Any], columns: Columns) -> Table:
+def table(title: str, rows: Iterable[Any], columns: Columns, left: int = 1) -> Table:
     """A line for each row.
 
     Args:
         rows: figures by name; or whatever the columns are functions of.
+        left: columns of words, which begin at the left.
     """
     made = Table(title=title, title_justify="left")
     for number, heading in enumerate(columns):
-        made.add_column(heading, justify="right" if number else "left")
+        made.add_column(heading, justify="left" if number < left else "right")
     for row in rows:
         made.add_row(*(cell(row) if callable(cell) else cell.format_map(row) for cell in columns.values()))
     return made

@@ -277,7 +277,7 @@ def answer(options: argparse.Namespace) -> Answer:
     paper = "GPT of 1.3 B parameters on 4 devices of 32 GB, micro batch 1, global batch 4, fp16: MB a worker"
     return Answer(
         {"rows": rows, "published": reference},
-        Group(table(measured, rows, COLUMNS), table(paper, reference, PUBLISHED_COLUMNS)),
+        Group(table(measured, rows, COLUMNS, left=2), table(paper, reference, PUBLISHED_COLUMNS)),
         notes(results),
         partial(_draw, results),
         status=0 if all(result.exact and result.would_fit for result in results) else 1,

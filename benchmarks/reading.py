@@ -263,7 +263,7 @@ def answer(options: argparse.Namespace) -> Answer:
             ],
             "first_batch": first._asdict(),
         },
-        table("read a second, mean ± standard deviation over turns", rows, columns),
+        table("read a second, mean ± standard deviation over turns", rows, columns, left=2),
         _goals(contests, first) + ([f"absent: {PEER}: {absent}"] if absent else []),
         bars(
             f"{SAMPLES}, a second",
