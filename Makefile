@@ -13,7 +13,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
 
 demo: $(VENV)/.installed  ## fine-tune a pretrained model on 2,000 tweets with 2 workers
-	PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh $(DEMO)
+	$(BIN)/rapidformer demo --save $(DEMO)
 
 define LINT
 	$(BIN)/ruff check

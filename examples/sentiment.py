@@ -1,6 +1,6 @@
 """White-box fine-tuning: a pretrained model learns the sentiment of tweets, with hooks of your own.
 
-    MODEL=$(python -m rapidformer_templates.commands.bench.demo_data runs/demo-data)
+    MODEL=$(rapidformer demo --prepare)
     python examples/sentiment.py --config examples/sentiment.yaml --pretrained-model-name-or-path $MODEL
 
 It takes every flag of the black box. Hooks that are left out come from the task and the flags.

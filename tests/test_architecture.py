@@ -125,6 +125,11 @@ def test_rooms_import_downwards(path: Path) -> None:
     assert [room for room in sorted(rooms) if FLOOR[room] >= FLOOR[here]] == []
 
 
+def test_the_package_does_not_know_its_benchmarks() -> None:
+    """They come with a checkout alone, and import the package."""
+    assert [str(path) for path in MODULES if any(name.startswith("benchmarks") for name in _imports(_tree(path)))] == []
+
+
 OBJECTS = {named for switch in REGISTRY.switches for named in (switch.engine, switch.transform) if named}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer_templates.commands.bench.cli import _command_first, main
+from rapidformer_templates.commands.bench.cli import EVIDENCE, _command_first, main
 from rapidformer_templates.commands.bench.job_peers import PEERS
 from rapidformer_templates.commands.bench.measure import Request, _why_not, facts_of
 from rapidformer_templates.commands.bench.report import Report
@@ -16,6 +16,8 @@ from rapidformer_templates.commands.bench.runs import Run
 from rapidformer_templates.commands.bench.tables import MIXED_PRECISION, PARALLEL, TABLES, UTILISATION
 from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.registry import switch_options
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -63,6 +65,17 @@ def test_a_table_is_a_command() -> None:
         ["mfu", "--scale", "tiny"],
     ):
         assert _command_first(words) == ["mfu", "--scale", "tiny"]
+
+
+@pytest.mark.parametrize("name", EVIDENCE)
+def test_evidence_is_asked_for_in_a_checkout(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (ROOT / "benchmarks" / f"{name.replace('-', '_')}.py").exists()
+    assert main([name, "--output", "results"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {name} is evidence for docs/benchmarks.md, which comes with the repository and not with the package\n"
+        f"  where  rapidformer bench {name}\n"
+        f"  help   in the root of a checkout: python -m benchmarks {name} --output results\n"
+    )
 
 
 def test_unknown_scales_tables_and_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 import torch
-from tests.parity.jobs import CausalJob
 
 from rapidformer_templates.models.label_use import label_use
+from tests.parity.jobs import CausalJob
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 

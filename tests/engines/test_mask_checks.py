@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.test_outcomes import CountReads
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -24,6 +23,7 @@ from rapidformer_templates import Data, Trainer
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.mask_checks import answered, watch_positions
+from tests.engines.test_outcomes import CountReads
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 CONFIGS = {

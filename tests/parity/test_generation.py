@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rapidformer_templates import Finetuner, Trainer
-from rapidformer_templates.commands.bench.demo_data import demo_model_folder
+from rapidformer_templates.commands.demo import demo_model_folder
 from tests.worker_group import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")

@@ -55,7 +55,7 @@ def build(kind: str) -> nn.Module:
     if kind == "pretrained":
         from transformers import AutoModel
 
-        from rapidformer_templates.commands.bench.demo_data import demo_model_folder
+        from rapidformer_templates.commands.demo import demo_model_folder
 
         return AutoModel.from_pretrained(demo_model_folder())
     return jobs[kind](["--lr", "1e-3"]).make()  # type: ignore[no-any-return]

@@ -45,6 +45,7 @@ commands:
   rapidformer doctor            what this machine has, what does not work, and what to do about it
   rapidformer data …            make, join and check data sets for pretraining
   rapidformer bench …           measure
+  rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
 
 Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
 
@@ -106,6 +107,10 @@ def _dispatch(words: list[str]) -> int:
         from rapidformer_templates.commands.data import main as data
 
         return data(rest)
+    if command == "demo":
+        from rapidformer_templates.commands.demo import main as demo
+
+        return demo(rest)
     if command == "--version":
         print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
         return 0
@@ -116,8 +121,9 @@ def _dispatch(words: list[str]) -> int:
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
-        near = difflib.get_close_matches(command, [*commands, "data", "bench"], n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join([*commands, 'data', 'bench'])}"
+        known = [*commands, "data", "bench", "demo"]
+        near = difflib.get_close_matches(command, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(known)}"
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     from rapidformer_templates.commands.train import run
 
@@ -127,7 +133,7 @@ def _dispatch(words: list[str]) -> int:
 def help_text() -> str:
     """Commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
-    parser.usage = "rapidformer [plan | switches | explain | doctor | data | bench] [flags]"
+    parser.usage = "rapidformer [plan | switches | explain | doctor | data | bench | demo] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser.format_help()
 

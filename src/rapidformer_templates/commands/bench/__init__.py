@@ -1,1 +1,1 @@
-"""Benchmarks: ``rapidformer bench NAME``; what each measures stands in docs/benchmarks.md."""
+"""``rapidformer bench NAME``: what a user asks about his own machine; docs/bench.md. Peers: ``benchmarks/``."""

@@ -68,6 +68,12 @@ def why_absent(module: str, package: str) -> str | None:
     return None
 
 
+def in_short(why: str) -> str:
+    """The line of an error text that says what is wrong; all of it is in the JSON."""
+    lines = why.splitlines()
+    return next((line for line in lines if line.startswith("error")), lines[-1])
+
+
 def put_out(
     options: argparse.Namespace,
     name: str,

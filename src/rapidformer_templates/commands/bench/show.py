@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from rapidformer_templates.commands.bench.output import spread
+from rapidformer_templates.commands.bench.output import in_short, spread
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def notes(report: Report) -> list[str]:
         if goal and share is not None:
             reached = "reached" if share >= goal else "missed"
             lines.append(f"{name}: utilisation {share:.3f}; goal {goal:.2f}: {reached}")
-    lines += [f"{name} did not run: {_in_short(why)}" for name, why in report.absent.items()]
+    lines += [f"{name} did not run: {in_short(why)}" for name, why in report.absent.items()]
     for name, why in WHY_DIFFERENT.items():
         if name in report.runs and name in report.expected:
             lines.append(f"{name}: {why}")
@@ -172,12 +172,6 @@ def notes(report: Report) -> list[str]:
     if report.device == "cpu":
         lines.append("peak MB is resident memory, the interpreter and its libraries included ('without model')")
     return [*lines, *report.of.notes]
-
-
-def _in_short(why: str) -> str:
-    """The line of an error text that says what is wrong; all of it is in the JSON."""
-    lines = why.splitlines()
-    return next((line for line in lines if line.startswith("error")), lines[-1])
 
 
 def draw(axes: Axes, report: Report) -> None:

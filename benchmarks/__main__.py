@@ -1,0 +1,71 @@
+"""``python -m benchmarks NAME``: evidence for docs/benchmarks.md, in the root of a checkout of the repository."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rapidformer_templates.commands.bench.output import put_out
+from rapidformer_templates.errors import RapidformerError
+
+QUESTIONS = {
+    "overhead": "milliseconds a step over a plain loop",
+    "peers": "the demo's job beside transformers' Trainer",
+    "faults": "kill -9 at random moments, and go on",
+    "saving": "how fast a state is durably on the disk",
+    "reading": "how fast an indexed data set is read",
+    "preprocess": "raw text to indexed data sets",
+    "padding": "useful tokens/s of each way to batch",
+    "packing": "documents of a row apart with and without a mask",
+    "graph": "ONNX Runtime and inductor beside eager",
+    "planner": "memory that a plan predicts, beside real steps",
+    "moe": "a mixture of experts beside the dense model",
+    "optimizers": "state, loss and time of each optimizer",
+    "fused-loss": "memory and time with and without logits",
+}
+"""Each is a module that declares ``FLAGS`` and has a function ``answer``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer one question: print its table and goals, and write the files that are asked for.
+
+    Returns:
+        The exit status: 0; 1 if ``faults`` found a run of this library that was not the uninterrupted one, ``graph``
+        another loss than eager's, or what the ``planner`` predicted does not hold; 2 for a mistake in the command.
+        A missed speed goal is a result, not an error.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    options = _parser(words).parse_args(words)
+    try:
+        found = _module(options.question).answer(options)
+        put_out(options, options.question, found.figures, found.table, found.notes, found.draw)
+    except RapidformerError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_status
+    return int(found.status)
+
+
+def _module(question: str) -> Any:
+    return import_module(f"benchmarks.{question.replace('-', '_')}")
+
+
+def _parser(asked: Collection[str] = tuple(QUESTIONS)) -> argparse.ArgumentParser:
+    """With the flags of the questions that are asked; others are not imported."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Lay this library beside its peers.")
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    output.add_argument("--output", type=Path, metavar="DIR", help="write NAME.json and, where there is one, NAME.png")
+    commands = parser.add_subparsers(required=True, metavar="NAME", help="what to measure", dest="question")
+    for question, text in QUESTIONS.items():
+        command = commands.add_parser(question, parents=[output], help=text, description=text)
+        for flag in _module(question).FLAGS if question in asked else ():
+            flag.add(command)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""``benchmarks fused-loss``: peak of memory and time of a step with and without the logits of all tokens.
+
+One process trains two copies of a small GPT-2 with its whole vocabulary, in turns. The peak is that of the tensors
+alive, taken in steps of their own because watching takes time, and that of the process as the system counts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.contest import Answer, Columns, Contest, Flag, Row, bars, table
+from benchmarks.models import gpt2
+from rapidformer_templates.commands.bench.output import Advance, progress
+from rapidformer_templates.commands.bench.worker import peak_mb, resident_mb
+from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.fused_loss.memory import saved_bytes
+from rapidformer_templates.switches.fused_loss.transform import fuse_loss
+from rapidformer_templates.system.host_memory import give_freed_memory_back
+
+FLAGS = (
+    Flag("vocabulary", 50257, "words"),
+    Flag("rows", 2, "samples of a batch"),
+    Flag("length", 512, "tokens of a sample"),
+    Flag("hidden", 128, "hidden size, a multiple of 64"),
+    Flag("layers", 2, "blocks"),
+    Flag("rounds", 5, "timed steps of each way"),
+    Flag("bf16", False, "bf16 autocast"),
+)
+
+SEED, WARMUP = 0, 1
+PLAIN, FUSED = "whole logits", "fused"
+
+
+class Contender:
+    """A model whose loss is taken in one way.
+
+    Attributes:
+        loss: of the last step.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
+        torch.manual_seed(SEED)
+        heads = max(1, options.hidden // 64)
+        model = gpt2(options.layers, options.hidden, heads, options.vocabulary, options.length).to(device).train()
+        building: Any = SimpleNamespace(workers=SimpleNamespace(device=device))
+        self.model = fuse_loss(model, building) if name == FUSED else model
+        self.half = options.bf16
+        self.device = device
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = torch.randint(0, options.vocabulary, (options.rows, options.length), device=device)
+        self.loss = 0.0
+
+    def step(self) -> None:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.half):
+            loss = self.model(input_ids=self.batch, labels=self.batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loss = float(loss.detach())
+
+    def peak(self) -> tuple[float, float | None]:
+        """(peak of the tensors made in a step, growth of the process) in MB (10^6 bytes)."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.step()
+            return (torch.cuda.max_memory_allocated() - before) / 1e6, None
+        state = [value for kept in self.optimizer.state.values() for value in kept.values()]
+        with LiveStorages(known=[*self.model.parameters(), *self.model.buffers(), *state, self.batch]) as seen:
+            before = seen.live
+            self.step()
+        return (seen.peak - before) / 1e6, _growth(self.step)
+
+
+def _growth(body: Callable[[], None]) -> float | None:
+    """By how much the resident memory of this process was larger at most than before, MB; Linux alone tells."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
+    except OSError:
+        return None
+    before = resident_mb()
+    body()
+    return round(peak_mb("cpu") - before, 1)
+
+
+def measure(options: argparse.Namespace, device: torch.device, advance: Advance = lambda text: None) -> list[Row]:
+    """Both ways, in turns: peaks of memory, the median of a step's time, and the loss of the last step."""
+    contenders = {name: Contender(name, options, device) for name in (PLAIN, FUSED)}
+    contest = Contest({name: contender.step for name, contender in contenders.items()})
+    for contender in contenders.values():
+        for _ in range(WARMUP):
+            contender.step()
+    peaks = {name: contender.peak() for name, contender in contenders.items()}
+    contest.run(options.rounds, advance=advance)
+    return [
+        {
+            "name": name,
+            "peak_mb": round(peaks[name][0], 1),
+            "rss_mb": peaks[name][1],
+            "step_ms": round(statistics.median(contest.seconds[name]) * 1000, 2),
+            "loss": contender.loss,
+        }
+        for name, contender in contenders.items()
+    ]
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        give_freed_memory_back()  # else the process keeps what the other way has freed
+    with progress("fused-loss", options.rounds) as advance:
+        rows = measure(options, device, advance)
+    tokens = options.rows * options.length
+    predicted = saved_bytes(tokens, options.vocabulary, half=options.bf16, device=device.type) / 1e6
+    sizes = {"vocab_size": options.vocabulary, "n_positions": options.length, "n_embd": options.hidden}
+    sizes |= {"n_layer": options.layers, "n_head": max(1, options.hidden // 64)}
+    settings = {"sizes": sizes, "tokens": tokens, "bf16": options.bf16, "device": device.type}
+    columns: Columns = {
+        "loss": "{name}",
+        "peak of tensors, MB": "{peak_mb:,.0f}",
+        "process, MB": lambda row: "" if row["rss_mb"] is None else f"{row['rss_mb']:,.0f}",
+        "step, ms": "{step_ms:,.0f}",
+    }
+    plain, fused = rows
+    return Answer(
+        {**settings, "predicted_saving_mb": round(predicted, 1), "ways": rows},
+        table(f"fused loss: {tokens:,} tokens, {options.vocabulary:,} words, hidden {options.hidden}", rows, columns),
+        [
+            f"peak of tensors: {fused['peak_mb'] / plain['peak_mb']:.2f} × "
+            f"(the planner expects {predicted:,.0f} MB less)",
+            f"time of a step: {fused['step_ms'] / plain['step_ms']:.2f} ×",
+            f"loss: {fused['loss']:.6f} and {plain['loss']:.6f}",
+        ],
+        bars(
+            "peak of tensors alive in a step, MB",
+            {row["name"]: row["peak_mb"] for row in rows},
+            ours=[FUSED],
+            texts=[f"{row['step_ms']:,.0f} ms a step" for row in rows],
+        ),
+    )

@@ -1,0 +1,258 @@
+"""``benchmarks graph``: BERT's fine-tuning step as torch runs it, and through graphs that ONNX Runtime or inductor run.
+
+Every solution is a run of this library in a process of its own, so that its memory is its own. All take turns of a few
+steps. Dropout is on; on a CPU eager and ONNX Runtime draw the same masks, so both must come to the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from benchmarks.contest import Answer, Columns, Contest, Flag, Row, bars, table, verdict
+from benchmarks.turns import Loop, StepDone
+from rapidformer_templates.commands.bench.output import Advance, in_short, progress, spread
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.planning.environment import detect_gpu
+from rapidformer_templates.run.meter import peak_memory_mb
+from rapidformer_templates.switches.onnx_runtime.receipt import seconds_in_graphs
+from rapidformer_templates.trainer import Trainer
+
+FLAGS = (
+    Flag(
+        "scale",
+        "small",
+        "small: BERT-base on 128 tokens; paper: on 512; tiny: for trying out",
+        choices=("tiny", "small", "paper"),
+    ),
+    Flag("rounds", 8, "turns of each solution"),
+    Flag("steps", 2, "optimizer steps a turn"),
+    Flag("inductor", False, "beside it torch.compile's inductor: minutes more"),
+    Flag("all", False, "also what this device is slow at"),
+    Flag("device", "auto", "where; auto: a GPU, if there is one", choices=("auto", "cpu", "cuda")),
+)
+
+WARMUP, SEED = 3, 0
+"""Steps of each run before the first that counts: graphs are made in them."""
+
+GOAL = 1.10
+"""ONNX Runtime's samples a second over eager's, both in fp32."""
+
+SAME_LOSS = 1e-3
+"""How far the losses of the last step may be apart, as a share."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is trained: a BERT, samples of ``length`` tokens, ``batch`` of them a step."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    batch: int
+
+
+SCALES = {
+    "tiny": Scale(2, 32, 2, 128, 16, 4),
+    "small": Scale(12, 768, 12, 30522, 128, 8),
+    "paper": Scale(12, 768, 12, 30522, 512, 16),
+}
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A way to run the step.
+
+    Attributes:
+        flags: that ask for it.
+        published: samples/s and peak MB on 4 GPUs of 32 GB [B].
+        own_masks: whether it draws other masks of dropout than eager, and comes to another loss.
+    """
+
+    flags: str
+    published: tuple[float, int] | None = None
+    own_masks: bool = False
+
+
+EAGER, ORT = "fp32", "ORT"
+SOLUTIONS = {
+    EAGER: Solution("", (479.15, 2112)),
+    "mixed": Solution("--mixed-precision", (589.66, 2127)),
+    ORT: Solution("--onnx-runtime-training", (554.24, 2430)),
+    "ORT + mixed": Solution("--onnx-runtime-training --mixed-precision", (614.70, 2289)),
+    "inductor": Solution("--torch-compile", own_masks=True),
+}
+SLOW = {"cpu": {"mixed": "a CPU is slow at 16 bits (--all measures it)"}, "cuda": {}}
+INDUCTOR = "it compiles for minutes (--inductor measures it)"
+
+
+class Job(Trainer):
+    """Fine-tuning on samples of one length, which sleeps while others have their turn."""
+
+    scale: Scale
+    step_done: StepDone
+    before = 0.0  # seconds in graphs until the end of the warm-up
+    loss = float("nan")
+
+    def build_model(self) -> nn.Module:
+        scale = self.scale
+        sizes: dict[str, Any] = {"hidden_size": scale.hidden, "num_hidden_layers": scale.layers}
+        sizes |= {"num_attention_heads": scale.heads, "intermediate_size": 4 * scale.hidden}
+        return BertForSequenceClassification(BertConfig(vocab_size=scale.vocabulary, **sizes))
+
+    def build_data(self) -> Data:
+        draw = np.random.default_rng(SEED)
+        ids = torch.from_numpy(draw.integers(0, self.scale.vocabulary, (64, self.scale.length)))
+        samples = [{"input_ids": row, "labels": int(row[0]) % 2} for row in ids]
+        return Data(train=samples, collate=_collate)
+
+    def model_was_built(self, model: nn.Module) -> None:
+        super().model_was_built(model)
+        self.model = model
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if self.step_done.is_last:
+            self.loss = float(result.loss)  # waits for the device
+        if step == WARMUP:
+            self.before = seconds_in_graphs(self.model)
+        self.step_done()
+
+
+def _collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.stack([sample["input_ids"] for sample in samples])
+    labels = torch.tensor([sample["labels"] for sample in samples])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def train(step_done: StepDone, flags: str, scale: Scale, total: int, device: str) -> Row:
+    """Train ``total`` steps: peak memory, the last loss, seconds in graphs after the warm-up, the receipt.
+
+    Raises:
+        RapidformerError: the flags are refused, or cannot be followed.
+    """
+    sizes = f"--micro-batch-size {scale.batch} --train-iters {total} --device {device} --no-save"
+    job = Job(f"{sizes} --lr 1e-5 --log-interval {total} --seed {SEED} {flags}".split())
+    job.scale, job.step_done = scale, step_done
+    receipts = job.fit()["receipts"]
+    figures = {"peak_mb": peak_memory_mb(torch.device(device)), "loss": job.loss}
+    return {
+        **figures,
+        "in_graphs": seconds_in_graphs(job.model) - job.before,
+        "onnx_runtime": receipts.get("onnx_runtime"),
+    }
+
+
+def measure(
+    names: list[str], scale: Scale, rounds: int, steps: int, device: str, advance: Advance = lambda text: None
+) -> tuple[list[Row], dict[str, str]]:
+    """Train in all ways, eager among them, in turns: the rows, and why others did not run."""
+    absent: dict[str, str] = {}
+    total = WARMUP + rounds * steps
+    with ExitStack() as stack:
+        loops = {
+            name: stack.enter_context(closing(Loop(train, SOLUTIONS[name].flags, scale, total, device, process=True)))
+            for name in names
+        }
+        for name, loop in list(loops.items()):
+            try:
+                loop.advance(WARMUP)
+            except RapidformerError as error:
+                absent[name] = error.message
+                del loops[name]
+        contest = Contest(
+            {name: partial(loop.advance, steps) for name, loop in loops.items()}, work=scale.batch * steps
+        )
+        contest.run(rounds, advance=advance)
+        return [_row(name, contest, loop.finish()) for name, loop in loops.items()], absent
+
+
+def _row(name: str, contest: Contest, ended: Row) -> Row:
+    """Speed over all turns and its deviation; over eager's, the median; the share of its time in ONNX Runtime."""
+    share = ended.pop("in_graphs") / sum(contest.seconds[name])
+    return {
+        "name": name,
+        "samples_per_second": round(contest.rate(name), 3),
+        "deviation": round(spread(contest.rates(name)), 3),
+        "over_eager": round(contest.ratio(name, over=EAGER), 4),
+        "share_in_graphs": round(share, 4),
+        **ended,
+    }
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    device = ("cuda" if detect_gpu() else "cpu") if options.device == "auto" else options.device
+    scale = SCALES[options.scale]
+    left_out = {} if options.all else dict(SLOW[device])
+    if not options.inductor:
+        left_out["inductor"] = INDUCTOR
+    names = [name for name in SOLUTIONS if name not in left_out]
+    with progress("graph", options.rounds) as advance:
+        rows, absent = measure(names, scale, options.rounds, options.steps, device, advance)
+    absent = left_out | absent
+    strayed = _strayed(rows)
+    title = f"{scale.layers} layers, hidden {scale.hidden}, {scale.length} tokens, batch {scale.batch}, 1 × {device}"
+    columns: Columns = {
+        "solution": "{name}",
+        "samples/s": "{samples_per_second:.2f} ± {deviation:.2f}",
+        "over fp32": "{over_eager:.3f}",
+        "peak MB": "{peak_mb:,.0f}",
+        "in ORT": lambda row: f"{row['share_in_graphs']:.0%} of the time" if row["onnx_runtime"] else "",
+        "published": lambda row: _published(row["name"]),
+    }
+    return Answer(
+        {
+            "scale": options.scale,
+            "model": asdict(scale),
+            "device": device,
+            "rounds": options.rounds,
+            "steps_a_turn": options.steps,
+            "solutions": rows,
+            "published": {name: solution.published for name, solution in SOLUTIONS.items()},
+            "absent": absent,
+        },
+        table(f"BERT fine-tuning, {title}", rows, columns),
+        [*_goal(rows), *strayed, *(f"{name} did not run: {in_short(why)}" for name, why in absent.items())],
+        bars(
+            "samples per second (orange: in ONNX Runtime)",
+            {row["name"]: row["samples_per_second"] for row in rows},
+            ours=[row["name"] for row in rows if row["onnx_runtime"]],
+            errors=[row["deviation"] for row in rows],
+            texts=[f"{row['over_eager']:.2f} ×, {row['peak_mb']:,.0f} MB" for row in rows],
+        ),
+        status=1 if strayed else 0,
+    )
+
+
+def _published(name: str) -> str:
+    """Samples/s, that over fp32's, and peak MB."""
+    base, own = SOLUTIONS[EAGER].published, SOLUTIONS[name].published
+    return f"{own[0]:.2f}, {own[0] / base[0]:.3f} ×, {own[1]:,} MB" if base and own else ""
+
+
+def _goal(rows: list[Row]) -> list[str]:
+    over = {row["name"]: row["over_eager"] for row in rows}.get(ORT)
+    if over is None:
+        return []
+    return [f"goal: ORT at {GOAL:.2f} × the samples/s of eager fp32: {verdict(over >= GOAL)} ({over:.3f} ×)"]
+
+
+def _strayed(rows: list[Row]) -> list[str]:
+    """Solutions in fp32 with eager's masks whose loss is not eager's."""
+    expected = next(row["loss"] for row in rows if row["name"] == EAGER)
+    return [
+        f"{row['name']}: the last loss is {row['loss']:.6f}, eager's is {expected:.6f}"
+        for row in rows
+        if not ("mixed" in row["name"] or SOLUTIONS[row["name"]].own_masks)
+        and abs(row["loss"] - expected) > SAME_LOSS * abs(expected)
+    ]

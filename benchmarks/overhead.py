@@ -1,0 +1,143 @@
+"""``benchmarks overhead``: what a training loop costs besides the training, in milliseconds a step.
+
+Each loop is paired with a plain PyTorch loop of its own. The two take turns of a few steps, and what is reported is the
+median of the differences within the pairs: the noise of a shared machine is larger than the overhead, but it hits both.
+The pair plain against plain is the null control; its distance from zero is what the method cannot see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from benchmarks.contest import Answer, Contest, Flag, bars, bootstrap, table, verdict
+from benchmarks.overhead_loops import CONTENDERS, Contender, Fabric, Ours
+from benchmarks.turns import Loop
+from rapidformer_templates.commands.bench.output import Advance, progress, why_absent
+from rapidformer_templates.errors import RapidformerError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FLAGS = (Flag("rounds", 60, "pairs of turns a loop"), Flag("steps", 25, "optimizer steps a turn"))
+
+WARMUP = 50
+"""Steps of each loop before the first that counts."""
+
+GOAL_MS = 0.15
+PLAIN = "plain"
+
+
+def measure_overhead(
+    rounds: int, steps: int, kinds: tuple[type[Contender], ...] = CONTENDERS, advance: Advance = lambda text: None
+) -> list[dict[str, Any]]:
+    """The loops, each beside a plain one, with milliseconds a step: its own, the plain one's, and the median of the
+    differences with its 95 % interval (bootstrap over the pairs).
+
+    Raises:
+        RapidformerError: a loop did not do the work of the plain one.
+    """
+    total = WARMUP + rounds * steps + 1  # one more, so that no loop comes to its end
+    with _one_thread(), ExitStack() as stack:
+        pairs = []
+        for kind in kinds:
+            both = (Contender(total), kind(total))
+            loops = [stack.enter_context(closing(Loop(one.run))) for one in both]
+            _warm_up(both, loops)
+            ways = zip((PLAIN, kind.name), loops, strict=True)
+            pairs.append(Contest({name: partial(loop.advance, steps) for name, loop in ways}, work=steps))
+        for number in range(rounds):
+            for pair in pairs:
+                pair.round()
+            advance(f"round {number + 1}")
+    return [_row(pair) for pair in pairs]
+
+
+def _warm_up(both: tuple[Contender, Contender], loops: list[Loop]) -> None:
+    """Run both for a while; they must come to the same loss, or they do not do the same work.
+
+    Later is too late to compare: over hundreds of steps rounding alone drives any two loops apart.
+    """
+    for loop in loops:
+        loop.advance(WARMUP)
+    expected, actual = (float(one.model.last_loss) for one in both)
+    if abs(actual - expected) > 1e-4 * abs(expected):
+        raise RapidformerError(
+            f"{both[1].name} reached the loss {actual}, the plain loop {expected}: not the same work",
+            where="benchmarks overhead",
+        )
+
+
+def _row(pair: Contest) -> dict[str, Any]:
+    plain, own = (np.array(seconds) * 1000 / pair.work for seconds in pair.seconds.values())
+    low, high = bootstrap(lambda extra: np.median(extra, axis=1), own - plain)
+    figures: dict[str, Any] = {"step_ms": np.median(own), "plain_ms": np.median(plain)}
+    figures |= {"extra_ms": np.median(own - plain), "low_ms": low, "high_ms": high}
+    return {"name": list(pair.ways)[1]} | {key: round(float(figure), 4) for key, figure in figures.items()}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A step of 2 ms gains nothing from more threads, and every loop's would stand in the others' way.
+
+    Collected garbage and frozen survivors: a collection of everything that was imported would hit
+    one loop at random for many milliseconds.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(threads)
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    reasons = {kind.name: why_absent(kind.module, kind.package) for kind in CONTENDERS}
+    absent = {name: reason for name, reason in reasons.items() if reason}
+    present = tuple(kind for kind in CONTENDERS if kind.name not in absent)
+    with progress("overhead", options.rounds) as advance:
+        rows = measure_overhead(options.rounds, options.steps, present, advance)
+    columns = {
+        "loop": "{name}",
+        "ms a step": "{step_ms:.3f}",
+        "plain loop beside it": "{plain_ms:.3f}",
+        "extra ms": "{extra_ms:+.3f}",
+        "95 % interval": "{low_ms:+.3f} … {high_ms:+.3f}",
+    }
+    errors = [[row["extra_ms"] - row["low_ms"] for row in rows], [row["high_ms"] - row["extra_ms"] for row in rows]]
+    return Answer(
+        {"rounds": options.rounds, "steps_a_turn": options.steps, "loops": rows, "absent": absent},
+        table("overhead of training loops, ms a step", rows, columns),
+        [_goals(rows), *(f"absent: {name}: {reason}" for name, reason in absent.items())],
+        bars(
+            "extra milliseconds a step over a plain PyTorch loop",
+            {row["name"]: row["extra_ms"] for row in rows},
+            ours=[Ours.name],
+            errors=errors,
+            more=_draw_goal,
+        ),
+    )
+
+
+def _draw_goal(axes: Axes) -> None:
+    axes.axvline(GOAL_MS, color="black", linestyle=":", label=f"goal: {GOAL_MS} ms")
+    axes.legend()
+
+
+def _goals(rows: list[dict[str, Any]]) -> str:
+    extra = {row["name"]: row["extra_ms"] for row in rows}
+    ours, fabric = extra[Ours.name], extra.get(Fabric.name)
+    line = f"goal: at most {GOAL_MS} ms over the plain loop: {verdict(ours <= GOAL_MS)} ({ours:+.3f} ms)"
+    if fabric is not None:
+        line += f"; at most a third of Fabric's {fabric:+.3f} ms: {verdict(ours <= fabric / 3)}"
+    return line

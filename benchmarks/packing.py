@@ -1,0 +1,108 @@
+"""``benchmarks packing``: documents of a row kept apart by a matrix of tokens × tokens, and one by one without it."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.contest import Answer, Contest, Flag, Row, table
+from rapidformer_templates.commands.bench.output import progress
+from rapidformer_templates.commands.bench.worker import peak_mb
+from rapidformer_templates.switches.flash_attention.kernels import NAMES
+
+FLAGS = (Flag("rounds", 10, "steps of each way"), Flag("tokens", 2048, "of a row"))
+
+MASK, DOCUMENTS = "a mask of the row", "document by document"
+WAYS = {MASK: "sdpa", DOCUMENTS: NAMES["flash"]}  # attention functions of transformers
+ROWS = 2
+SEED = 0
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(SEED)
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes, max_position_embeddings=1 << 16, use_cache=False))
+
+
+def make_batch(tokens: int) -> dict[str, torch.Tensor]:
+    """Rows that are full of documents, whose lengths are log-normal with a mean of 97."""
+    draw = np.random.default_rng(SEED)
+    positions = np.empty((ROWS, tokens), dtype=np.int64)
+    for row in positions:
+        filled = 0
+        while filled < tokens:
+            length = min(1 + int(draw.lognormal(4.2, 0.85)), tokens - filled)
+            row[filled : filled + length] = np.arange(length)
+            filled += length
+    ids = torch.from_numpy(draw.integers(0, 512, (ROWS, tokens)))
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.from_numpy(positions)}
+
+
+def step(model: LlamaForCausalLM, batch: dict[str, torch.Tensor], way: str) -> float:
+    """Forward and backward; the loss."""
+    model.set_attn_implementation(WAYS[way])
+    loss = model(**batch).loss
+    loss.backward()
+    model.zero_grad()
+    return float(loss.detach())
+
+
+def memory_of(way: str, tokens: int) -> float:
+    """Megabytes that a step adds to the peak of a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak_of_a_step, (way, tokens, torch.get_num_threads()))
+
+
+def _peak_of_a_step(way: str, tokens: int, threads: int) -> float:
+    torch.set_num_threads(threads)
+    model = make_model()
+    step(model, make_batch(64), way)  # what is allocated once and for all
+    batch, before = make_batch(tokens), peak_mb("cpu")
+    step(model, batch, way)
+    return peak_mb("cpu") - before
+
+
+def measure_packing(rounds: int, tokens: int) -> list[Row]:
+    """Both ways in turns, forward and backward; and what the first step adds to a fresh process's peak of memory."""
+    model, batch = make_model(), make_batch(tokens)
+    losses = [step(model, batch, way) for way in WAYS]
+    assert np.allclose(losses[0], losses[1], rtol=1e-5), losses
+
+    def turn(way: str) -> None:
+        step(model, batch, way)
+
+    contest = Contest({way: partial(turn, way) for way in WAYS}, work=ROWS * tokens)
+    with progress("packing", rounds) as advance:
+        contest.run(rounds, advance=advance)
+    return [
+        {
+            "name": way,
+            "tokens_per_second": round(float(np.median(contest.rates(way)))),
+            "over_mask": round(contest.ratio(way, over=MASK), 3),
+            "step_megabytes": round(memory_of(way, tokens), 1),
+        }
+        for way in WAYS
+    ]
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    rows = measure_packing(options.rounds, options.tokens)
+    documents = int((make_batch(options.tokens)["position_ids"] == 0).sum())
+    columns = {
+        "documents apart by": "{name}",
+        "tokens/s": "{tokens_per_second:,}",
+        "over the mask": "{over_mask:.2f} ×",
+        "MB a step": "{step_megabytes:,.0f}",
+    }
+    return Answer(
+        {"rounds": options.rounds, "tokens_a_row": options.tokens, "ways": rows},
+        table(f"packing: {ROWS} rows of {options.tokens:,} tokens, llama of 4 layers, 256 wide", rows, columns),
+        [f"{documents} documents, {ROWS * options.tokens / documents:.0f} tokens on average"],
+    )

@@ -1,0 +1,296 @@
+"""``benchmarks planner``: the memory that the planner predicts, beside what real steps of the same layouts take.
+
+Each layout trains some steps through the product's own engine in worker processes. Bytes of the states must be
+exactly those predicted; the peak of live storages is compared, and so are the estimates that DeepSpeed and
+Megatron publish for such layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+
+from benchmarks import planner_others, planner_worker
+from benchmarks.contest import Answer, Columns, Flag, Row, table
+from benchmarks.planner_worker import MODELS
+from rapidformer_templates.commands.bench.output import Advance, progress
+from rapidformer_templates.commands.bench.tables import PARALLEL
+from rapidformer_templates.commands.main import plan_request
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
+from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
+from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from rapidformer_templates.system import launch
+
+FLAGS = (Flag("workers", 4, "most worker processes"),)
+
+GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
+"""Errors of the peak, as shares."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of a model: a key of ``MODELS``."""
+
+    model: str
+    layout: Layout
+    precision: str = "fp32"
+
+    @property
+    def flags(self) -> list[str]:
+        narrow = [] if self.precision == "fp32" else ["--mixed-precision", self.precision]
+        return [*self.layout.flags(), *narrow]
+
+    @property
+    def name(self) -> str:
+        layout = self.layout
+        sizes = f"{layout.tensor}·{layout.pipeline}·{layout.data}"
+        ways = [layout.partitioning] if layout.partitioning != "none" else []
+        ways += ["recompute"] if layout.recompute else []
+        ways += ["sequence"] if layout.sequence_parallel else []
+        ways += [self.precision] if self.precision != "fp32" else []
+        return f"{sizes}  {layout.micro_batch}×{layout.accumulation}  {' '.join(ways)}".rstrip()
+
+
+CASES = (
+    Case("gpt2", Layout(micro_batch=4)),
+    Case("gpt2", Layout(micro_batch=2, accumulation=4)),
+    Case("gpt2", Layout(micro_batch=8, recompute=True)),
+    Case("llama", Layout(micro_batch=2), "bf16"),
+    Case("llama", Layout(micro_batch=1, accumulation=2, recompute=True), "bf16"),
+    Case("bert", Layout(micro_batch=8)),
+    Case("bert", Layout(micro_batch=4), "bf16"),
+    Case("gpt2", Layout(data=2, micro_batch=4)),
+    Case("llama", Layout(data=2, micro_batch=2, accumulation=2)),
+    Case("bert", Layout(data=2, micro_batch=4, recompute=True), "bf16"),
+    Case("gpt2", Layout(data=2, micro_batch=4, partitioning="fsdp")),
+    Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="fsdp"), "bf16"),
+    Case("llama", Layout(data=2, micro_batch=2, partitioning="zero-1")),
+    Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="zero-2")),
+    Case("bert", Layout(data=2, micro_batch=4, partitioning="zero-3")),
+    Case("gpt2", Layout(tensor=2, micro_batch=4)),
+    Case("gpt2", Layout(tensor=4, micro_batch=4)),
+    Case("llama", Layout(tensor=2, sequence_parallel=True, micro_batch=4)),
+    Case("bert", Layout(tensor=2, micro_batch=8, recompute=True)),
+    Case("gpt2", Layout(pipeline=2, micro_batch=2, accumulation=4)),
+    Case("llama", Layout(micro_batch=2, accumulation=4)),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4)),
+    Case("llama", Layout(pipeline=4, micro_batch=2, accumulation=4)),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute=True)),
+    Case("bert", Layout(pipeline=2, micro_batch=4, accumulation=2), "bf16"),
+    Case("llama", Layout(data=4, micro_batch=2, partitioning="fsdp", recompute=True)),
+    Case("llama", Layout(tensor=2, pipeline=2, micro_batch=2, accumulation=4)),
+    Case("gpt2", Layout(tensor=2, data=2, micro_batch=4, partitioning="zero-1")),
+    Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-2")),
+)
+"""Three models, 1, 2 and 4 workers, every engine."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case with what was predicted and measured; bytes.
+
+    Attributes:
+        predicted: of the worker that needs most.
+        held: states of each rank as predicted, and as the receipts tell.
+        measured: the greatest of the workers' usual peaks of live storages.
+        highest: the highest peak of any step of any worker.
+        allocator: by the record of torch's allocator; None on several workers.
+        resident_mb: the largest process.
+        others: what other estimators say.
+    """
+
+    case: Case
+    predicted: Memory
+    held: list[tuple[Held, Held]]
+    measured: int
+    highest: int
+    allocator: int | None
+    resident_mb: float
+    others: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """Of the peak, as a share; above zero is too much."""
+        return self.predicted.total / self.measured - 1
+
+    @property
+    def exact(self) -> bool:
+        """Whether the states are those predicted, on every rank, to the byte."""
+        return all(predicted == measured for predicted, measured in self.held)
+
+    @property
+    def would_fit(self) -> bool:
+        """Whether a device on which the plan says that this fits could hold its highest peak."""
+        return self.predicted.total * (1 + ALLOWANCE) >= self.highest
+
+    def to_json(self) -> Row:
+        states = self.predicted.parameters + self.predicted.optimizer  # all else at the peak lies beside them
+        return {
+            "model": self.case.model,
+            "layout": self.case.name,
+            "flags": self.case.flags,
+            "workers": self.case.layout.world,
+            "states_predicted": [vars(predicted) for predicted, _ in self.held],
+            "states_measured": [vars(measured) for _, measured in self.held],
+            "states_exact": self.exact,
+            "peak_predicted": vars(self.predicted) | {"total": self.predicted.total},
+            "peak_measured": self.measured,
+            "peak_highest": self.highest,
+            "peak_of_allocator": self.allocator,
+            "resident_mb": self.resident_mb,
+            "beside_states": {"predicted": self.predicted.total - states, "measured": self.measured - states},
+            "error": self.error,
+            "others": self.others,
+        }
+
+
+def measure(cases: Sequence[Case], advance: Advance = lambda text: None) -> list[Result]:
+    """Run the cases, those of one number of workers in one group of processes."""
+    results = []
+    for world in sorted({case.layout.world for case in cases}):
+        group = [case for case in cases if case.layout.world == world]
+        results += [_result(case, told) for case, told in zip(group, _run(group, world), strict=True)]
+        advance(f"{world} workers")
+    return results
+
+
+def _run(cases: Sequence[Case], world: int) -> list[list[dict[str, Any]]]:
+    """What each rank tells of each case."""
+    words = json.dumps([{"model": case.model, "workers": world, "flags": case.flags} for case in cases])
+    with tempfile.TemporaryDirectory(prefix="rf-") as folder:
+        command = [sys.executable, "-m", planner_worker.__name__, words, folder]
+        if world == 1:
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        else:
+            launch.run_workers(command, world)
+        files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(cases))]
+        return [[json.loads(file.read_text(encoding="utf-8")) for file in ranks] for ranks in files]
+
+
+def _result(case: Case, told: list[dict[str, Any]]) -> Result:
+    sizes, setting = MODELS[case.model], Setting(case.precision)
+    shapes = sizes.shapes()
+    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
+    measured = [Held(*(rank["held"][kind] for kind in kinds)) for rank in told]
+    recorded = [statistics.median(rank["allocator_peaks"]) for rank in told if rank["allocator_peaks"]]
+    return Result(
+        case,
+        predict(shapes, case.layout, setting),
+        list(zip(held_by_worker(shapes, case.layout, setting), measured, strict=True)),
+        measured=int(max(statistics.median(rank["peaks"]) for rank in told)),
+        highest=max(max(rank["peaks"]) for rank in told),
+        allocator=int(max(recorded)) if recorded else None,
+        resident_mb=max(rank["resident_mb"] for rank in told),
+        others=planner_others.estimates(shapes, case.layout, sizes.width, sizes.heads),
+    )
+
+
+COLUMNS: Columns = {
+    "model": "{model}",
+    "layout": "{layout}",
+    "states": lambda row: "exact" if row["states_exact"] else "differ",
+    "predicted": lambda row: f"{row['peak_predicted']['total'] / 1e6:.2f}",
+    "measured": lambda row: f"{row['peak_measured'] / 1e6:.2f}",
+    "error": "{error:+.1%}",
+    "beside states": lambda row: " / ".join(f"{value / 1e6:.2f}" for value in row["beside_states"].values()),
+    "allocator": lambda row: f"{row['peak_of_allocator'] / 1e6:.2f}" if row["peak_of_allocator"] else "–",
+    "DeepSpeed": lambda row: _other(row, "deepspeed"),
+    "Megatron": lambda row: _other(row, "megatron"),
+    "resident": "{resident_mb:.0f}",
+}
+
+
+def _other(row: Row, name: str) -> str:
+    estimate = row["others"].get(name)
+    return "–" if estimate is None else f"{estimate / 1e6:.1f} ({estimate / row['peak_measured'] - 1:+.0%})"
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """Errors against their goals."""
+    errors = [abs(result.error) for result in results]
+    median, worst = statistics.median(errors), max(errors)
+    inexact = [f"{result.case.model} {result.case.name}" for result in results if not result.exact]
+    beyond = [f"{result.case.model} {result.case.name}" for result in results if not result.would_fit]
+    return [
+        f"states: {len(results) - len(inexact)} of {len(results)} layouts exact" + _named(inexact),
+        f"peak: median error {median:.1%} (goal {GOAL_MEDIAN:.0%}), worst {worst:.1%} (goal {GOAL_WORST:.0%})",
+        f"would not fit although the plan says so, with its allowance of {ALLOWANCE:.0%}: {len(beyond)}"
+        + _named(beyond),
+        "DeepSpeed: its estimators of model states, on ZeRO rows; Megatron: sbh(34 + 5as/h) a block in 16 bits, and "
+        "16 bytes a parameter (Korthikanti et al., 2022); neither counts what is outside of the blocks",
+    ]
+
+
+def _named(names: list[str]) -> str:
+    return f" ({'; '.join(names)})" if names else ""
+
+
+PUBLISHED = (
+    "--model-type gpt2 --num-layers 24 --hidden-size 2048 --num-attention-heads 32 --seq-length 1024 "
+    "--max-position-embeddings 1024 --device cuda --world-size 4 --mixed-precision fp16"
+)
+"""The model of the published 3D table: 1.3 B parameters on 4 devices of 32 GB."""
+
+
+def published() -> list[Row]:
+    """Predicted MB of each layout of the published table."""
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+
+    subject = Subject(plan_request(PUBLISHED.split())[0], gpu=True)
+    rows = []
+    for solution in PARALLEL.solutions.values():
+        sizes = plan_request([*PUBLISHED.split(), *solution.flags])[0]
+        tensor, pipeline = sizes.get("tensor_model_parallel_size"), sizes.get("pipeline_model_parallel_size")
+        data = 4 // solution.divides
+        memory = predict(subject.shapes, Layout(tensor, pipeline, data, 1, 4 // data), Setting("fp16"))
+        row = {"tensor": tensor, "pipeline": pipeline, "data": data, "parameters": subject.facts.parameters}
+        row["states_mb"] = (memory.parameters + memory.gradients + memory.optimizer) / 1e6
+        rows.append({**row, "predicted_mb": memory.total / 1e6, "published_mb": solution.published[1]})
+    return rows
+
+
+PUBLISHED_COLUMNS = {
+    **{name: f"{{{name}}}" for name in ("tensor", "pipeline", "data")},
+    **{name: f"{{{name}_mb:,.0f}}" for name in ("states", "predicted", "published")},
+}
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    cases = [case for case in CASES if case.layout.world <= options.workers]
+    with progress("planner", len({case.layout.world for case in cases})) as advance:
+        results = measure(cases, advance)
+    rows, reference = [result.to_json() for result in results], published()
+    measured = "memory of a worker, MB: predicted and measured (tensor·pipeline·data, micro × accumulation)"
+    paper = "GPT of 1.3 B parameters on 4 devices of 32 GB, micro batch 1, global batch 4, fp16: MB a worker"
+    return Answer(
+        {"rows": rows, "published": reference},
+        Group(table(measured, rows, COLUMNS, left=2), table(paper, reference, PUBLISHED_COLUMNS)),
+        notes(results),
+        partial(_draw, results),
+        status=0 if all(result.exact and result.would_fit for result in results) else 1,
+    )
+
+
+def _draw(results: Sequence[Result], axes: Any) -> None:
+    """Predicted against measured; on the line they are equal."""
+    for model in MODELS:
+        mine = [result for result in results if result.case.model == model]
+        axes.scatter([r.measured / 1e6 for r in mine], [r.predicted.total / 1e6 for r in mine], label=model, s=18)
+    ends = [0, max(result.measured for result in results) * 1.05 / 1e6]
+    axes.plot(ends, ends, color="lightgrey", zorder=0)
+    axes.set_xlabel("measured peak of live storages, MB a worker")
+    axes.set_ylabel("predicted, MB")
+    axes.legend()

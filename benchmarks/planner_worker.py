@@ -1,0 +1,180 @@
+"""What a worker of ``benchmarks planner`` does: train some steps in each layout, and tell what memory it took.
+
+Every storage that a real tensor has, from before there is a model until after the last step, is counted while
+it is alive. On one worker the record of torch's own allocator stands beside it, in which nothing of this library
+takes part; on several it would miss what the threads of the collectives release.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.models import gpt2
+from rapidformer_templates.commands.bench.worker import resident_mb
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.system.workers import join
+from rapidformer_templates.trainer import Trainer
+
+STEPS = 4
+"""Optimizer steps of a run: from the second on there is optimizer state."""
+
+MARK = "rapidformer: step "
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model and its batches.
+
+    Attributes:
+        make: builds it with a number of blocks.
+        blocks: how many it has.
+        vocabulary: tokens.
+        length: of a sample, tokens.
+        width: of the hidden state.
+        heads: of a block's attention.
+    """
+
+    make: Callable[[int], Any]
+    blocks: int
+    vocabulary: int
+    length: int
+    width: int
+    heads: int
+
+    def shapes(self) -> ModelShapes:
+        """The model as the planner knows it."""
+
+        def batch(samples: int) -> dict[str, torch.Tensor]:
+            tokens = torch.zeros((samples, self.length), dtype=torch.long)
+            return {"input_ids": tokens, "labels": tokens}
+
+        return ModelShapes(lambda blocks: self.make(self.blocks if blocks is None else blocks), batch)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Random tokens, of one length and without padding."""
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.vocabulary, (64, self.length), generator=draw)
+        return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def _gpt2(blocks: int) -> Any:
+    return gpt2(blocks, 128, 4, 1024, 128, dropout=0.1, use_cache=False)
+
+
+def _llama(blocks: int) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": blocks, "intermediate_size": 512, "max_position_embeddings": 256}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=2048, bos_token_id=0, eos_token_id=0, use_cache=False))
+
+
+def _bert(blocks: int) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": blocks}
+    sizes |= {"intermediate_size": 1024, "max_position_embeddings": 128}
+    return BertForMaskedLM(BertConfig(**sizes, vocab_size=4096))
+
+
+MODELS = {
+    "gpt2": Sizes(_gpt2, 6, 1024, 128, 128, 4),
+    "llama": Sizes(_llama, 8, 2048, 192, 192, 6),
+    "bert": Sizes(_bert, 4, 4096, 96, 256, 4),
+}
+"""By architecture: 1.3 M parameters with dropout and a tied head, 4 M with grouped heads and none, 5 M with a mask."""
+
+
+def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
+    """Train in this process, which is one of the workers, with the flags of a layout.
+
+    Returns:
+        Bytes of parameters, gradients, optimizer state and buckets by the receipts; the most bytes of live storages in
+        each step from the second on, and the same by the record of the allocator (empty on several workers); memory
+        of the process after the run.
+    """
+    sizes = MODELS[model]
+
+    class Job(Trainer):
+        def build_data(self) -> Data:
+            self.peaks: list[int] = []
+            self.watching = ExitStack()
+            if workers == 1:
+                self.record = self.watching.enter_context(
+                    profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+                )
+            self.live = LiveStorages()
+            self.watching.enter_context(_resizing_seen_by(self.live))
+            self.watching.enter_context(self.live)
+            return Data(train=sizes.samples())
+
+        def build_model(self) -> Any:
+            return sizes.make(sizes.blocks)
+
+        def on_step_end(self, step: int, result: Any) -> None:
+            with record_function(f"{MARK}{step}"):
+                self.peaks.append(self.live.peak)
+            self.live.restart()
+            if step == STEPS:
+                self.watching.close()
+
+    own = ["--device", "cpu", "--train-iters", str(STEPS), "--lr", "1e-4", "--template", "Trainer", "--no-save"]
+    job = Job([*own, *flags])
+    summary = job.fit()
+    recorded = peaks_of(job.record.profiler.kineto_results.events()) if workers == 1 else []
+    held = summary["receipts"]["held_bytes_by_rank"][torch.distributed.get_rank() if workers > 1 else 0]
+    return {"held": held, "peaks": job.peaks[1:], "allocator_peaks": recorded, "resident_mb": resident_mb()}
+
+
+@contextmanager
+def _resizing_seen_by(live: LiveStorages) -> Iterator[None]:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        live.resized(storage)
+        return result
+
+    with patch.object(torch.UntypedStorage, "resize_", resize_and_tell):
+        yield
+
+
+def peaks_of(events: Sequence[Any]) -> list[int]:
+    """Most bytes alive in each step from the second on, from what a profile has recorded of the allocator."""
+    ends = sorted(event.start_ns() for event in events if event.name().startswith(MARK))
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peaks = [0] * len(ends)
+    alive = step = 0
+    for when, size in changes:
+        while step < len(ends) and when > ends[step]:
+            step += 1
+            if step < len(ends):
+                peaks[step] = alive
+        alive += size
+        if step < len(ends):
+            peaks[step] = max(peaks[step], alive)
+    return peaks[1:]
+
+
+def main() -> None:
+    """``python -m … CASES FOLDER``: one process of a group that measures one case after another."""
+    cases, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    with join("cpu") as workers:
+        for index, case in enumerate(cases):
+            gc.collect()  # or what the case before has left would be released during this one
+            (folder / f"{index}-{workers.rank}.json").write_text(json.dumps(measure(**case)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

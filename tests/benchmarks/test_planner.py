@@ -1,0 +1,53 @@
+"""``bench planner`` on what it prints and decides; real steps of one layout, because all take minutes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import planner
+from benchmarks.__main__ import main
+from benchmarks.planner import CASES, Case, Result, measure, notes
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    (found,) = measure([Case("bert", Layout(micro_batch=2, recompute=True))])
+    return found
+
+
+@pytest.mark.slow
+def test_a_real_run_holds_what_was_predicted(result: Result) -> None:
+    assert result.exact
+    assert abs(result.error) < 0.01
+    assert result.would_fit
+    assert result.allocator == pytest.approx(result.measured, rel=0.005)
+
+
+@pytest.mark.slow
+def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (predicted, measured), *_ = result.held
+    wrong = dataclasses.replace(measured, optimizer=measured.optimizer + 4)
+    differing = dataclasses.replace(result, held=[(predicted, wrong)], highest=result.predicted.total * 2)
+    told = notes([result, differing])
+    assert told[0].startswith("states: 1 of 2 layouts exact (bert 1·1·1")
+    assert told[2].startswith("would not fit although the plan says so, with its allowance of 5%: 1 (bert")
+    monkeypatch.setattr(planner, "measure", lambda rows, advance: [result, differing])
+    assert main(["planner", "--workers", "1", "--output", str(tmp_path)]) == 1
+    written = json.loads((tmp_path / "planner.json").read_text())
+    assert [row["states_exact"] for row in written["rows"]] == [True, False]
+    assert written["published"][0]["parameters"] == 1_313_722_368
+    assert all(row["predicted_mb"] < 32_000 for row in written["published"])
+    assert (tmp_path / "planner.png").exists()
+
+
+def test_there_are_at_least_20_layouts_of_3_models_on_1_2_and_4_workers() -> None:
+    assert len(CASES) >= 20
+    assert {case.model for case in CASES} == {"gpt2", "llama", "bert"}
+    assert {case.layout.world for case in CASES} == {1, 2, 4}
+    ways = {case.layout.partitioning for case in CASES}
+    assert ways == {"none", "zero-1", "zero-2", "zero-3", "fsdp"}
