@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker_group import WITHOUT_PICTURES
+from tests.support.warm_workers import WarmWorkers
+from tests.support.worker_group import WITHOUT_PICTURES
+
+pytest_plugins = ("tests.support.texts", "tests.support.indexed_sets")
+"""Fixtures of every room."""
 
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,3 +47,25 @@ def draws_no_pictures() -> Iterator[None]:
     """Of runs in this process."""
     with WITHOUT_PICTURES:
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def deepspeed_parts(request: pytest.FixtureRequest) -> None:
+    """Built before the workers of a module start, as a launch does it; of several test processes one builds."""
+    if any(request.node.get_closest_marker(name) is None for name in ("deepspeed", "distributed")):
+        return
+    from rapidformer_templates.switches.zero.compiled_parts import PartError, build
+
+    try:
+        build(["cpu_adam"], "cpu")
+    except PartError as error:
+        pytest.skip(error.render())
+
+
+@pytest.fixture(scope="session")
+def groups() -> Iterator[dict[int, WarmWorkers]]:
+    """Workers for runs of a second: groups of two and of four, which start when they are first asked."""
+    groups = {count: WarmWorkers(count) for count in (2, 4)}
+    yield groups
+    for group in groups.values():
+        group.end()

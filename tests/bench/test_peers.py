@@ -9,7 +9,7 @@ import pytest
 from rapidformer_templates.commands.bench import peers
 from rapidformer_templates.commands.bench.cli import main
 from rapidformer_templates.commands.bench.peers_job import SOLUTIONS, Watch
-from tests.bench.test_demo_data import needs_packages
+from tests.support.demo import needs_packages
 
 
 @needs_packages

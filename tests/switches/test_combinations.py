@@ -14,7 +14,7 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
 from rapidformer_templates.planning.switch import TEMPLATES
-from tests.switches.helpers import CPU, GPUS, on, with_switches
+from tests.support.requests import CPU, GPUS, on, with_switches
 
 NAMES = [switch.name for switch in REGISTRY.switches]
 COMBINATIONS = [names for size in range(4) for names in itertools.combinations(NAMES, size)]
