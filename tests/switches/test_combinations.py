@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 
 from rapidformer_templates.errors import Refused
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.planning.suggest import nearest, to_suggestion
-from rapidformer_templates.planning.switch import TEMPLATES
+from rapidformer_templates.planning.suggest import Path, nearest, to_suggestion
+from rapidformer_templates.planning.switch import TEMPLATES, Request
 from tests.support.requests import CPU, GPUS, on, with_switches
 
 NAMES = [switch.name for switch in REGISTRY.switches]
@@ -32,11 +32,17 @@ def test_every_combination_is_accepted_or_mended(registry: Registry, place: Envi
 
 def _is_accepted_or_mended(names: tuple[str, ...], place: Environment, registry: Registry) -> bool:
     config = with_switches(names)
+    searched: list[list[Path]] = []
+
+    def search(request: Request, registry: Registry) -> list[Path]:
+        searched.append(nearest(request, registry))
+        return searched[-1]
+
     try:
-        plan = resolve(config, place, registry)
+        with mock.patch("rapidformer_templates.planning.resolve.nearest", search):
+            plan = resolve(config, place, registry)
     except Refused as refused:
-        request = build_request(config, place, registry.switches)
-        paths = nearest(request, registry)
+        (paths,) = searched
         for found in refused.diagnostics:
             assert found.rule
             assert found.message

@@ -59,7 +59,9 @@ def assert_holds(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             ), name
 
 
-def test_every_type_and_shape_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_type_and_shape_comes_back(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     path, _ = write_in_two_ways(tmp_path, TENSORS, {"key": "text"})
     assert_holds(path, TENSORS)
     with safe_open(path, "pt") as file:
