@@ -24,6 +24,12 @@ def _forget_worker() -> None:
         os.environ.pop(name, None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start workers come first: what takes longest is not what the other process waits for at the end."""
+    long = {item.path for item in items if item.get_closest_marker("distributed")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def has_no_group() -> None:
     """An engine alone opens a process group for itself, which stays open for as long as the process lives."""

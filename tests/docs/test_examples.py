@@ -15,6 +15,8 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
+from rapidformer_templates.commands.main import main
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORDS = {
     "negative": ["bad", "awful", "late", "lost", "broken", "never", "worst"],
@@ -109,8 +111,7 @@ def test_own_flag_acts(tweets: Path, tmp_path: Path) -> None:
     for smoothing in ("0", "0.5"):
         run = tmp_path / smoothing
         words = [*job.split(), *small.split(), "--label-smoothing", smoothing, "--save", str(run)]
-        _run([sys.executable, "-m", "rapidformer_templates", "--user-script", str(EXAMPLES / "sentiment.py"), *words],
-             tmp_path)  # fmt: skip
+        assert main(["--user-script", str(EXAMPLES / "sentiment.py"), *words]) == 0
         losses[smoothing] = [line["loss"] for line in _metrics(run) if "loss" in line]
     assert losses["0"] != losses["0.5"]
 

@@ -17,15 +17,21 @@ from rapidformer_templates.planning.switch import TEMPLATES, Request
 from tests.support.requests import CPU, GPUS, on, with_switches
 
 NAMES = [switch.name for switch in REGISTRY.switches]
-COMBINATIONS = [names for size in range(4) for names in itertools.combinations(NAMES, size)]
+UP_TO_PAIRS = [names for size in range(3) for names in itertools.combinations(NAMES, size)]
+TRIPLES = list(itertools.combinations(NAMES, 3))
 
 
+@pytest.mark.parametrize(
+    "combinations", [UP_TO_PAIRS, pytest.param(TRIPLES, marks=pytest.mark.slow)], ids=["pairs", "triples"]
+)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize(("registry", "place"), [(REGISTRY, CPU), (REGISTRY, GPUS)], ids=["this version", "all"])
-def test_every_combination_is_accepted_or_mended(registry: Registry, place: Environment, template: str) -> None:
+def test_every_combination_is_accepted_or_mended(
+    registry: Registry, place: Environment, template: str, combinations: list[tuple[str, ...]]
+) -> None:
     place = on(place, template=template, template_origin="train.py:8")
     accepted = 0
-    for names in COMBINATIONS:
+    for names in combinations:
         accepted += _is_accepted_or_mended(names, place, registry)
     assert accepted >= 22, "the rules refuse nearly everything"
 

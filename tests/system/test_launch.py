@@ -17,6 +17,7 @@ from rapidformer_templates.errors import Interrupted, ReportedError
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import Failure
+from tests.support.jobs import ClassJob
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -143,7 +144,7 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
 def test_second_run_does_not_overwrite_the_first(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ["--train-iters", "2", "--save", str(folder)]
-    assert start(script, *flags).wait(timeout=120) == 0
+    ClassJob(flags, lr=1e-3, micro_batch_size=2).fit()
     before = (folder / "metrics.jsonl").read_bytes()
     process = start(script, *flags)
     _, said = process.communicate(timeout=120)

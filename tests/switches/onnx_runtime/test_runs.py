@@ -20,6 +20,8 @@ from rapidformer_templates import Data
 from tests.support import jobs
 from tests.support.worker_group import run_in_workers
 
+pytestmark = pytest.mark.slow  # graphs of ten runs
+
 STEPS = "--train-iters 20 --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.1 --weight-decay 0.1"
 ORT = "--onnx-runtime-training"
 LENGTH = 40

@@ -61,6 +61,7 @@ def _report(run: Any) -> Any:
     return run["summary"]["receipts"]["compile"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["even-causal", "even-masked", "even-llama"])
 def test_twenty_steps_are_those_of_plain_eager(job: str, tmp_path: Path) -> None:
     expected = train(job, False, ONE, str(tmp_path / "plain"))
@@ -115,6 +116,7 @@ def test_inductor_computes_the_same(reference: Any, tmp_path: Path) -> None:
     assert (_report(run)["backend"], _report(run)["graphs"]) == ("inductor", 1)
 
 
+@pytest.mark.slow
 def test_a_graph_for_each_shape_and_no_more(tmp_path: Path) -> None:
     """Dynamic shapes: their number is known, and it is that of the graphs. Evaluations pad in their own way."""
     flags = "--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --global-batch-size 2"
@@ -132,6 +134,7 @@ def test_a_graph_for_each_shape_and_no_more(tmp_path: Path) -> None:
     assert again >= 2
 
 
+@pytest.mark.slow
 def test_shapes_that_vary_share_a_graph(tmp_path: Path) -> None:
     steps = "--train-iters 20 --global-batch-size 8 --micro-batch-size 8"
     expected = train("causal", False, steps, str(tmp_path / "plain"))

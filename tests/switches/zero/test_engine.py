@@ -18,7 +18,7 @@ pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidform
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
 
 CLIP = 0.1
-STEPS = f"--train-iters 20 --eval-interval 8 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
 LAYOUTS = {
     "zero-1": "--zero-1-memory-optimization --micro-batch-size 2",
     "zero-2": "--zero-2-memory-optimization --micro-batch-size 2",
