@@ -62,15 +62,15 @@ def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
 def test_it_acts_is_measured_predicted_and_can_fail(place: Path, tmp_path: Path) -> None:
     """By the tests that are made from the registry."""
     cases = [
-        f"tests/parity/test_receipts.py::test_a_switch_that_does_nothing_ends_the_run[{NAME}-all]",
-        f"tests/planner/test_predicted_states.py::test_a_run_holds_what_is_predicted[{NAME}]",
+        f"tests/run/test_receipts.py::test_a_switch_that_does_nothing_ends_the_run[{NAME}-all]",
+        f"tests/switches/auto_strategy/test_predicted_states.py::test_a_run_holds_what_is_predicted[{NAME}]",
     ]
     assert "failed" not in run(place, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases)
 
 
 @pytest.mark.exhaustive
 def test_every_pair_with_it_follows_one_process(place: Path) -> None:
-    asked = ["tests/parity/test_combinations.py", "-m", "exhaustive", "-k", f"every_pair and {NAME}"]
+    asked = ["tests/switches/test_pairs.py", "-m", "exhaustive", "-k", f"every_pair and {NAME}"]
     said = run(place, "-m", "pytest", "-q", "-p", "no:cacheprovider", *asked)
     assert "failed" not in said
     assert "passed" in said

@@ -18,7 +18,7 @@ from tests.support.worker_group import run_in_workers
 pytest.importorskip("fairscale", reason="OSS and SDP need the fairscale extra")
 
 CLIP = 0.1
-STEPS = f"--train-iters 20 --eval-interval 9 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
 ALONE = f"{STEPS} --micro-batch-size 8"
 SWITCHES = {"oss": "--oss-memory-optimization", "sdp": "--oss-sdp-memory-optimization"}
 LAYOUTS = {
@@ -221,8 +221,8 @@ def test_half_precision_follows_one_process_of_that_precision(
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.usefixtures("references", "runs")
 def test_checkpoint_has_all_of_the_state_once_and_from_its_owner(name: str, folder: Path) -> None:
-    (reference,) = folder.glob("reference-causal-True-*/checkpoints/step-20")
-    checkpoint = folder / f"causal-True-{name}-accumulated" / "checkpoints" / "step-20"
+    (reference,) = folder.glob("reference-causal-True-*/checkpoints/step-10")
+    checkpoint = folder / f"causal-True-{name}-accumulated" / "checkpoints" / "step-10"
     expected, index = Reader(reference), json.loads((checkpoint / "index.json").read_text())["optimizer"]
     assert index.keys() == expected.index["optimizer"].keys()
     assert {len(entry["boxes"]) for entry in index.values()} == {1}
