@@ -20,9 +20,9 @@ define LINT
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 endef
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 
-check: $(VENV)/.installed-dev  ## lint, format, types, and the tests that start no workers
+check: $(VENV)/.installed-dev  ## lint, format, types, and the quick tests that start no workers
 	$(LINT)
 	$(PYTEST) -m "not slow and not distributed and not deepspeed and not exhaustive"
 

@@ -15,6 +15,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/rapidformer_templates"
 MODULES = sorted(SOURCE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 NEUTRAL = ["run/loop.py", "trainer.py", "pretrainer.py", "finetuner.py"]
 BACKENDS = ("deepspeed", "fairscale", "torch.distributed", "onnxruntime", "apex", "bitsandbytes")
 # A switch that is also a word of every training loop.
@@ -128,6 +129,12 @@ def test_rooms_import_downwards(path: Path) -> None:
 def test_the_package_does_not_know_its_benchmarks() -> None:
     """They come with a checkout alone, and import the package."""
     assert [str(path) for path in MODULES if any(name.startswith("benchmarks") for name in _imports(_tree(path)))] == []
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_tests_share_only_what_is_support(path: Path) -> None:
+    taken = {module for module in _imports(_tree(path)) if module.split(".")[0] == "tests"}
+    assert [module for module in sorted(taken) if module.split(".")[:2] != ["tests", "support"]] == []
 
 
 OBJECTS = {named for switch in REGISTRY.switches for named in (switch.engine, switch.transform) if named}

@@ -12,9 +12,9 @@ import torch
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.profiler import read_summary
-from tests.engines.test_mask_checks import HOOKS, job_of
-from tests.engines.test_outcomes import FLAGS, Line
-from tests.parity.jobs import CausalJob, train
+from tests.support.ahead import FLAGS, Line
+from tests.support.jobs import CausalJob, train
+from tests.support.mask_hooks import HOOKS, job_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.__main__ import main
 from benchmarks.peers import SOLUTIONS
-from tests.test_demo import needs_packages
+from tests.support.demo import needs_packages
 
 
 @needs_packages

@@ -18,7 +18,7 @@ from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_id
 from rapidformer_templates.planning.config import RunConfig
-from tests.data.indexed_sets import numbered
+from tests.support.indexed_sets import numbered
 
 Configure = Callable[..., RunConfig]
 

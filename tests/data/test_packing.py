@@ -14,23 +14,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedModel
 
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.packing import PACKABLE, PackedRows, assign_rows, check_packable_model
 from rapidformer_templates.data.targets import IGNORED, count_targets
 from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.planning.config import RunConfig, spelling
-from tests.data.conftest import TINY, WORDS, write_jsonl
-
-CAPACITY = 32
-
-
-def _generator(seed: int = 0) -> np.random.Generator:
-    return np.random.default_rng(seed)
+from tests.support.packed_rows import CAPACITY, _generator, _gradients, _loss, _model, _packed_batch, _samples
+from tests.support.texts import TINY, WORDS, write_jsonl
 
 
 def _fewest_rows(lengths: list[int], capacity: int) -> int:
@@ -85,15 +78,6 @@ def test_rows_of_real_lengths_are_full_and_drawn_by_the_seed() -> None:
     assert sum(together) < 0.01 * len(together)
 
 
-def _samples(lengths: list[int], *, labels: bool = False, seed: int = 0) -> TokenizedSamples:
-    draw = _generator(seed)
-    ids = [draw.integers(2, 90, n) for n in lengths]
-    fields: dict[str, Any] = {"input_ids": Ragged(ids)}
-    if labels:  # some tokens are not learned
-        fields["labels"] = Ragged(np.where(draw.random(len(row)) < 0.5, row, IGNORED) for row in ids)
-    return TokenizedSamples(fields)
-
-
 def _parts(row: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
     """The samples of a packed row: positions start anew in each."""
     starts = [*np.flatnonzero(row["position_ids"] == 0).tolist(), len(row["position_ids"])]
@@ -119,65 +103,12 @@ def test_rows_hold_the_samples_and_their_labels(labels: bool) -> None:
     assert packed.size_of([0])[1] == len(packed[0]["input_ids"])
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    # Windows shorter than the samples: they must count from a sample's own positions.
-    "mistral": {"sliding_window": 4},
-    "mixtral": {"sliding_window": 4},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    "phi3": {"sliding_window": 4},
-    "starcoder2": {"sliding_window": 4},
-    "ministral": {"sliding_window": 4},
-    "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-}
 NORMS_IN_FLOAT32 = ("cohere", "cohere2", "gemma", "gemma3_text", "helium")
 """Architectures whose norms multiply by their weight in float32, whatever the model's type is."""
-SIZES = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "intermediate_size": 48, "max_position_embeddings": 64, "vocab_size": 96, "num_experts": 4, "num_local_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-
-
-def _model(kind: str) -> PreTrainedModel:
-    default = CONFIG_MAPPING[kind]()
-    names = dict(CONFIG_MAPPING[kind].attribute_map)
-    values = {names.get(name, name): value for name, value in SIZES.items() if hasattr(default, name)}
-    values |= {name: 0.0 for name, value in default.to_dict().items() if "drop" in name and isinstance(value, float)}
-    values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-    values |= OPTIONS.get(kind, {})
-    settings = CONFIG_MAPPING[kind](**values)
-    settings.use_cache = False
-    torch.manual_seed(0)
-    # The fused experts know no float64.
-    model = AutoModelForCausalLM.from_config(settings, experts_implementation="eager").double()
-    for parameter in model.parameters():  # the usual small start would let a leak vanish among the rounding
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-def _packed_batch(samples: TokenizedSamples) -> dict[str, torch.Tensor]:
-    packed = PackedRows(samples, CAPACITY, _generator(1))
-    collate = PadCollate({"input_ids": 0, "labels": IGNORED, "position_ids": 0}, mask=False, length=CAPACITY)
-    return collate([packed[row] for row in range(len(packed))])
-
-
-def _gradients(model: PreTrainedModel) -> list[torch.Tensor]:
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    return gradients
-
-
-def _loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The sum over the targets in float64; transformers' own loss is a mean in float32."""
-    inputs = {name: values for name, values in batch.items() if name != "labels"}
-    logits = model(**inputs).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
 
 
 EVERY_DAY = {"gpt2", "gpt_neox", "llama", "mistral", "mixtral", "qwen2"}
+
 KINDS = [kind if kind in EVERY_DAY else pytest.param(kind, marks=pytest.mark.slow) for kind in PACKABLE]
 
 

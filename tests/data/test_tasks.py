@@ -19,7 +19,7 @@ from rapidformer_templates.data.tasks import TASKS, Task, load_task
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig, TrainingFlags
-from tests.data.conftest import TINY, WORDS, write_jsonl
+from tests.support.texts import TINY, WORDS, write_jsonl
 
 Configure = Callable[..., RunConfig]
 

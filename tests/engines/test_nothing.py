@@ -14,7 +14,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.loss import weighted_loss
 from rapidformer_templates.engines.reached import reached_parameters
 from rapidformer_templates.engines.traces import kept_buffers, without_trace
-from tests.parity.jobs import ClassJob
+from tests.support.jobs import ClassJob
 
 INPUT = torch.ones(4, 3)
 IDLE, WITHOUT_TARGETS = MicroBatch(INPUT, [0], targets=4, idle=True), MicroBatch(INPUT, [0], targets=0)

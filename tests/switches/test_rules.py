@@ -12,7 +12,7 @@ from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.switch import Rule
-from tests.switches.helpers import CPU, GPUS, codes, config_of, on
+from tests.support.requests import CPU, GPUS, codes, config_of, on
 
 DOCUMENTED = {  # SPEC §3, with the sources that it names
     "RF001": "[R]",

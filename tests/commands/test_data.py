@@ -1,0 +1,308 @@
+"""``rapidformer data``: what the tools print, what they leave, and wrong use."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from rapidformer_templates.commands.data import main
+from rapidformer_templates.commands.main import main as rapidformer
+from rapidformer_templates.data.indexed import tools as indexed_tools
+from rapidformer_templates.data.indexed.dataset import IndexedDataset, bin_path, idx_path
+from rapidformer_templates.data.indexed.writer import BLOCK, IndexedWriter
+from rapidformer_templates.data.text.sentences import split_sentences
+from tests.support.indexed_sets import contents, write, write_with_megatron
+from tests.support.texts import WORDS, write_jsonl
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+FIRST = [[[1, 2, 3]], [[4], [5, 6]]]
+SECOND = [[[7] * 9]]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> str:
+    """What the command prints."""
+    assert main(list(map(str, words))) == status
+    shown = capsys.readouterr()
+    return shown.err if status == 2 else shown.out
+
+
+def test_the_command_is_part_of_rapidformer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rapidformer(["data", "inspect", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("error: there is no indexed data set")
+    for command in ([], ["preprocess"], ["merge"], ["inspect"], ["verify"], ["tokenizer"]):
+        with pytest.raises(SystemExit) as ended:
+            rapidformer(["data", *command, "--help"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: {' '.join(['rapidformer data', *command])}")
+
+
+def test_no_torch_is_imported_for_help_and_for_a_preprocessing_worker() -> None:
+    program = (
+        "import sys; import rapidformer_templates.data.text.encoding;"
+        "from rapidformer_templates.commands.data import _parser;"
+        "_parser(); heavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [" ".join(WORDS[i : i + 5]) for i in range(20)]
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [{"text": text} for text in texts[:10]])
+    write_jsonl(folder / "b.jsonl", [{"text": text} for text in [*texts[10:], ""]])
+    (folder / "b.jsonl").open("a").write("broken\n")
+    words = ["preprocess", "--output_prefix", tmp_path / "out", "--append-eod", "--workers", 1, "--skip-bad-lines"]
+    files = ["--vocab-file", gpt_folder / "vocab.json", "--merge-file", gpt_folder / "merges.txt"]
+    files += ["--tokenizer-type", "GPT2BPETokenizer", "--tokenizer-backend", "transformers", "--dataset-impl", "mmap"]
+    shown = answer(capsys, *words, *files, "--input", folder).splitlines()
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    count, size = sum(map(len, ids)), len(tokenizer)
+    assert shown.pop(2).startswith("tokenizer: transformers' tokenizer with a memory of pieces, equal to the plain one")
+    assert shown[:4] == [
+        f"{tmp_path}/out_text_document: 20 documents, {count:,} tokens (uint16); 1 empty document left out",
+        f"vocabulary: {size} tokens, padded to {-(-size // 128) * 128} in the model",
+        f"1 bad lines left out, listed in {tmp_path}/out.skipped.txt:",
+        f"  {folder}/b.jsonl:12: broken JSON: Expecting value (column 1)",
+    ]
+    assert shown[4].endswith(" documents/s")
+    assert contents(IndexedDataset(tmp_path / "out_text_document")) == [[one] for one in ids]
+    assert f"out_text_document.idx exists\n" in answer(capsys, *words, *files, "--input", folder, status=2)  # noqa: F541
+    glob = ["--input", folder / "*.jsonl", "--overwrite", "--json", "--tokenizer-path", gpt_folder]
+    facts = json.loads(answer(capsys, *words, *glob))
+    assert facts["sets"] == [{"prefix": f"{tmp_path}/out_text_document", "documents": 20, "tokens": count, "empty": 1}]
+    assert (facts["vocabulary"], facts["skipped"], facts["dtype"]) == (size, 1, "uint16")
+    assert facts["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("preprocess --output-prefix o --tokenizer-path {gpt}", "the following arguments are required: --input",
+         "--help"),
+        ("preprocess --input {in} --output-prefix o", "no tokenizer is named", "--tokenizer-path FOLDER"),
+        ("preprocess --input {in} --output-prefix o --vocab-file x", "--vocab-file does not act on a HuggingFace",
+         "choose --tokenizer-type GPT2BPETokenizer or BertWordPieceCase or BertWordPieceLowerCase"),
+        ("preprocess --input {in} --output-prefix o --tokenizer-type GPT2BPETokenizer --tokenizer-path {gpt}",
+         "--tokenizer-path does not act on a GPT2BPETokenizer", "or choose --tokenizer-type HuggingFaceTokenizer"),
+        ("preprocess --input {in} --output-prefix o --tokenizer-type GPT2BPETokenizer --vocab-file {gpt}/vocab.json",
+         "GPT2BPETokenizer needs --merge-file", "add --merge-file FILE"),
+        ("preprocess --input nowhere --output-prefix o --tokenizer-path {gpt}", "nowhere does not exist", ".jsonl"),
+        ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --workers 0",
+         "argument --workers: must be at least 1", "--help"),
+        ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --dataset-impl lazy",
+         "argument --dataset-impl: invalid choice: 'lazy'", "--help"),
+        ("preprocess --input {in} --output-prefix o --tokenizer-path {gpt} --json-keys a/b", "a key that holds '/'",
+         "rename it"),
+        ("preprocess --input {in} --output-prefix {in}/o --tokenizer-path {gpt}", "{in} is a file, not a folder",
+         "choose another prefix"),
+        ("preprocess --inptu {in} --input {in} --output-prefix o", "unrecognized arguments: --inptu", "--help"),
+        ("inspect {set} --tokenizer-path {gpt}", "a tokenizer acts with --show only", "add --show N"),
+        ("merge --input {set} --output-prefix {set}", "the output is one of the inputs", "choose another prefix"),
+        ("merge --input {set}x --output-prefix o", "there is no indexed data set {set}x", "did you mean {set}?"),
+        ("merge --input {empty} --output-prefix o", "there is no indexed data set in {empty}", "preprocess"),
+    ],
+)  # fmt: skip
+def test_wrong_use(
+    tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    words: str, message: str, hint: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    places = {"in": write_jsonl(tmp_path / "in.jsonl", [{"text": "a dog"}]), "gpt": gpt_folder,
+              "set": write(tmp_path / "set", FIRST), "empty": tmp_path / "empty"}  # fmt: skip
+
+    def fill(text: str) -> str:
+        for name, place in places.items():
+            text = text.replace(f"{{{name}}}", str(place))
+        return text
+
+    shown = answer(capsys, *fill(words).split(), status=2)
+    assert shown.startswith(f"error: {fill(message)}")
+    assert fill(hint) in shown
+    assert not list(tmp_path.glob("o_*")) + list(tmp_path.glob("o.*"))
+
+
+def test_a_merged_set_is_that_of_all_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "sets"
+    folder.mkdir()
+    write(folder / "a", FIRST)
+    write(folder / "b", SECOND)
+    whole = write(tmp_path / "whole", FIRST + SECOND)
+    shown = answer(capsys, "merge", "--input", folder, "--output-prefix", folder / "merged")
+    assert shown.startswith(f"{folder}/merged: 3 documents, 15 tokens (uint16) of 2 sets\n")
+    for end in ("bin", "idx", "sums.json"):
+        assert Path(f"{folder}/merged.{end}").read_bytes() == Path(f"{whole}.{end}").read_bytes()
+    # What was made before is not taken for an input.
+    assert main(["merge", "--input", str(folder), "--output-prefix", f"{folder}/merged", "--overwrite"]) == 0
+    assert idx_path(folder / "merged").read_bytes() == idx_path(whole).read_bytes()
+    assert main(["merge", "--input", f"{folder}/b.idx", f"{folder}/a", "--output-prefix", f"{tmp_path}/turned"]) == 0
+    assert contents(IndexedDataset(tmp_path / "turned")) == SECOND + FIRST
+
+
+@pytest.mark.parametrize(
+    ("types", "wider"),
+    [(("uint16", "int32"), "int32"), (("uint16", "int16"), "int32"), (("uint8", "uint16"), "uint16"),
+     (("uint16", "uint16"), "uint16"), (("int32", "int64"), "int64"), (("int32", "float32"), "float64")],
+)  # fmt: skip
+def test_types_are_widened(tmp_path: Path, types: tuple[str, str], wider: str) -> None:
+    prefixes = [str(write(tmp_path / name, FIRST, dtype)) for name, dtype in zip("ab", types, strict=True)]
+    merged = indexed_tools.merge(prefixes, str(tmp_path / "merged"))
+    assert merged.dtype == np.dtype(wider)
+    assert contents(merged) == FIRST + FIRST
+
+
+def test_merging_is_done_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = np.random.default_rng(0)
+    documents = [
+        [chance.integers(0, 99, chance.integers(1, 9)).tolist() for _ in range(chance.integers(1, 4))]
+        for _ in range(50)
+    ]
+    prefix = write(tmp_path / "set", documents)
+    sizes: list[int] = []
+    real = IndexedWriter.add
+
+    def add(self: IndexedWriter, tokens: np.ndarray, *rest: Any) -> None:
+        sizes.append(len(tokens))
+        real(self, tokens, *rest)
+
+    monkeypatch.setattr(IndexedWriter, "add", add)
+    monkeypatch.setattr(indexed_tools, "CHUNK", 20)
+    assert contents(indexed_tools.merge([str(prefix)], str(tmp_path / "merged"))) == documents
+    longest = max(sum(map(len, document)) for document in documents)
+    assert len(sizes) > 10
+    assert max(sizes) <= max(20, longest)
+
+
+def test_sets_with_modes_are_not_merged(tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "set.bin"), dtype=np.int32, multimodal=True)
+    builder.add_document([1, 2, 3], [1, 2], [0, 1])
+    builder.finalize(str(tmp_path / "set.idx"))
+    shown = answer(capsys, "merge", "--input", tmp_path / "set", "--output-prefix", tmp_path / "m", status=2)
+    assert shown.startswith("error: the set holds modes (images beside text), which are not joined\n")
+
+
+def test_inspect(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    texts = ["a small dog", "the river and the house and the tree " * 4]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    prefix = write(tmp_path / "set", [[one] for one in ids])
+    shown = answer(capsys, "inspect", prefix, "--show", 2, "--tokenizer-path", gpt_folder)
+    total = sum(map(len, ids))
+    for words in ("documents         │ 2", f"tokens            │ {total}  (uint16)", f"{total / 2:,.1f} mean, "
+                  f"{len(ids[0])} least, {len(ids[1])} most", f"{max(map(max, ids))}", "Lengths of documents",
+                  f"document 0, {len(ids[0])} tokens: {' '.join(map(str, ids[0]))}\n  'a small dog'\n"):  # fmt: skip
+        assert words in shown, words
+    facts = json.loads(answer(capsys, "inspect", prefix, "--json", "--show", 1))["sets"][0]
+    assert facts["first"] == [{"length": len(ids[0]), "tokens": ids[0]}]
+    assert (facts["documents"], facts["sequences"], facts["tokens"], facts["dtype"]) == (2, 2, total, "uint16")
+    assert sum(share[1] for share in facts["shares"]) == 2
+    for bound, documents, tokens in facts["shares"]:
+        inside = [len(one) for one in ids if bound // 2 <= len(one) < bound]
+        assert (documents, tokens) == (len(inside), sum(inside))
+    Path(f"{prefix}.sums.json").unlink()
+    assert "unknown: no checksums" in answer(capsys, "inspect", tmp_path)
+
+
+def test_lengths_are_those_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed_tools, "CHUNK", 2)
+    facts = indexed_tools.facts_of(str(write(tmp_path / "set", [[[1], [2, 3]], [[1] * 8], [[5]], [[1] * 9, [2]]])))
+    assert facts.shares == [(2, 1, 1), (4, 1, 3), (16, 2, 18)]
+    assert (facts.documents, facts.sequences, facts.mean, facts.longest, facts.shortest) == (4, 6, 5.5, 10, 1)
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_names_the_damaged_block_and_its_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    length = 1000
+    count = 2 * BLOCK // (2 * length) + 100  # a little more than two blocks
+    with IndexedWriter(tmp_path / "set", np.dtype(np.uint16)) as writer:
+        writer.add(np.arange(count * length) % 60000, np.full(count, length))
+    prefix = tmp_path / "set"
+    assert answer(capsys, "verify", prefix) == f"{prefix}: whole\n"
+    flip(bin_path(prefix), BLOCK + 77)
+    first, last = BLOCK // (2 * length), (2 * BLOCK - 1) // (2 * length)
+    lines = answer(capsys, "verify", prefix, status=1).splitlines()
+    assert lines[:2] == [
+        f"{prefix}: damaged",
+        f"  {prefix}.bin: bytes {BLOCK:,} to {2 * BLOCK - 1:,} are not what was written: "
+        f"documents {first:,} to {last:,}",
+    ]
+    flip(bin_path(prefix), 2 * BLOCK + 1)
+    report = json.loads(answer(capsys, "verify", prefix, "--json", status=1))
+    assert report["ok"] is False
+    assert [part["what"].partition(" to ")[0] for part in report["sets"][0]["damage"]] == [
+        f"bytes {BLOCK:,}", f"bytes {2 * BLOCK:,}"
+    ]  # fmt: skip
+
+
+def test_verify_finds_damage_of_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", [[[1], [2]], [[3]]])
+    data = idx_path(prefix).read_bytes()
+    idx_path(prefix).write_bytes(data[:-16] + np.array([1, 3], "<i8").tobytes())  # fits together, but is another one
+    assert "a.idx: the index is not what was written" in answer(capsys, "verify", prefix, status=1)
+    whole = write(tmp_path / "b", FIRST)
+    idx_path(prefix).write_bytes(data[:-1])
+    shown = answer(capsys, "verify", tmp_path, status=1)
+    assert "the index is cut" in shown
+    assert f"{whole}: whole\n" in shown  # the others are checked all the same
+    idx_path(prefix).write_bytes(data)
+    Path(f"{prefix}.sums.json").write_bytes(Path(f"{whole}.sums.json").read_bytes())
+    assert "the checksums are those of another set" in answer(capsys, "verify", prefix, status=1)
+
+
+def test_verify_of_a_set_without_checksums(tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = write_with_megatron(megatron, tmp_path / "theirs", FIRST)
+    ours = write(tmp_path / "ours", FIRST)
+    shown = answer(capsys, "verify", theirs)
+    assert shown == (
+        f"{theirs}: the two files fit together; there are no checksums, so that the tokens cannot be checked\n"
+    )
+    assert answer(capsys, "verify", theirs, "--write-sums").endswith(f"{theirs}.sums.json written\n")
+    assert Path(f"{theirs}.sums.json").read_bytes() == Path(f"{ours}.sums.json").read_bytes()
+    flip(bin_path(theirs), 3)
+    assert "bytes 0 to 11 are not what was written: documents 0 to 1" in answer(capsys, "verify", theirs, status=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two! Three? Four… Five", ["One.", "Two!", "Three?", "Four…", "Five"]),
+        (
+            "Mr. Smith met J. K. Rowling, e.g. Today.  He left.",
+            ["Mr. Smith met J. K. Rowling, e.g. Today.", "He left."],
+        ),
+        ('He said "Go." Then (it ended.) They left.', ['He said "Go."', "Then (it ended.)", "They left."]),
+        ("version 3.5 of it. then more", ["version 3.5 of it. then more"]),
+        ("A title\n\nwith text\nin lines. End", ["A title", "with text\nin lines.", "End"]),
+        ("これは本です。はい！そう", ["これは本です。", "はい！", "そう"]),
+        ("  \n ", []),
+        ("", []),
+    ],
+)
+def test_sentences(text: str, sentences: list[str]) -> None:
+    assert split_sentences(text) == sentences
+
+
+def test_a_folder_in_which_a_set_lost_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, FIRST)
+    (tmp_path / "b.idx").unlink()
+    shown = answer(capsys, "verify", tmp_path, status=1)
+    assert f"{tmp_path}/a: whole" in shown
+    assert "b.idx does not exist" in shown

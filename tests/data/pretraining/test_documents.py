@@ -1,0 +1,135 @@
+"""Documents as samples: against cutting each of them by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rapidformer_templates import Pretrainer
+from rapidformer_templates.data.collate import DocumentCollate, collate_to_shape
+from rapidformer_templates.data.pretraining.documents import Documents
+from rapidformer_templates.data.shapes import Shape
+from rapidformer_templates.data.targets import IGNORED, count_targets
+from rapidformer_templates.errors import DataError
+from tests.support.texts import WORDS, write_jsonl
+
+SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=20)
+
+
+def _stream(sizes: list[int]) -> SimpleNamespace:
+    """An indexed data set of so many tokens a sequence, each token another."""
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    tokens = np.arange(ends[-1], dtype=np.int32)
+    return SimpleNamespace(tokens=tokens, pointers=ends[:-1] * 4, lengths=np.array(sizes, np.int32), dtype=tokens.dtype)
+
+
+@given(SIZES, st.integers(1, 12), st.integers(0, 5), st.integers(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_documents_are_cut_as_by_hand(sizes: list[int], length: int, first: int, overlap: int) -> None:
+    stream = _stream(sizes)
+    part = (min(first, len(sizes)), len(sizes))
+    expected = []
+    for number in range(*part):
+        begin = sum(sizes[:number])
+        tokens = list(range(begin, begin + sizes[number]))
+        expected += [tokens[i : i + length + overlap] for i in range(0, len(tokens) - overlap, length)]
+    documents = Documents(stream, part, length, overlap=overlap)
+    assert [sample["input_ids"].tolist() for sample in documents] == expected
+    assert documents.sizes.tolist() == [len(tokens) for tokens in expected]
+    assert documents.tokens == sum(map(len, expected))
+    shifted = _stream(sizes)
+    shifted.tokens = shifted.tokens + 1000
+    three = documents + Documents(shifted, part, length, overlap=overlap) + documents
+    beyond = [[token + 1000 for token in row] for row in expected]
+    assert [sample["input_ids"].tolist() for sample in three] == expected + beyond + expected
+    assert three.sizes.tolist() == 3 * documents.sizes.tolist()
+
+
+@given(SIZES, st.integers(1, 12), st.sampled_from([0.3, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_short_samples_lose_nothing(sizes: list[int], length: int, probability: float) -> None:
+    stream = _stream(sizes)
+    plain = Documents(stream, (0, len(sizes)), length)
+    short = Documents(stream, (0, len(sizes)), length, short_probability=probability, seed=3)
+    rows = [sample["input_ids"].tolist() for sample in short]
+    assert [token for row in rows for token in row] == stream.tokens.tolist()
+    assert short.sizes.tolist() == [len(row) for row in rows]
+    assert all(rows)
+    if probability == 1:
+        assert len(short) == sum(2 if size > 1 else 1 for size in plain.sizes.tolist())
+
+
+def test_each_token_of_a_document_is_a_target_once() -> None:
+    """As in windows, whatever is cut and padded: the last token of a row is that of the next one's first target."""
+    documents = Documents(_stream([7, 1, 4]), (0, 3), 3, overlap=1)
+    rows = [documents[i] for i in range(len(documents))]
+    batch = collate_to_shape(DocumentCollate(99), rows, Shape(4, 5))
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 99, 99], [3, 4, 5, 99, 99], [8, 9, 10, 99, 99], [0, 1, 2, 99, 99]]
+    ignored = [IGNORED] * 2
+    targets = [[1, 2, 3, *ignored], [4, 5, 6, *ignored], [9, 10, 11, *ignored], [IGNORED] * 5]
+    assert batch["shift_labels"].tolist() == targets
+    assert count_targets(batch, shifted=True) == 9
+
+
+@pytest.mark.parametrize("flags", ["--model-type t5", "--model-type bert --sentence-pairs"])
+def test_samples_of_other_kinds_are_refused(flags: str) -> None:
+    template = Pretrainer(f"{flags} --data-iterator dynamic-shape --train-iters 1 --lr 1".split())
+    with pytest.raises(DataError, match="takes no dynamic shapes"):
+        _ = template.task
+
+
+def test_weights_are_refused(tmp_path: Path, gpt_folder: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "the cat"}])
+    flags = f"--model-type gpt2 --tokenizer-type HuggingFaceTokenizer --tokenizer-path {gpt_folder} --no-save"
+    template = Pretrainer(
+        f"{flags} --train-iters 1 --lr 1 --data-iterator dynamic-shape --data-path 1 {corpus} 2 {corpus}".split()
+    )
+    with pytest.raises(DataError, match="no weighted blend"):
+        template.fit()
+
+
+def test_the_asked_share_is_cut_and_by_the_seed() -> None:
+    stream = _stream([100] * 5000)
+    counts = [len(Documents(stream, (0, 5000), 100, short_probability=0.1, seed=seed)) for seed in (1, 2)]
+    assert counts[0] != counts[1]
+    assert counts[0] == pytest.approx(5500, abs=100)
+    heads = Documents(stream, (0, 5000), 100, short_probability=1.0, seed=1).sizes[::2]
+    assert (heads.min(), heads.max()) == (1, 99)
+    assert heads.mean() == pytest.approx(50, abs=2)
+
+
+@pytest.mark.parametrize(("model", "folder"), [("gpt2", "gpt_folder"), ("bert", "bert_folder")])
+def test_a_corpus_is_trained_on_document_by_document(
+    model: str, folder: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The black box from a raw corpus; lengths are known beforehand although some sequences are short."""
+    draw = np.random.default_rng(0)
+    texts = [" ".join(draw.choice(WORDS, draw.integers(1, 60))) for _ in range(300)]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", ({"text": text} for text in texts))
+    short = "--short-seq-prob 0.5" if model == "bert" else ""
+    template = Pretrainer(
+        f"--model-type {model} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --dropout 0 --seq-length 32"
+        f" --tokenizer-type HuggingFaceTokenizer --tokenizer-path {request.getfixturevalue(folder)}"
+        f" --data-path {corpus} --split 9,1 --data-iterator dynamic-shape --tokens-per-batch 512 --max-shapes 4"
+        f" --epochs 2 --lr 1e-2 --save {tmp_path / 'run'} --device cpu {short}".split()
+    )
+    summary = template.fit()
+    train, augment, lengths = template.data.train, template.data.augment, template.data.lengths
+    assert isinstance(train, Documents)
+    # 270 documents, halves of half of them for BERT, and the pieces of those above 32 tokens.
+    assert summary["samples"] == 2 * len(train)
+    assert len(train) > (400 if model == "bert" else 290)
+    samples = [augment(train[i], draw) if augment else train[i] for i in range(len(train))]
+    assert template.data.collate is not None
+    assert [template.data.collate([sample])["input_ids"].shape[1] for sample in samples] == lengths.tolist()
+    assert summary["tokens"] == summary["receipts"]["useful_tokens"] == 2 * lengths.sum()
+    assert lengths.max() == 32
+    assert 0.7 < summary["receipts"]["fill"] < 1
+    assert len(summary["receipts"]["batch_shapes"]) <= 4
+    if model == "gpt2":  # a document keeps its end token, by which the model learns where to stop
+        assert sum(sample["input_ids"][-1] == template.tokenizer.eos_token_id for sample in samples) == 270

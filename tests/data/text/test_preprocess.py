@@ -1,0 +1,195 @@
+"""Raw text to indexed data sets: the bytes, bad text, parts and their order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from rapidformer_templates.data.indexed.dataset import IndexedDataset
+from rapidformer_templates.data.text import fast_tokenizers, preprocess
+from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
+from rapidformer_templates.data.text.fast_tokenizers import Whole
+from rapidformer_templates.data.text.files import Span
+from rapidformer_templates.data.text.preprocess import AHEAD, Made, cut
+from rapidformer_templates.errors import DataError
+from tests.support.indexed_sets import contents
+from tests.support.texts import TEXTS, files_of, write_jsonl
+
+
+def plain(megatron: Any, tokenizer_folder: Path, texts: list[str], prefix: Path) -> list[bytes]:
+    """What a script of Megatron's kind makes of the texts: transformers' tokenizer and megatron-core's builder."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for text in texts:
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        builder.add_document(ids, [len(ids)])
+    builder.finalize(f"{prefix}.idx")
+    return [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx")]
+
+
+def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
+    corpus: Path, make: Callable[..., Made], megatron: Any, gpt_folder: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    expected = plain(megatron, gpt_folder, TEXTS, tmp_path / "plain")
+    ways = [{"workers": 1}, {"workers": 2, "chunk_size": 1}, {"workers": 3, "chunk_size": 7}]
+    if fast_tokenizers.is_installed():
+        ways.append({"workers": 2, "chunk_size": 4, "backend": "gigatoken"})
+    for number, way in enumerate(ways):
+        made = make(corpus, prefix=f"way{number}", **way)
+        assert files_of(made.prefix["text"])[:2] == expected, way
+        assert made.documents == {"text": 60}
+        assert made.tokens == {"text": len(expected[0]) // 2}
+        assert files_of(made.prefix["text"])[2] == files_of(tmp_path / "way0_text_document")[2]
+
+
+def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable[..., Made]) -> None:
+    texts = ["one tree\nsees a house\n", "a dog\n", "the river\n"]
+    text = tmp_path / "a.txt"
+    text.write_text("\n \n".join(texts), encoding="utf-8")
+    pq.write_table(pa.table({"text": texts, "other": [1, 2, 3]}), tmp_path / "a.parquet")
+    lines = write_jsonl(tmp_path / "a.jsonl", [{"text": one} for one in texts])
+    expected = files_of(make(lines, prefix="jsonl").prefix["text"])
+    for chunk_size in (1, 2):
+        assert files_of(make(text, prefix=f"t{chunk_size}", chunk_size=chunk_size).prefix["text"]) == expected
+    assert files_of(make(tmp_path / "a.parquet", prefix="parquet", chunk_size=2).prefix["text"]) == expected
+    with pytest.raises(DataError, match="there is no column 'body'") as raised:
+        make(tmp_path / "a.parquet", recipe=Recipe("", "uint16", None, ("body",)))
+    assert raised.value.hint == "the columns are text, other"
+
+
+def test_several_keys_in_one_pass(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) -> None:
+    rows = [{"text": "a dog", "title": "dog"}, {"text": "a cat", "title": " "}, {"text": "a tree", "title": "tree"}]
+    corpus = write_jsonl(tmp_path / "c.jsonl", rows)
+    made = make(corpus, recipe=Recipe(recipe.tokenizer, "uint16", None, ("text", "title")))
+    assert made.documents == {"text": 3, "title": 2}
+    assert made.empty == {"text": 0, "title": 1}
+    alone = make(corpus, recipe=Recipe(recipe.tokenizer, "uint16", None, ("title",)), prefix="alone")
+    assert files_of(made.prefix["title"]) == files_of(alone.prefix["title"])
+
+
+def test_sentences(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) -> None:
+    rows = [{"text": "A dog. A cat! The tree?"}, {"text": ["he sees", "", "they run. we run"]}, {"text": "  "}]
+    sentences = Recipe(recipe.tokenizer, "uint16", 0, sentences=True)
+    made = make(write_jsonl(tmp_path / "c.jsonl", rows), recipe=sentences)
+    assert made.prefix["text"].endswith("out_text_sentence")
+    tokenizer = Whole(recipe.tokenizer)
+    expected = [["A dog.", "A cat!", "The tree?"], ["he sees", "they run. we run"]]
+    ids = [[tokenizer([sentence])[0].tolist() for sentence in document] for document in expected]
+    for document in ids:
+        document[-1].append(0)  # one end token a document
+    assert contents(IndexedDataset(made.prefix["text"])) == ids
+    assert made.empty == {"text": 1}
+
+
+def test_what_is_empty_is_left_out_and_counted(tmp_path: Path, make: Callable[..., Made]) -> None:
+    texts = ["", "a dog", "  \n", "a cat", ""]
+    made = make(write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in texts]))
+    assert (made.documents, made.empty) == ({"text": 2}, {"text": 3})
+    with pytest.raises(DataError) as raised:
+        make(write_jsonl(tmp_path / "e.jsonl", [{"text": ""}]), prefix="e")
+    assert raised.value.message == "there is no document with text for the key 'text'"
+    assert raised.value.hint == "check the files; 1 were empty, 0 lines were bad"
+    assert not list(tmp_path.glob("e_*"))
+
+
+BAD = {
+    b'{"text": "caf\xe9"}': "the text is not UTF-8",
+    b'{"text": ': "broken JSON: Expecting value (column 9)",
+    b'["text"]': "a line must hold a JSON object, not list",
+    b'{"body": "x"}': "there is no column 'text'",
+    b'{"text": 3}': "the column 'text' holds int, not text",
+    b'{"text": "half \\ud83d"}': "the column 'text' holds half of a surrogate pair, which is no character",
+    b"[" * 100_000: "broken JSON: a number that is too long, or too many brackets in one another",
+    b'{"n": ' + b"9" * 5000 + b"}": "broken JSON: a number that is too long, or too many brackets in one another",
+}
+
+
+def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) -> None:
+    good = [json.dumps({"text": text}).encode() for text in TEXTS[:3]]
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(b"\n".join([good[0], *BAD, *good[1:]]) + b"\n")
+    skip = Recipe(recipe.tokenizer, "uint16", 0, skip=True)
+    made = make(file, recipe=skip, chunk_size=2)
+    reasons = [f"{file}:{line}: {reason}" for line, reason in enumerate(BAD.values(), start=2)]
+    listed = Path(f"{tmp_path}/out.skipped.txt").read_text().splitlines()
+    assert listed == reasons
+    assert (made.skipped, made.examples) == (8, listed[:5])
+    clean = make(write_jsonl(tmp_path / "good.jsonl", [{"text": text} for text in TEXTS[:3]]), prefix="clean")
+    assert files_of(made.prefix["text"]) == files_of(clean.prefix["text"])
+    assert not (tmp_path / "clean.skipped.txt").exists()
+    for number, line in enumerate(BAD):
+        file.write_bytes(good[0] + b"\n" + line)
+        with pytest.raises(DataError) as raised:
+            Encoder(recipe)(Job(file, Span(0, file.stat().st_size, 1), 0, check=False))
+        assert raised.value.where == f"{file}:2"
+        assert listed[number].endswith(raised.value.message)
+    with pytest.raises(DataError, match="the column 'text' holds") as raised:
+        make(corpus_with(tmp_path, 40, b'{"text": null}'), prefix="never", chunk_size=3, workers=2)
+    assert raised.value.where == f"{tmp_path / 'null.jsonl'}:41"
+    assert not list(tmp_path.glob("never*"))
+
+
+def corpus_with(folder: Path, good: int, bad: bytes) -> Path:
+    path = write_jsonl(folder / "null.jsonl", [{"text": text} for text in TEXTS[:good]])
+    path.write_bytes(path.read_bytes() + bad + b"\n")
+    return path
+
+
+def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., Made], recipe: Recipe) -> None:
+    file = tmp_path / "long.jsonl"
+    small = json.dumps({"text": "a dog"})
+    file.write_text("\n".join([small, json.dumps({"text": "a cat", "meta": "x" * 50_000_000}), small]) + "\n")
+    assert make(file).documents == {"text": 3}
+    if fast_tokenizers.is_installed():
+        text = "a small dog sees the river " * 2_000_000
+        file.write_text("\n".join([small, json.dumps({"text": text}), small]) + "\n")
+        made = make(file, prefix="fast", backend="gigatoken")
+        once, twice = (len(Whole(recipe.tokenizer)(["a small dog sees the river " * n])[0]) for n in (1, 2))
+        assert IndexedDataset(made.prefix["text"]).lengths[1] == once + 1_999_999 * (twice - once) + 1
+    file.write_bytes(b'{"text": "' + b"x" * 50_000_000)
+    with pytest.raises(DataError, match=r"broken JSON: Unterminated string starting at \(column 10\)"):
+        make(file, prefix="cut")
+    assert not list(tmp_path.glob("cut*"))
+
+
+def test_parts_of_a_file_are_whole_lines(tmp_path: Path) -> None:
+    lines = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * n} for n in range(50)])
+    jobs = list(cut([lines], ["text"], 7))
+    assert b"".join(job.part.read(lines).read() for job in jobs) == lines.read_bytes()
+    assert [job.part.line for job in jobs] == list(range(1, 51, 7))
+    assert sum(job.bytes for job in jobs) == lines.stat().st_size
+    text = tmp_path / "a.txt"
+    text.write_text("".join(f"first {n}\nsecond\n\n" for n in range(9)) + "last")
+    jobs = list(cut([text], ["text"], 2))
+    parts = [job.part.read(text).read().decode() for job in jobs]
+    assert "".join(parts) == text.read_text()
+    assert [part.count("first") for part in parts] == [2, 2, 2, 2, 1]
+    assert all(part.startswith("first") for part in parts)
+
+
+def test_every_64th_part_is_checked(tmp_path: Path) -> None:
+    lines = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}] * 130)
+    assert [n for n, job in enumerate(cut([lines], ["text"], 1)) if job.check] == [0, 64, 128]
+    assert all(job.check for job in cut([lines], ["text"], 1, check_all=True))
+
+
+def test_few_parts_are_under_way(corpus: Path, recipe: Recipe) -> None:
+    taken = 0
+
+    def jobs() -> Iterator[Job]:
+        nonlocal taken
+        for job in cut([corpus], ["text"], 1):
+            taken += 1
+            yield job
+
+    for written, _ in enumerate(preprocess.encoded(jobs(), recipe, 1)):
+        assert taken - written <= AHEAD
+    assert taken == 60

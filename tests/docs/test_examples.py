@@ -1,0 +1,127 @@
+"""The examples: short, whole, and the same job in every way of use."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from rapidformer_templates.commands.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WORDS = {
+    "negative": ["bad", "awful", "late", "lost", "broken", "never", "worst"],
+    "neutral": ["today", "flight", "gate", "phone", "at", "from", "is"],
+    "positive": ["great", "love", "thanks", "best", "happy", "nice", "cool"],
+}
+RATES = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
+
+
+@pytest.fixture(scope="module")
+def tweets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT with its tokenizer in ``model/``, and tweets of made-up words beside it."""
+    folder = tmp_path_factory.mktemp("tweets")
+    draw = random.Random(5)
+    for part, count in (("train", 44), ("valid", 14)):
+        rows = ["text,label"]
+        for i in range(count):
+            label = list(WORDS)[i % 3]
+            words = draw.choices(WORDS[label] + WORDS["neutral"], k=draw.randint(2, 12))
+            rows.append(f"{' '.join(words)},{label}")
+        (folder / f"tweets-{part}.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(
+        [" ".join(words) for words in WORDS.values()], trainers.WordPieceTrainer(vocab_size=120, special_tokens=special)
+    )
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {f"{token[1:-1].lower()}_token": token for token in special}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=3,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    BertForSequenceClassification(config).bert.save_pretrained(folder / "model")
+    return folder
+
+
+def _run(command: list[str], cwd: Path) -> str:
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` without what depends on the clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if name not in RATES} for line in lines]
+
+
+@pytest.mark.parametrize("name", ["sentiment.py", "pretrain_gpt.py"])
+def test_under_sixty_lines(name: str) -> None:
+    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 60
+
+
+@pytest.mark.slow
+def test_one_job_in_three_ways_has_identical_losses(tweets: Path, tmp_path: Path) -> None:
+    """Through the black box, a Finetuner subclass and a Trainer subclass: equal to the last bit, dropout on."""
+    # Moving to another template is one changed base class (and its import).
+    source = (EXAMPLES / "sentiment.py").read_text(encoding="utf-8")
+    assert source.count("Finetuner") == 2
+    (tmp_path / "as_trainer.py").write_text(source.replace("Finetuner", "Trainer"), encoding="utf-8")
+    ways = {
+        "black-box": ["-m", "rapidformer_templates"],
+        "finetuner": [str(EXAMPLES / "sentiment.py")],
+        "trainer": [str(tmp_path / "as_trainer.py")],
+    }
+    job = f"--config {EXAMPLES / 'sentiment.yaml'} --pretrained-model-name-or-path {tweets / 'model'} --device cpu"
+    small = f"--data-dir {tweets} --seq-length 32 --epochs 2 --micro-batch-size 4 --log-interval 1 --nproc-per-node 1"
+    found = {}
+    for way, program in ways.items():
+        _run([sys.executable, *program, *job.split(), *small.split(), "--save", str(tmp_path / way)], tmp_path)
+        found[way] = _metrics(tmp_path / way)
+    losses = [line["loss"] for line in found["black-box"] if "loss" in line]
+    evaluations = [line for line in found["black-box"] if "eval_loss" in line]
+    assert len(losses) == 22
+    assert len(evaluations) == 2
+    assert set(evaluations[0]) >= {"eval_loss", "accuracy", "f1", "matthews"}
+    assert found["finetuner"] == found["black-box"]
+    assert found["trainer"] == found["black-box"]
+    plans = {way: json.loads((tmp_path / way / "plan.json").read_text(encoding="utf-8"))["template"] for way in ways}
+    assert plans == {"black-box": "Finetuner", "finetuner": "Finetuner", "trainer": "Trainer"}
+
+
+def test_own_flag_acts(tweets: Path, tmp_path: Path) -> None:
+    job = f"--task sequence_classification --pretrained-model-name-or-path {tweets / 'model'} --device cpu --lr 1e-3"
+    small = f"--data-dir {tweets} --data-name tweets --train-iters 2 --micro-batch-size 4 --log-interval 1"
+    losses = {}
+    for smoothing in ("0", "0.5"):
+        run = tmp_path / smoothing
+        words = [*job.split(), *small.split(), "--label-smoothing", smoothing, "--save", str(run)]
+        assert main(["--user-script", str(EXAMPLES / "sentiment.py"), *words]) == 0
+        losses[smoothing] = [line["loss"] for line in _metrics(run) if "loss" in line]
+    assert losses["0"] != losses["0.5"]
+
+
+@pytest.mark.slow
+def test_pretraining_loss_falls(tmp_path: Path) -> None:
+    flags = "--max-files 8 --num-layers 2 --hidden-size 64 --seq-length 64 --train-iters 40 --lr-warmup-iters 4"
+    words = [*flags.split(), "--device", "cpu", "--save", "run"]
+    _run([sys.executable, str(EXAMPLES / "pretrain_gpt.py"), *words], tmp_path)
+    losses = [line["loss"] for line in _metrics(tmp_path / "run") if "loss" in line]
+    assert losses[-1] < losses[0] - 0.5
+    assert (tmp_path / "run/export/tokenizer.json").is_file()
+    assert (tmp_path / "run/curves.png").read_bytes().startswith(b"\x89PNG")

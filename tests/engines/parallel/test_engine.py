@@ -1,0 +1,214 @@
+"""3D layouts follow the one-process run: loss, gradient norm, weights and evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.parallel_jobs import begin, train_all
+from tests.support.worker_group import run_in_workers
+
+pytestmark = pytest.mark.distributed
+
+CLIP = 0.1
+STEPS = (
+    f"--train-iters 6 --eval-interval 3 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1 --no-export-model"
+)
+TENSOR, PIPELINE, VIRTUAL = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--virtual-pipeline-size",
+)
+ZERO_1, ZERO_2 = "--zero-1-memory-optimization", "--zero-2-memory-optimization"
+DISTRIBUTED, CHECKPOINTED = "--use-distributed-optimizer", "--checkpoint-activations"
+
+# (job, double precision, flags): each with four workers.
+FOUR = {
+    "pp4-uneven": ("gpt2-8-tied", True, f"--micro-batch-size 2 {PIPELINE} 4 --pipeline-stages 1,3,2,2"),
+    "pp4-few-micro-batches": ("bert-8-untied", True, f"--micro-batch-size 4 {PIPELINE} 4 {CHECKPOINTED}"),
+    "pp2-dp2-zero-2": ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_2}"),
+    "pp2-dp2-interleaved-zero-1": ("neox-8-untied", True, f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {ZERO_1}"),
+    "tp2-pp2": ("llama-4-tied", False, f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2 --sequence-parallel"),
+    "tp2-dp2-zero-2": ("bert-4-untied", True, f"--micro-batch-size 2 {TENSOR} 2 {ZERO_2}"),
+    "dp4-distributed-optimizer": ("unreached-4", True, f"--micro-batch-size 2 {DISTRIBUTED}"),
+    "pp2-dp2-frozen": ("frozen-8", True, f"--micro-batch-size 2 {PIPELINE} 2 {ZERO_2}"),
+    "own-loss": ("own-loss", True, f"--micro-batch-size 2 {PIPELINE} 2 {DISTRIBUTED}"),
+}
+HALF = {
+    "bf16": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision bf16 {PIPELINE} 2 {ZERO_1}"),
+    "fp16": ("gpt2-4-tied", False, f"--micro-batch-size 2 --mixed-precision fp16 {PIPELINE} 2 {ZERO_2}"),
+}
+OFFLOADED = ("gpt2-4-tied", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_1} --cpu-offload")
+WIDE = {
+    f"{family}-{layout}-{name}-{'fp64' if double else 'fp32'}": (
+        f"{family}-{blocks}-{tied}",
+        double,
+        f"{flags} {extra}",
+    )
+    for family, tied in (("llama", "untied"), ("neox", "tied"), ("gpt2", "untied"), ("bert", "tied"))
+    for layout, blocks, flags in (
+        ("tp2-pp2", 4, f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2"),
+        ("pp4", 8, f"--micro-batch-size 2 {PIPELINE} 4"),
+        ("tp2-dp2", 4, f"--micro-batch-size 2 {TENSOR} 2"),
+        ("pp2-dp2", 4, f"--micro-batch-size 2 {PIPELINE} 2"),
+    )
+    for name, extra in (("plain", ""), ("zero-1", ZERO_1), ("zero-2", ZERO_2), ("checkpointed", CHECKPOINTED))
+    for double in (False, True)
+}
+"""All that is promised, for a machine with time."""
+
+
+def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:
+    """The same job in one process and in micro batches of the same size: some models round to fp32 inside."""
+    words = case[2].split()
+    size = words[words.index("--micro-batch-size") + 1]
+    precision = "".join(f" --mixed-precision {kind}" for kind in HALF if kind in words)
+    return case[0], case[1], f"{STEPS} --micro-batch-size {size}{precision}"
+
+
+def _with_steps(cases: dict[str, tuple[str, bool, str]]) -> dict[str, tuple[str, bool, str]]:
+    return {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in cases.items()}
+
+
+# A run that dies and goes on in another layout, again and again: (workers, flags, dies after this step).
+RESUMED = "--train-iters 8 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3"
+CHAIN = (
+    (f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2", 3),
+    (f"--micro-batch-size 2 {PIPELINE} 4 --resume", 5),
+    (f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {ZERO_2} --resume", 7),
+)
+
+
+def _go_on(folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float, float]]:
+    """The curve of all parts; each began where the last checkpoint was, one step before the death."""
+    curve: list[tuple[float, float]] = []
+    for flags, dies_after in chain:
+        curve = [*curve[:-1], *begin("gpt2-8-tied", folder, f"{RESUMED} --no-export-model {flags}", dies_after)]
+    return curve
+
+
+def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
+    runs = train_all(workers, folder, _with_steps(FOUR | HALF))
+    with mock.patch("rapidformer_templates.engines.local.lies_in_host_memory", return_value=False):
+        runs |= train_all(workers, folder, _with_steps({"offloaded": OFFLOADED}))
+    return runs | {"resumed": _go_on(f"{folder}/chain", CHAIN)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All layouts in one group of workers."""
+    folder = str(tmp_path_factory.mktemp("parallel"))
+    return {**run_in_workers(4, _four_workers, folder)[0], "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("whole"))
+    return train_all(None, folder, {name: _whole(case) for name, case in (FOUR | HALF).items()})
+
+
+def _assert_follows(actual: dict[str, Any], expected: dict[str, Any], double: bool) -> None:
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if double else {"rtol": 1e-5, "atol": 1e-6}
+    for key in ("curve", "evaluations"):
+        found, wanted = (torch.tensor(run[key], dtype=torch.float64) for run in (actual, expected))
+        torch.testing.assert_close(found, wanted, **tolerance)
+    assert actual["weights"].keys() == expected["weights"].keys()
+    # Adam divides a gradient by its own size: in fp32, of one that is nearly zero the rounding shows in full. The
+    # bound is a hundredth of one update (the learning rate is 1e-3); fp64 tells rounding from mistakes.
+    weights = tolerance if double else {"rtol": 1e-5, "atol": 1e-5}
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][name], weight, **weights)
+    assert actual["summary"]["parameters"] == expected["summary"]["parameters"]
+
+
+@pytest.mark.parametrize("layout", FOUR)
+def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> None:
+    _assert_follows(runs[layout], references[layout], FOUR[layout][1])
+
+
+def test_the_references_learn_and_are_clipped(references: Any) -> None:
+    """A curve that did not move would agree with anything."""
+    for reference in references.values():
+        assert len({loss for loss, _ in reference["curve"]}) == 6
+        assert max(norm for _, norm in reference["curve"]) > 2 * CLIP
+
+
+@pytest.mark.parametrize(("kind", "dtype", "bits"), [("bf16", "bfloat16", 8), ("fp16", "float16", 11)])
+def test_half_precision_follows_one_process_within_its_rounding(
+    kind: str, dtype: str, bits: int, runs: Any, references: Any
+) -> None:
+    found, wanted = (torch.tensor(run[kind]["curve"]) for run in (runs, references))
+    torch.testing.assert_close(found, wanted, rtol=2**-bits, atol=0)
+    receipts = runs[kind]["summary"]["receipts"]
+    assert dtype in receipts["activation_dtypes"]
+    assert receipts["parameter_dtypes"] == ["float32"]
+
+
+def test_offload_moves_the_state_and_nothing_else(runs: Any, references: Any) -> None:
+    """The engine is made to believe that host memory is elsewhere; the job is that of another layout."""
+    _assert_follows(runs["offloaded"], references["pp2-dp2-zero-2"], double=True)
+
+
+def test_receipts_show_what_each_worker_holds(runs: Any, references: Any) -> None:
+    held = runs["pp2-dp2-zero-2"]["summary"]["receipts"]["held_bytes_by_rank"]
+    whole = references["pp2-dp2-zero-2"]["summary"]["receipts"]["held_bytes_by_rank"][0]
+    for place in held:
+        assert place["parameter_bytes"] < 0.65 * whole["parameter_bytes"]  # a stage, and a copy of the embedding
+        # Of a stage, half: ZeRO-2 over two replicas. The state adds a count for each run of a parameter.
+        assert place["gradient_bytes"] == pytest.approx(place["parameter_bytes"] / 2, abs=16)
+        assert place["optimizer_state_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.01)
+    zero_1 = runs["pp2-dp2-interleaved-zero-1"]["summary"]["receipts"]["held_bytes_by_rank"]
+    for place in zero_1:
+        assert place["gradient_bytes"] == place["parameter_bytes"]
+        assert place["optimizer_state_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.01)
+    receipts = runs["pp4-few-micro-batches"]["summary"]["receipts"]
+    assert receipts["saved_tensor_bytes"] < 0.5 * receipts["saved_tensor_bytes_without"]
+
+
+def test_a_run_goes_on_in_any_layout_and_in_one_process(runs: Any, tmp_path: Path) -> None:
+    whole = begin("gpt2-8-tied", str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
+    end = begin("gpt2-8-tied", f"{runs['folder']}/chain", f"{RESUMED} --micro-batch-size 2 --resume")
+    curve = torch.tensor([*runs["resumed"][:-1], *end])
+    torch.testing.assert_close(curve, torch.tensor(whole), rtol=1e-5, atol=1e-6)
+
+
+def _chain_begins(workers: Any, folder: str) -> list[tuple[float, float]]:
+    to_zero_2 = (f"--micro-batch-size 2 {ZERO_2} --resume", 7)
+    return _go_on(folder, (*CHAIN[:2], to_zero_2))
+
+
+def _chain_ends(workers: Any, folder: str) -> list[tuple[float, float]]:
+    return begin("gpt2-8-tied", folder, f"{RESUMED} --micro-batch-size 2 --fsdp-memory-optimization --resume")
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_a_run_goes_through_all_engines(tmp_path: Path) -> None:
+    """3D, a pipeline alone, DeepSpeed's ZeRO-2, one process, FSDP."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+    folder = str(tmp_path / "chain")
+    curve = run_in_workers(4, _chain_begins, folder)[0][:-1]
+    # One more step in one process; it dies in the last one, before which FSDP takes over.
+    flags = f"{RESUMED} --micro-batch-size 4 --save-interval 7 --resume"
+    curve += begin("gpt2-8-tied", folder, flags, dies_after=8)[:-1]
+    curve += run_in_workers(4, _chain_ends, folder)[0]
+    whole = begin("gpt2-8-tied", str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
+    torch.testing.assert_close(torch.tensor(curve), torch.tensor(whole), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["llama", "neox", "gpt2", "bert"])
+def test_every_layout_with_every_switch(family: str, tmp_path: Path) -> None:
+    cases = {name: case for name, case in WIDE.items() if name.startswith(family)}
+    found = run_in_workers(4, train_all, str(tmp_path), _with_steps(cases))[0]
+    references: dict[Any, Any] = {}
+    for name, case in cases.items():
+        whole = _whole(case)
+        if whole not in references:
+            references[whole] = train_all(None, str(tmp_path), {f"whole-{name}": whole})[f"whole-{name}"]
+        # Norms of llama round to fp32 whatever the type of the model.
+        _assert_follows(found[name], references[whole], case[1] and family != "llama")

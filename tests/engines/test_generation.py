@@ -1,0 +1,48 @@
+"""Texts that are generated while the parameters are cut over the workers, in unequal numbers of forwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates import Finetuner, Trainer
+from rapidformer_templates.commands.demo import demo_model_folder
+from tests.support.worker_group import run_in_workers
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
+
+SHARDED = {"plain": "", "fsdp": "--fsdp-memory-optimization", "zero-3": "--zero-3-memory-optimization"}
+FLAGS = (
+    "--task seq2seq_lm --model-type t5 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
+    " --micro-batch-size 2 --train-iters 2 --lr 1e-3 --data-name pairs --eval-interval 2 --no-export-model"
+)
+
+
+def _evaluate(workers: Any, folder: str) -> dict[str, Any]:
+    metrics = {}
+    for name, switch in SHARDED.items():
+        base = Trainer if name == "zero-3" else Finetuner
+        given = f"{FLAGS} --tokenizer-path {demo_model_folder()} --data-dir {folder} {switch} --save {folder}/{name}"
+
+        def predict(self: Any, outputs: Any, batch: Any) -> Any:
+            self.task.longest_target = 2 + 6 * workers.rank  # the second worker goes on alone
+            return super(type(self), self).predict(outputs, batch)
+
+        job = type("Job", (base,), {"predict": predict})(given.split())
+        metrics[name] = job.fit()["metrics"]
+    return metrics
+
+
+def test_all_workers_generate_to_the_end(tmp_path: Path) -> None:
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    lines = [json.dumps({"source": f"say {word}", "target": f"{word} and {word}"}) for word in words]
+    for part in ("train", "valid"):
+        (tmp_path / f"pairs-{part}.jsonl").write_text("\n".join(lines) + "\n")
+    metrics = run_in_workers(2, _evaluate, str(tmp_path))[0]
+    for name in SHARDED:
+        assert metrics[name] == pytest.approx(metrics["plain"], rel=1e-4), name
+        assert "rouge_l" in metrics[name]

@@ -1,0 +1,157 @@
+"""Every layout of the local engines follows the one-process run: loss, gradient norm, weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.jobs import JOBS, train
+from tests.support.worker_group import run_in_workers
+
+CLIP = 0.1
+STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+ALONE = {"accumulated": f"{STEPS} --micro-batch-size 2"}
+PAIRS = {
+    "ddp": f"{STEPS} --micro-batch-size 4",
+    "ddp-accumulated": f"{STEPS} --micro-batch-size 2",
+    "fsdp": f"{STEPS} --micro-batch-size 4 --fsdp-memory-optimization",
+    "fsdp-accumulated-checkpointed": (
+        f"{STEPS} --micro-batch-size 1 --fsdp-memory-optimization --checkpoint-activations"
+    ),
+    "ddp-checkpointed": f"{STEPS} --micro-batch-size 2 --checkpoint-activations",
+}
+PRECISIONS = {
+    f"{kind}-{precision}": f"{STEPS} --mixed-precision {precision} {flags}"
+    for precision in ("bf16", "fp16")
+    for kind, flags in {
+        "ddp": "--micro-batch-size 2",
+        "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
+        "fsdp-checkpointed": "--micro-batch-size 2 --fsdp-memory-optimization --checkpoint-activations",
+    }.items()
+}
+KINDS = [(job, double) for job in JOBS for double in (False, True)]
+
+
+def _train_all(workers: Any, folder: str, layouts: dict[str, str]) -> dict[tuple[str, bool, str], Any]:
+    cases = [(job, double, name, flags) for job, double in KINDS for name, flags in layouts.items()]
+    if workers is not None:
+        cases += [("causal", False, name, flags) for name, flags in PRECISIONS.items()]
+    return {
+        (job, double, name): train(job, double, flags, f"{folder}/{job}-{double}-{name}")
+        for job, double, name, flags in cases
+    }
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
+    folder = tmp_path_factory.mktemp("references")
+    flags = f"{STEPS} --micro-batch-size 8"
+    return {(job, double): train(job, double, flags, str(folder / f"{job}-{double}")) for job, double in KINDS}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool, str], Any]:
+    """All layouts, those of two workers in one group of workers."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    return _train_all(None, folder, ALONE) | run_in_workers(2, _train_all, folder, PAIRS)[0]
+
+
+def _assert_close(actual: Any, expected: Any, double: bool) -> None:
+    torch.testing.assert_close(
+        torch.as_tensor(actual, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+        rtol=1e-10 if double else 1e-5,
+        atol=1e-12 if double else 1e-6,
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [*ALONE, *PAIRS])
+@pytest.mark.parametrize(("job", "double"), KINDS)
+def test_layout_follows_one_process(layout: str, job: str, double: bool, references: Any, runs: Any) -> None:
+    expected, actual = references[job, double], runs[job, double, layout]
+    _assert_close(actual["curve"], expected["curve"], double)
+    assert len(expected["evaluations"]) == 3
+    _assert_close(actual["evaluations"], expected["evaluations"], double)
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        _assert_close(actual["weights"][name], weight, double)
+
+
+@pytest.mark.distributed
+def test_the_reference_learns(references: Any) -> None:
+    """A curve that did not move would agree with anything."""
+    for reference in references.values():
+        losses = [loss for loss, _ in reference["curve"]]
+        assert len(set(losses)) == len(losses)
+        assert max(norm for _, norm in reference["curve"]) > 2 * CLIP  # so that clipping acts
+
+
+def test_reference_equals_a_loop_by_hand(references: Any, tmp_path: Path) -> None:
+    """The one-process run itself against plain torch: token losses summed and divided by hand."""
+    from rapidformer_templates.data.order import SampleOrder
+    from tests.support.jobs import CausalJob, _pad, _sequences
+
+    torch.manual_seed(1234)
+    job = CausalJob(["--lr", "1e-3", "--train-iters", "1"])
+    model = job.make().double()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3
+    )
+    samples = _sequences()
+    order = SampleOrder(len(samples), 8, 1234, by_epochs=False)
+    curve = []
+    for step in range(10):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for index in order.step(step)[0]:
+            batch = _pad([samples[index]], classes=False)
+            logits = model(input_ids=batch["input_ids"]).logits[0, :-1]
+            labels = batch["labels"][0, 1:]
+            kept = labels != -100
+            total = total - torch.log_softmax(logits, -1)[kept, labels[kept]].sum()
+            count += int(kept.sum())
+        loss = total / count
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+        for p in model.parameters():
+            p.grad *= min(1.0, CLIP / float(norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / 10)
+        optimizer.step()
+        curve.append((loss.item(), norm.item()))
+    _assert_close(references["causal", True]["curve"], curve, True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", PRECISIONS)
+def test_half_precision_follows_one_process_of_that_precision(layout: str, runs: Any, tmp_path: Path) -> None:
+    """Within the rounding of the format: 8 bits of mantissa in bf16, 11 in fp16."""
+    precision = layout.rpartition("-")[2]
+    flags = f"{STEPS} --micro-batch-size 8 --mixed-precision {precision}"
+    expected, actual = train("causal", False, flags, str(tmp_path / "one")), runs["causal", False, layout]
+    tolerance = {"bf16": 2**-8, "fp16": 2**-11}[precision]
+    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=tolerance, atol=0)
+    receipts = actual["summary"]["receipts"]
+    assert receipts["parameter_dtypes"] == ["float32"]
+    assert {"bf16": "bfloat16", "fp16": "float16"}[precision] in receipts["activation_dtypes"]
+
+
+@pytest.mark.distributed
+def test_receipts_are_measured(references: Any, runs: Any) -> None:
+    whole = references["causal", False]["summary"]["receipts"]
+    sharded = runs["causal", False, "fsdp-accumulated-checkpointed"]["summary"]["receipts"]
+    parameters = references["causal", False]["summary"]["parameters"]
+    assert whole["parameter_bytes"] == sharded["parameter_bytes_whole"] == 4 * parameters
+    # Half of it, and what rows that do not divide by two add.
+    assert 0.5 <= sharded["parameter_bytes"] / whole["parameter_bytes"] < 0.52
+    assert 0.5 <= sharded["optimizer_state_bytes"] / whole["optimizer_state_bytes"] < 0.52
+    assert sharded["saved_tensor_bytes"] < 0.3 * sharded["saved_tensor_bytes_without"]
+    assert sharded["micro_steps"] == 4
+    assert whole["micro_steps"] == 1
+    assert whole["optimizer_class"] == "torch.optim.adamw.AdamW"

@@ -1,0 +1,292 @@
+"""Workers whose batches reach different parameters, or count for nothing: every engine does what one process does.
+
+What an engine cannot do it refuses by the names of the parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from rapidformer_templates import Data
+from rapidformer_templates.errors import RapidformerError
+from tests.support import parallel_jobs
+from tests.support.jobs import OTHERS, CausalJob, ClassJob, train
+from tests.support.warm_workers import Failure
+from tests.support.worker_group import run_in_workers
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
+
+STEPS = "--clip-grad 0.1 --weight-decay 0.5 --no-export-model --lr-decay-style constant"
+ENGINES = {
+    "ddp": "",
+    "oss": "--oss-memory-optimization",
+    "sdp": "--oss-sdp-memory-optimization",
+    "fsdp": "--fsdp-memory-optimization",
+    "fsdp-whole": "--fsdp-memory-optimization --no-fsdp-reshard-after-forward",
+    "fsdp-checkpointed": "--fsdp-memory-optimization --checkpoint-activations",
+    "zero-1": "--zero-1-memory-optimization",
+    "zero-2": "--zero-2-memory-optimization",
+    "zero-3": "--zero-3-memory-optimization",
+    "distributed-optimizer": "--use-distributed-optimizer",
+}
+DIVIDED = {"tensor": "--tensor-model-parallel-size 2", "pipeline": "--pipeline-model-parallel-size 2"}
+ZERO = ("zero-1", "zero-2", "zero-3")
+
+
+class TwoHeads(torch.nn.Module):
+    """A classifier with a head for each of two tasks; the first token says which one a sample is of."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.second = torch.nn.Linear(16, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        pooled = self.inner.bert(input_ids=input_ids, attention_mask=attention_mask).pooler_output
+        logits = pooled.new_zeros(len(pooled), 3)
+        for head, rows in ((self.inner.classifier, ~second), (self.second, second)):
+            if rows.any():
+                logits = logits.index_add(0, rows.nonzero().flatten(), head(pooled[rows]))
+        return logits
+
+
+class HeadsJob(ClassJob):
+    """A head of its own for a quarter of the samples."""
+
+    begins = 0
+
+    def build_data(self) -> Data:
+        self.tasks: list[set[bool]] = []
+        return super().build_data()
+
+    def make(self) -> torch.nn.Module:
+        return TwoHeads(super().make())
+
+    def second(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        asked = batch["input_ids"][:, 0] % 4 == 0
+        return asked & (len(getattr(self, "curve", [])) >= self.begins)
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        second = self.second(batch)
+        if torch.is_grad_enabled():
+            self.tasks.append(set(second.tolist()))
+        return F.cross_entropy(model(batch["input_ids"], batch["attention_mask"], second), batch["labels"])
+
+
+class LateJob(HeadsJob):
+    """The second head is there from the third step on."""
+
+    begins = 2
+
+
+class Branch(torch.nn.Module):
+    """A part between two others for some samples only, and a part for none."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.sometimes = torch.nn.Linear(16, 16)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        pooled = self.inner.bert(input_ids=input_ids, attention_mask=attention_mask).pooler_output
+        if second.any():
+            pooled = pooled + self.sometimes(pooled).tanh() * second.unsqueeze(-1)
+        return self.inner.classifier(pooled)
+
+
+class BranchJob(HeadsJob):
+    def make(self) -> torch.nn.Module:
+        return Branch(super(HeadsJob, self).make())
+
+
+class Skipping(torch.nn.Module):
+    """Its second block is left out where ``skips`` says so."""
+
+    skips = False
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        bert = self.inner.bert
+        hidden = bert.embeddings(input_ids)
+        for place, block in enumerate(bert.encoder.layer):
+            if place == 0 or not self.skips:
+                hidden = block(hidden)
+        return self.inner.classifier(bert.pooler(hidden))
+
+
+class SkipJob(ClassJob):
+    """From a micro batch on, some workers leave a block out."""
+
+    def make(self) -> torch.nn.Module:
+        return Skipping(super().make())
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        whole = getattr(model, "module", model)
+        whole.skips = torch.distributed.get_rank() in self.skipping and len(getattr(self, "curve", [])) >= self.begins
+        return F.cross_entropy(model(batch["input_ids"]), batch["labels"])
+
+
+class LossAlone(torch.nn.Module):
+    """Gives its loss and nothing else, 0/0 where no label counts; what it computes it from is infinite in places."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+        never = torch.arange(logits.shape[-1]) < 2
+        logits, labels = logits.masked_fill(never, -torch.inf), labels[:, 1:]
+        counts = labels != -100
+        chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=2).unsqueeze(-1)).squeeze(-1)
+        return -(chosen * counts).sum() / counts.sum()
+
+
+class NothingJob(CausalJob):
+    """Micro batches without a target, under a model that gives its loss alone."""
+
+    def build_data(self) -> Data:
+        self.tasks: list[set[bool]] = []
+        return super().build_data()
+
+    def make(self) -> torch.nn.Module:
+        return LossAlone(super().make())
+
+    def count_targets(self, batch: Any) -> float:
+        return int((batch["labels"][:, 1:] != -100).sum())
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.tasks.append({bool((batch["labels"][:, 1:] != -100).any())})
+        return model(**batch)
+
+
+class IdleJob(NothingJob):
+    """The last batch of the epoch leaves a worker without a sample."""
+
+
+class PlainJob(parallel_jobs.JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    """Micro batches without a target, under a model that tensor and pipeline parallelism divide."""
+
+    def build_data(self) -> Data:
+        self.tasks: list[set[bool]] = []
+        return super().build_data()
+
+
+JOBS = {
+    "heads": HeadsJob,
+    "late": LateJob,
+    "branch": BranchJob,
+    "nothing": NothingJob,
+    "idle": IdleJob,
+    "plain": PlainJob,
+}
+OTHERS |= JOBS  # type: ignore[arg-type]
+BY_STEPS = f"--train-iters 4 --global-batch-size 8 {STEPS}"
+ONE_LEFT = f"--epochs 1 --global-batch-size 30 {STEPS}"
+LENGTH = dict.fromkeys(JOBS, BY_STEPS) | {"idle": ONE_LEFT}
+MICRO = {"heads": 4, "late": 2, "branch": 1, "nothing": 1, "idle": 15, "plain": 1}
+ALIKE = ("nothing", "idle")  # in what they reach
+CASES = [(job, engine) for job in JOBS for engine in ENGINES if job in ALIKE or (job != "plain" and engine != "zero-3")]
+CASES.remove(("nothing", "zero-3"))  # it waits for gradients, and 0/0 in the model's own loss has none
+CASES += [("plain", engine) for engine in (*DIVIDED, "zero-3")]
+WORKS = [(job, engine) for job, engine in CASES if not (job == "late" and engine in ZERO)]
+
+
+def _is_double(job: str, engine: str) -> bool:
+    """Words that are masked out of the loss have no gradient but a rounding one, of which Adam makes steps in fp32."""
+    return job == "nothing" and engine not in ZERO
+
+
+def _train_all(workers: Any, folder: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for job, engine in CASES:
+        flags = f"{LENGTH[job]} --micro-batch-size {MICRO[job]} {(ENGINES | DIVIDED)[engine]}"
+        kept: list[Any] = []
+        with (
+            mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
+            mock.patch.object(JOBS[job], "on_train_start", lambda self, kept=kept: kept.append(self)),
+        ):
+            try:
+                found[job, engine] = train(job, _is_double(job, engine), flags, f"{folder}/{job}-{engine}")
+            except RapidformerError as error:
+                found[job, engine] = error
+        found["tasks", job, engine] = kept[0].tasks if kept else []
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """By rank."""
+    return run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
+    folder = tmp_path_factory.mktemp("references")
+    needed = {(job, _is_double(job, engine)) for job, engine in CASES}
+    return {(job, double): train(job, double, _alone(job), f"{folder}/{job}-{double}") for job, double in needed}
+
+
+def _alone(job: str) -> str:
+    return f"{LENGTH[job]} --micro-batch-size {30 if job == 'idle' else 8}"
+
+
+@pytest.mark.parametrize(("job", "engine"), WORKS)
+def test_engine_follows_one_process(job: str, engine: str, references: Any, runs: Any) -> None:
+    double = _is_double(job, engine)
+    expected = references[job, double]
+    for run in runs:
+        actual = run[job, engine]
+        assert not isinstance(actual, Exception), actual
+        close = {"rtol": 1e-10, "atol": 1e-10} if double else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
+        assert actual["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            # Adam makes steps out of rounding where a gradient is zero, as that of a key's bias is: 0.5 % of a step,
+            # and 2 % in what DeepSpeed cannot compute in fp64.
+            atol = 2e-5 if job == "nothing" else 5e-6
+            torch.testing.assert_close(actual["weights"][name], weight, **close | ({} if double else {"atol": atol}))
+
+
+@pytest.mark.parametrize("job", ["heads", "late", "branch", "nothing"])
+def test_the_workers_differ(job: str, runs: Any) -> None:
+    """Else agreeing would be easy."""
+    assert any(mine != theirs for mine, theirs in zip(*(run["tasks", job, "ddp"] for run in runs), strict=True))
+
+
+@pytest.mark.parametrize("engine", ZERO[:2])
+def test_zero_refuses_what_no_worker_reaches(engine: str, runs: Any) -> None:
+    for run in runs:
+        assert isinstance(run["late", engine], RapidformerError)
+        assert run["late", engine].message == "the loss does not reach 2 parameters: second.weight, second.bias"
+
+
+def _skip(flags: str, begins: int, skipping: tuple[int, ...]) -> None:
+    job = SkipJob([*f"{BY_STEPS} --micro-batch-size 2 {flags}".split(), "--lr", "1e-3"])
+    job.begins, job.skipping = begins, skipping
+    job.fit()
+
+
+@pytest.mark.parametrize("skipping", [(1,), (0, 1)])
+@pytest.mark.parametrize("begins", [0, 2])
+@pytest.mark.parametrize("engine", ["fsdp", "zero-3"])
+def test_engines_that_gather_blocks_refuse_a_batch_that_leaves_one_out(
+    engine: str, begins: int, skipping: tuple[int, ...], groups: Any
+) -> None:
+    """One worker alone would gather other parameters than the others: all see it at first, later it alone does."""
+    ended = groups[2].run(_skip, ENGINES[engine], begins, skipping)
+    for rank in skipping if begins else (0, 1):
+        assert isinstance(ended[rank], Failure), ended
+        assert ended[rank].kind == "RapidformerError", ended
+        assert "a micro batch does not come by all parameters: inner.bert.encoder.layer.1." in ended[rank].text

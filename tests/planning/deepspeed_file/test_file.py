@@ -1,0 +1,430 @@
+"""A DeepSpeed file and the flags: filled, adopted, refused where they contradict each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from rapidformer_templates.engines.recipe import default_optimizer, schedule
+from rapidformer_templates.errors import ConfigError, Refused
+from rapidformer_templates.planning.deepspeed_file.file import adopt
+from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, ONLY, OWN, REFUSED, SAID, look_up
+from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.resolve import resolve
+from tests.support.requests import CPU, GPUS, config_of, on
+
+TWO = on(GPUS, world_size=2, local_world_size=2)
+ON_CPU = on(CPU, packages={"deepspeed": "any"})
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_max_live_parameters": 12345,
+        "sub_group_size": 1000,
+        "offload_optimizer": {"device": "cpu"},
+    },
+    "wall_clock_breakdown": True,
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Any:
+    def write(content: Any) -> str:
+        path = tmp_path / "ds.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def effective(flags: str) -> dict[str, Any]:
+    options = resolve(adopt(config_of(flags)), TWO).engine_options
+    found: dict[str, Any] = options["deepspeed"]
+    return found
+
+
+def refusals(flags: str) -> list[str]:
+    with pytest.raises(Refused) as refused:
+        resolve(adopt(config_of(flags)), TWO)
+    return [f"{found.rule}: {found.message}" for found in refused.value.diagnostics]
+
+
+def test_auto_is_filled_from_the_flags(file: Any) -> None:
+    flags = "--micro-batch-size 4 --global-batch-size 24 --clip-grad 0.5 --mixed-precision bf16"
+    told = effective(f"--deepspeed-config {file(AUTO)} {flags}")
+    assert told["train_batch_size"] == 24
+    assert told["train_micro_batch_size_per_gpu"] == 4
+    assert told["gradient_accumulation_steps"] == 3
+    assert told["gradient_clipping"] == 0.5
+    assert told["bf16"]["enabled"] is True
+    assert told["fp16"]["enabled"] is False
+    assert look_up(told, "zero_optimization.stage3_prefetch_bucket_size") == 50_000_000
+    assert "auto" not in json.dumps(told)
+    assert "optimizer" not in told  # the plan has it, and the engine gets a built optimizer
+    assert "scheduler" not in told  # the plan has it
+
+
+def test_what_the_file_says_becomes_a_flag_with_the_file_as_its_origin(file: Any) -> None:
+    content = {**AUTO, "gradient_clipping": 0.25, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
+    content["optimizer"] = {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.2}}
+    plan = resolve(adopt(config_of(f"--deepspeed-config {file(content)}")), TWO)
+    assert {"zero-3", "cpu-offload", "mixed-precision", "deepspeed-config"} <= set(plan.switches)
+    assert plan.precision == "bf16"
+    values = {name: (given["value"], given["origin"]) for name, given in plan.values.items()}
+    assert values["--lr"] == (3e-4, "ds.json:1")
+    assert values["--weight-decay"] == (0.2, "ds.json:1")
+    assert values["--clip-grad"] == (0.25, "ds.json:1")
+    assert values["--micro-batch-size"] == (2, "ds.json:1")
+    assert values["--zero-3-max-live-parameters"] == (12345, "ds.json:1")
+
+
+def test_what_no_flag_knows_is_handed_on(file: Any) -> None:
+    told = effective(f"--deepspeed-config {file(AUTO)}")
+    assert told["wall_clock_breakdown"] is True
+    assert told["zero_optimization"]["sub_group_size"] == 1000
+    assert told["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
+CONTRADICTIONS = [
+    (
+        {"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}},
+        "--clip-grad 0.5",
+        "RF036: ds.json has gradient_clipping = 1.0, --clip-grad is 0.5 (command line)",
+    ),
+    (
+        {"zero_optimization": {"stage": 3}},
+        "--zero-2-memory-optimization",
+        "RF036: ds.json has zero_optimization.stage = 3, --zero-2-memory-optimization is on (command line)",
+    ),
+    (
+        {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}},
+        "--mixed-precision bf16",
+        "RF036: ds.json has fp16.enabled = True, --mixed-precision is bf16 (command line)",
+    ),
+    (
+        {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}},
+        "--micro-batch-size 2 --global-batch-size 8",
+        "RF036: ds.json has gradient_accumulation_steps = 4, the batch sizes make 2",
+    ),
+    (
+        {"optimizer": {"params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}},
+        "--lr 0.2",
+        "RF036: ds.json has optimizer.params.lr = 0.1, --lr is 0.2 (command line)",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}},
+        "--cpu-offload",
+        "RF036: ds.json has zero_optimization.offload_optimizer.device = none, --cpu-offload is on (command line)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "flags", "message"), CONTRADICTIONS, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_contradiction_shows_both(content: Any, flags: str, message: str, file: Any) -> None:
+    assert refusals(f"--deepspeed-config {file(content)} {flags}") == [message]
+
+
+def test_the_same_value_in_both_is_no_contradiction(file: Any) -> None:
+    content = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2}}
+    assert effective(f"--deepspeed-config {file(content)} --clip-grad 0.5 --zero-2-memory-optimization")
+
+
+def test_a_file_without_a_stage_is_refused(file: Any) -> None:
+    assert refusals(f"--deepspeed-config {file({})}") == [
+        "RF037: deepspeed-config needs a ZeRO stage, in the file or as a flag"
+    ]
+
+
+BROKEN = [
+    ("{", "ds.json is not JSON"),
+    ("[1]", "does not hold a JSON object"),
+    ('{"bf16": {"enabled": true},\n "bf16": {}}', r"has bf16 twice\n  where  ds\.json:2"),
+    (
+        {"zero_optimization": {"stage": 2}, "gradient_clipping": "much"},
+        r"--clip-grad needs a value of type float, not 'much'\n  where  ds\.json:1, gradient_clipping",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_file_that_cannot_be_used(content: Any, message: str, file: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adopt(config_of(f"--deepspeed-config {file(content)}"))
+
+
+METRICS = "metrics go to metrics.jsonl; send them elsewhere in on_step_end and on_evaluate"
+IDLE = [
+    ({"amp": {"enabled": True}}, "ds.json has a section amp: the precision is that of --mixed-precision; leave it out"),
+    ({"wandb": {"enabled": True, "project": "x"}}, f"ds.json has a section wandb: {METRICS}"),
+    ({"tensorboard": {"enabled": True, "output_path": "x"}}, f"ds.json has a section tensorboard: {METRICS}"),
+    ({"csv_monitor": {"enabled": True}}, f"ds.json has a section csv_monitor: {METRICS}"),
+    (
+        {"activation_checkpointing": {"partition_activations": True}},
+        "ds.json has a section activation_checkpointing: use --checkpoint-activations; leave it out",
+    ),
+    (
+        {"prescale_gradients": True},
+        "ds.json has prescale_gradients: ZeRO scales gradients itself; leave it out",
+    ),
+    (
+        {"optimizer": {"type": "Lion", "params": {"lr": 0.1}}},
+        "optimizer.type = Lion is not among the optimizers of --optimizer: Adam, AdamW, Lamb, Muon, Adafactor",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
+        "optimizer.params.adam_w_mode = false needs the type Adam, not AdamW",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},
+        "optimizer.params.betas must be two numbers from 0 to below 1, not [0.9]",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLr"}},
+        "scheduler.type = WarmupLr is no schedule of DeepSpeed; did you mean WarmupLR?",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_min_lr": "auto"}}},
+        "scheduler.params.warmup_num_steps = 0: at least 1 is needed",
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}},
+        "scheduler.params.total_num_steps is missing, which WarmupDecayLR needs",
+    ),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}},
+        "scheduler.params.cycle_momentum must be false: the betas stay those of the optimizer; "
+        "DeepSpeed would move them with the learning rate",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
+        "zero_optimization.zero_quantized_gradients = true is not possible: a switch changes no mathematics",
+    ),
+    (
+        {"communication_data_type": "fp8"},
+        "communication_data_type = fp8: the types are fp16, bf16 and fp32",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        "zero_optimization.offload_param needs offload_optimizer: "
+        "parameters leave the device after the optimizer state",
+    ),
+]
+ZERO_2 = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize(("content", "message"), IDLE, ids=[message.partition(":")[0] for _, message in IDLE])
+def test_what_would_do_nothing_is_refused_by_its_key(content: Any, message: str, file: Any) -> None:
+    assert refusals(f"--deepspeed-config {file(ZERO_2 | content)}") == [f"RF103: {message}"]
+
+
+UNKNOWN = [
+    ({"gradient_cliping": 1.0}, "no such key: gradient_cliping; did you mean gradient_clipping?"),
+    ({"something": 1}, "no such key: something"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"beta": 1}}},
+        "no such key: optimizer.params.beta; did you mean optimizer.params.betas?",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_steps": 4}}},
+        "no such key: scheduler.params.warmup_steps; did you mean scheduler.params.warmup_num_steps?",
+    ),
+    ({"optimizer": "AdamW"}, "optimizer must be a section with a type and params"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), UNKNOWN, ids=[message for _, message in UNKNOWN])
+def test_an_unknown_key_is_refused(content: Any, message: str, file: Any) -> None:
+    assert refusals(f"--deepspeed-config {file(ZERO_2 | content)}") == [f"RF102: {message}"]
+
+
+UNKNOWN_BELOW = [
+    (
+        {"zero_optimization": {"stage": 2, "reduce_bucket_sise": 1}},
+        "no such key: zero_optimization.reduce_bucket_sise; did you mean zero_optimization.reduce_bucket_size?",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memry": True}}},
+        "no such key: zero_optimization.offload_optimizer.pin_memry; "
+        "did you mean zero_optimization.offload_optimizer.pin_memory?",
+    ),
+    ({"fp16": {"enabled": False, "loss_scal": 1}}, "no such key: fp16.loss_scal; did you mean fp16.loss_scale?"),
+    ({"aio": {"block": 1}}, "no such key: aio.block; did you mean aio.block_size?"),
+    (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+        "zero_optimization.cpu_offload is given up by DeepSpeed: write zero_optimization.offload_optimizer",
+    ),
+    ({"zero_optimization": True, "bf16": {"enabled": False}}, "zero_optimization must be a section, not True"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), UNKNOWN_BELOW, ids=[message for _, message in UNKNOWN_BELOW])
+def test_below_the_keys_are_those_of_the_installed_deepspeed(content: Any, message: str, file: Any) -> None:
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+    flags = "" if "stage" in str(content) else "--zero-2-memory-optimization"
+    assert refusals(f"--deepspeed-config {file(content)} {flags}") == [f"RF102: {message}"]
+
+
+def test_a_refusal_names_the_line(file: Any) -> None:
+    text = '{\n  // comments, and last commas, are read\n  "zero_optimization": {"stage": 2,},\n  "wandb": {"a": 1},\n}'
+    with pytest.raises(Refused) as refused:
+        resolve(adopt(config_of(f"--deepspeed-config {file(text)}")), TWO)
+    assert refused.value.diagnostics[0].asked[-1] == "wandb (ds.json:4)"
+
+
+def test_every_key_that_deepspeed_asks_for_is_decided() -> None:
+    """Its own parser, given a dictionary that notes what it is asked for."""
+    config = pytest.importorskip("deepspeed.runtime.config", reason="needs DeepSpeed")
+
+    class Asked(dict[str, Any]):
+        names: ClassVar[set[str]] = set()
+
+        def __contains__(self, key: object) -> bool:
+            self.names.add(str(key))
+            return super().__contains__(key)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.names.add(key)
+            return super().get(key, default)
+
+        def keys(self) -> Any:
+            return self
+
+    config.DeepSpeedConfig(Asked(train_batch_size=1))
+    decided = OWN | HANDED_ON | SAID.keys() | REFUSED.keys() | ONLY.keys()
+    assert "zero_optimization" in Asked.names
+    assert Asked.names - decided == set()
+
+
+def test_the_optimizer_of_the_file_acts(file: Any) -> None:
+    params = {"lr": 3e-5, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 3e-7}
+    plan = resolve(adopt(config_of(f"--deepspeed-config {file({**ZERO_2, 'optimizer': _adam(params)})}")), ON_CPU)
+    assert plan.optimizer_options == {"betas": (0.8, 0.99), "eps": 1e-6}
+    assert "ds.json: the optimizer has betas (0.8, 0.99), eps 1e-06" in plan.notes
+    recipe = default_optimizer(plan, TrainingFlags(lr=3e-5, weight_decay=3e-7))
+    built = recipe.build([("w", torch.nn.Parameter(torch.zeros(2, 2)))], {"w": {}})
+    assert built.param_groups[0]["betas"] == (0.8, 0.99)
+    assert built.param_groups[0]["eps"] == 1e-6
+
+
+def _adam(params: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Adam", "params": params}
+
+
+def test_adam_without_w_decays_in_the_gradient(file: Any) -> None:
+    content = {**ZERO_2, "optimizer": _adam({"adam_w_mode": False, "weight_decay": 0.1, "lr": 1.0})}
+    plan = resolve(adopt(config_of(f"--deepspeed-config {file(content)}")), ON_CPU)
+    built = default_optimizer(plan, TrainingFlags(lr=1.0)).build(
+        [("w", torch.nn.Parameter(torch.zeros(2, 2)))], {"w": {}}
+    )
+    assert plan.optimizer_implementation == "torch.optim.Adam (fused)"
+    assert built.param_groups[0]["decoupled_weight_decay"] is False
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    plan = resolve(adopt(config_of(f"--deepspeed-config {file(content | offload)}")), ON_CPU)
+    assert plan.optimizer_options == {"adamw_mode": False}
+
+
+def test_lamb_is_asked_for_by_the_file_and_refused_as_ever(file: Any) -> None:
+    content = {**ZERO_2, "optimizer": {"type": "Lamb", "params": {"lr": "auto"}}}
+    assert refusals(f"--deepspeed-config {file(content)}") == ["RF025: lamb cannot update the shards of zero-2"]
+
+
+def test_the_schedule_of_the_file_is_the_runs(file: Any) -> None:
+    params = {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 5, "warmup_type": "linear"}
+    content = {**ZERO_2, "scheduler": {"type": "WarmupLR", "params": params}}
+    config = adopt(config_of(f"--deepspeed-config {file(content)}"))
+    plan = resolve(config, TWO)
+    assert plan.values["--lr"] == {"value": 3e-5, "origin": "ds.json:1"}
+    assert plan.values["--lr-warmup-iters"] == {"value": 5, "origin": "ds.json:1"}
+    factor = schedule(config.training, 10, plan.schedule)
+    assert [round(factor(step), 12) for step in range(8)] == [0, 0, 0.2, 0.4, 0.6, 0.8, 1, 1]
+    (line,) = (note for note in plan.notes if "learning rate" in note)
+    assert line.startswith("ds.json: the learning rate follows DeepSpeed's WarmupLR (warmup_min_lr 0, ")
+
+
+BESIDE = [
+    ("WarmupLR", "--min-lr 1e-6", "--min-lr"),
+    ("WarmupLR", "--lr-decay-iters 5", "--lr-decay-iters"),
+    ("WarmupDecayLR", "--lr-decay-style cosine", "--lr-decay-style"),
+]
+
+
+@pytest.mark.parametrize(("kind", "flags", "idle"), BESIDE)
+def test_flags_of_another_schedule_are_refused(kind: str, flags: str, idle: str, file: Any) -> None:
+    params = dict.fromkeys(("warmup_max_lr", "warmup_num_steps"), "auto")
+    params |= {"total_num_steps": "auto"} if kind == "WarmupDecayLR" else {}
+    path = file({**ZERO_2, "scheduler": {"type": kind, "params": params}})
+    message = f"RF105: ds.json has the schedule {kind}, beside which {idle} would do nothing"
+    assert refusals(f"--deepspeed-config {path} {flags}") == [message]
+
+
+def test_of_two_learning_rates_in_one_file_none_is_ignored(file: Any) -> None:
+    params = {"warmup_max_lr": 1e-4, "warmup_num_steps": "auto"}
+    content = {**ZERO_2, "scheduler": {"type": "WarmupLR", "params": params}, "optimizer": _adam({"lr": 3e-5})}
+    assert refusals(f"--deepspeed-config {file(content)}") == [
+        "RF036: ds.json has scheduler.params.warmup_max_lr = 0.0001, --lr is 3e-05 (ds.json:1)"
+    ]
+
+
+def test_buckets_are_filled_from_the_width_as_the_guide_says(file: Any) -> None:
+    auto = dict.fromkeys(
+        ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+    )
+    flags = f"--deepspeed-config {file({'zero_optimization': {'stage': 3, **auto}})} --model-type gpt2 --hidden-size 64"
+    zero = effective(flags)["zero_optimization"]
+    assert [zero[name] for name in auto] == [4096, 3686, 640]
+    zero = effective(f"{flags} --zero-3-prefetch-bucket-size 7")["zero_optimization"]
+    assert [zero[name] for name in auto] == [4096, 7, 640]
+
+
+def test_of_the_two_offloads_the_file_names_one(file: Any) -> None:
+    content = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    assert "offload_param" not in effective(f"--deepspeed-config {file(content)}")["zero_optimization"]
+
+
+def test_under_3d_parallelism_what_only_deepspeed_knows_is_refused(file: Any) -> None:
+    path = file({"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": True}})
+    flags = f"--deepspeed-config {path} --tensor-model-parallel-size 2"
+    assert refusals(flags) == [
+        "RF104: DeepSpeed does not run under 3D parallelism, and only it knows zero_optimization.overlap_comm"
+    ]
+
+
+def test_a_section_that_is_switched_off_is_no_matter(file: Any) -> None:
+    assert effective(f"--deepspeed-config {file({'amp': {'enabled': False}, 'zero_optimization': {'stage': 1}})}")
+
+
+def test_no_such_file() -> None:
+    with pytest.raises(ConfigError, match=r"the DeepSpeed file none\.json does not exist"):
+        adopt(config_of("--deepspeed-config none.json"))
+
+
+def test_deepspeed_takes_what_it_is_told(file: Any) -> None:
+    """Its own parser reads every effective configuration: the key names are its own."""
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for flags in ("--zero-1-memory-optimization", "--zero-2-memory-optimization --cpu-offload"):
+        assert DeepSpeedZeroConfig(**effective(flags)["zero_optimization"]).stage in (1, 2)
+    told = effective("--zero-3-memory-optimization --nvme-path /fast --zero-3-max-live-parameters 7")
+    zero = DeepSpeedZeroConfig(**told["zero_optimization"])
+    assert zero.max_live_parameters == 7
+    assert str(zero.offload_param.nvme_path) == "/fast"
+    assert zero.offload_optimizer.device == "nvme"
+
+
+def test_a_warmup_of_the_file_may_be_longer_than_the_run(file: Any) -> None:
+    """The guide's own file has one of 500 steps, and a short run of it is a try."""
+    params = {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}
+    path = file({**ZERO_2, "scheduler": {"type": "WarmupLR", "params": params}})
+    resolve(adopt(config_of(f"--deepspeed-config {path} --train-iters 5")), TWO)

@@ -1,0 +1,71 @@
+"""kill -9 while two workers write a checkpoint: the earlier one is whole, and the run goes on from it bitwise."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_runs import ENGINES, SAVED, STEPS, run
+from tests.support.worker_group import run_in_workers, start_workers
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow]
+
+KILLED = ("fsdp", "sdp", "zero-2", "zero-3")
+
+
+def _hang_in_second_save(workers: Any, folder: str, engine: str) -> None:
+    """Each worker leaves half of its first file of the last checkpoint, says so, and waits to be killed."""
+    pwrite = os.pwrite
+
+    def hang(descriptor: int, data: Any, place: int) -> int:
+        if f"step-{STEPS}.tmp" not in os.readlink(f"/proc/self/fd/{descriptor}"):
+            return pwrite(descriptor, data, place)
+        pwrite(descriptor, data[: len(data) // 2], place)
+        Path(f"{folder}-in-save-{workers.rank}").touch()
+        time.sleep(600)
+        raise AssertionError("nobody killed this process")
+
+    os.pwrite = hang
+    run(folder, engine, 2)
+
+
+def _begin_and_kill(folder: str, engine: str, work: str) -> None:
+    context = start_workers(2, work, _hang_in_second_save, folder, engine)
+    marks = [Path(f"{folder}-in-save-{rank}") for rank in (0, 1)]
+    while not all(mark.exists() for mark in marks):
+        assert all(process.is_alive() for process in context.processes), "a worker ended before it was killed"
+        time.sleep(0.02)
+    for process in context.processes:
+        process.kill()
+    for process in context.processes:
+        process.join()
+
+
+def _go_on(workers: Any, root: str) -> tuple[dict[Any, Any], str]:
+    """The curves by engine, and what this worker said."""
+    curves: dict[Any, Any] = {}
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for name in KILLED:
+            curves[name] = run(f"{root}/{name}", name, 2, "--resume")
+            curves["whole", name] = run(f"{root}/whole-{name}", name, 2)
+    return curves, said.getvalue()
+
+
+def test_the_earlier_checkpoint_is_whole_and_taken(tmp_path: Path) -> None:
+    for name in KILLED:
+        _begin_and_kill(str(tmp_path / name), name, str(tmp_path))
+        left = {path.name for path in (tmp_path / name / "checkpoints").iterdir()}
+        assert left == {"latest", f"step-{SAVED}", f"step-{STEPS}.tmp"}, name
+        assert ENGINES[name]
+    curves, said = run_in_workers(2, _go_on, str(tmp_path))[0]
+    for name in KILLED:
+        assert f"going on from {tmp_path / name}/checkpoints/step-{SAVED}" in said
+        assert curves[name] == curves["whole", name][SAVED:], name

@@ -1,0 +1,136 @@
+"""Safetensors files as we write them, read by safetensors itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from rapidformer_templates.run.checkpoint import tensor_file
+from rapidformer_templates.system.files import PAGE, crc32, unbuffered, write_at
+
+TENSORS: dict[str, torch.Tensor] = {
+    **{
+        f"{dtype}": torch.randint(0, 2, (3, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
+        for dtype in tensor_file.NAMES
+    },
+    "of no dimension": torch.tensor(2.5),
+    "empty": torch.zeros(0),
+    "empty rows": torch.zeros(3, 0, dtype=torch.bfloat16),
+    "transposed": torch.arange(12.0).reshape(3, 4).T,
+    "strided": torch.arange(20)[::3],
+    "gradient": torch.ones(3, requires_grad=True),
+    'name \N{SNOWMAN} "quoted"': torch.ones(1, dtype=torch.float16),
+}
+
+
+def write_in_two_ways(
+    folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> tuple[Path, Any]:
+    """Both ways of writing give the same file; the file and its seal."""
+    paths = folder / "one.safetensors", folder / "other.safetensors"
+    seals = [
+        tensor_file.write(paths[0], tensors, metadata),
+        tensor_file.write_copy(paths[1], tensor_file.copy_whole(tensors, metadata)),
+    ]
+    content = paths[0].read_bytes()
+    assert content == paths[1].read_bytes()
+    assert seals == [{"bytes": len(content), "crc32": zlib.crc32(content)}] * 2
+    assert seals[0]["crc32"] == crc32(paths[0])
+    return paths[0], seals[0]
+
+
+def assert_holds(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert (
+                found.reshape(-1).view(torch.uint8).equal(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            ), name
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_type_and_shape_comes_back(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    path, _ = write_in_two_ways(tmp_path, TENSORS, {"key": "text"})
+    assert_holds(path, TENSORS)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"key": "text"}
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    path, _ = write_in_two_ways(tmp_path, {})
+    assert_holds(path, {})
+
+
+@given(lengths=st.lists(st.integers(0, 3 * PAGE), max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_blocks_end_anywhere(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:
+    tensors = {
+        f"{number}": torch.randint(0, 256, (length,)).to((torch.uint8, torch.int16)[number % 2])
+        for number, length in enumerate(lengths)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "BLOCK", PAGE)
+        path, _ = write_in_two_ways(tmp_path_factory.mktemp("blocks"), tensors)
+    assert_holds(path, tensors)
+
+
+def test_memory_of_a_copy_is_used_again_if_it_is_large_enough(tmp_path: Path) -> None:
+    large = tensor_file.copy_whole({"x": torch.zeros(5 * PAGE)})
+    small = tensor_file.copy_whole({"x": torch.ones(PAGE)}, None, large.memory)
+    larger = tensor_file.copy_whole({"x": torch.ones(9 * PAGE)}, None, large.memory)
+    assert small.memory is large.memory
+    assert larger.memory is not large.memory
+    tensor_file.write_copy(tmp_path / "x", small)
+    assert_holds(tmp_path / "x", {"x": torch.ones(PAGE)})
+
+
+def test_a_full_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: Any, place: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        tensor_file.write(tmp_path / "x", TENSORS)
+
+
+def test_writes_that_are_cut_short_or_refused_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a page is left, which cannot go past the page cache; or the file system has larger pages."""
+    pwrite, calls = os.pwrite, []
+
+    def short(descriptor: int, data: memoryview, place: int) -> int:
+        calls.append(len(data))
+        if len(calls) == 2:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(descriptor, data[:1000] if len(calls) == 3 else data, place)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    monkeypatch.setattr(tensor_file, "BLOCK", 4 * PAGE)
+    tensors = {"x": torch.arange(10 * PAGE)}
+    tensor_file.write(tmp_path / "x", tensors)
+    assert_holds(tmp_path / "x", tensors)
+
+
+def test_a_file_system_that_knows_only_its_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def without_direct(path: Any, flags: int, *mode: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", without_direct)
+    with unbuffered(tmp_path / "x") as descriptor:
+        write_at(descriptor, memoryview(b"not a page"), 0)
+    assert (tmp_path / "x").read_bytes() == b"not a page"

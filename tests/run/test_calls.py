@@ -1,0 +1,145 @@
+"""``fit`` from Python: with several workers exactly one call is run; what reads which command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rapidformer_templates import Finetuner, Trainer
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.system import program
+from tests.support.lines import FLAGS, Line
+
+SCRIPT = """
+import json, os, sys, time
+from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.run import calls
+from rapidformer_templates.system import launch
+
+def note(what):
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{what} {os.environ.get('RANK', 'first')}\\n")
+
+def fit(name, count, **asked):
+    def train():
+        note(f"trains {name}")
+        if name == "fails":
+            raise RapidformerError("it cannot be trained")
+        return {"name": name, **asked}
+
+    if not launch.is_worker():
+        return calls.noted(lambda: calls.in_new_workers("Job", asked, count) if count > 1 else train())
+    return calls.in_this_worker("Job", asked, asked.update, train)
+
+note("begins")
+summaries = [fit("alone", 1), fit("one", 2, folder=f"runs/{time.time_ns()}")]
+try:
+    fit("fails", 2)
+except RapidformerError as error:
+    note(error.render())
+summaries.append(fit("two", 2, earlier=summaries[1]["folder"]))
+note("ends")
+print(json.dumps(summaries))
+"""
+
+
+def run(tmp_path: Path, text: str, **how: Any) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    script, notes = tmp_path / "script.py", tmp_path / "notes"
+    script.write_text(text)
+    words = [sys.executable, *([] if "input" in how else [str(script)]), *([] if "input" in how else [str(notes)])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, **how)
+    return done, sorted(notes.read_text().splitlines()) if notes.exists() else []
+
+
+def test_workers_run_one_call_and_nothing_after_it(tmp_path: Path) -> None:
+    done, notes = run(tmp_path, SCRIPT)
+    assert done.returncode == 0, done.stderr
+    trained = [line for line in notes if line.startswith("trains")]
+    assert [line for line in trained if "fails" not in line] == [  # of those, the first one ends the other
+        "trains alone first", "trains one 0", "trains one 1", "trains two 0", "trains two 1"
+    ]  # fmt: skip
+    assert [line for line in notes if line.startswith("ends")] == ["ends first"]
+    assert sum(line.startswith("error: it cannot be trained first") for line in notes) == 1
+    alone, one, two = json.loads(done.stdout)
+    assert alone == {"name": "alone"}
+    assert two == {"name": "two", "earlier": one["folder"]}  # the first process's, and not that of a worker's clock
+
+
+def test_a_worker_that_comes_to_no_call_is_an_error(tmp_path: Path) -> None:
+    elsewhere = SCRIPT.replace('note("begins")', "if launch.is_worker(): sys.exit(0)")
+    done, _ = run(tmp_path, elsewhere)
+    assert done.returncode == 1
+    assert "the workers ended without having come to this call of Job.fit()" in done.stderr
+
+
+def test_a_script_on_standard_input_starts_no_workers(tmp_path: Path) -> None:
+    text = f"import sys; sys.argv = ['-', {str(tmp_path / 'notes')!r}]\n" + SCRIPT
+    done, notes = run(tmp_path, text, input=text)
+    assert done.returncode == 1
+    assert "error: workers can only be started from a script or the command line" in done.stderr
+    assert [line for line in notes if line.startswith("trains")] == ["trains alone first"]
+
+
+@pytest.fixture
+def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel-1.json"])
+
+
+def cell() -> type[Line]:
+    """A class as a cell of a notebook has it: there is no source of it."""
+    return type("Cell", (Line,), {"__module__": "__main__", "__qualname__": "Cell"})
+
+
+@pytest.mark.usefixtures("in_a_notebook")
+def test_a_class_of_a_notebook_trains_here_and_says_why_not_with_workers(tmp_path: Path) -> None:
+    job = cell()([*FLAGS, "--epochs", "1", "--save", str(tmp_path / "run")])
+    assert job.plan.values["template"] == {"value": "Trainer", "origin": "in code"}
+    assert job.fit()["steps"] == 5
+    with pytest.raises(ConfigError, match="workers can only be started from a script") as caught:
+        cell()([*FLAGS, "--epochs", "1", "--save", str(tmp_path / "other"), "--nproc-per-node", "2"]).fit()
+    assert "nproc_per_node=1" in str(caught.value.hint)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("in_a_notebook")
+def test_a_notebook_s_command_line_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.arguments() == []
+    assert cell()().config.training.lr is None
+    with pytest.raises(SystemExit):
+        cell().main(epochs=1, no_save=True)
+    assert "--lr is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["-", "-c"])
+def test_a_program_in_no_file_has_a_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", [name, "--lr", "0.5"])
+    assert cell()().config.training.lr == 0.5
+
+
+def test_who_is_given_values_reads_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("__main__")
+    script.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.5"])
+    assert Finetuner().config.training.lr == 0.5
+    assert Finetuner([]).config.training.lr is None
+    assert Finetuner(epochs=2).config.training.lr is None
+    seen: list[float | None] = []
+    monkeypatch.setattr(Trainer, "fit", lambda self: seen.append(self.config.training.lr))
+    Line.main(epochs=2)
+    assert seen == [0.5]
+
+
+def test_flags_of_the_first_process_are_adopted() -> None:
+    job = Line(["--lr", "0.1", "--data-path", "a"])
+    job.adopt({"save": "runs/12:00", "data_path": ["0.3", "b", "0.7", "c"]})
+    assert job.config.training.save == "runs/12:00"
+    assert job.config.data.data_path == ("0.3", "b", "0.7", "c")

@@ -1,0 +1,373 @@
+"""The run folder: whose it is, what may be deleted in it, and what is seen to be wrong before anything is built."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from rapidformer_templates import Data
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.run import lock as run_lock
+from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.folder import CONTENTS, RunFolder, read_metrics
+from rapidformer_templates.run.lock import RunLock
+from tests.support.crash_points import each_crash
+from tests.support.lines import FLAGS, Line
+from tests.support.worker_group import alone
+
+SHORT = [*FLAGS, "--epochs", "2", "--keep-checkpoints", "1"]
+
+
+class Died(Exception):
+    """Stands for the death of the process."""
+
+
+class Mortal(Line):
+    dies_after: int | None = None
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if step == self.dies_after:
+            raise Died
+
+
+def train(folder: Path, *flags: str, dies_after: int | None = None) -> dict[str, Any]:
+    job = Mortal([*SHORT, "--save", str(folder), *flags])
+    job.dies_after = dies_after
+    return job.fit()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that died in its second epoch."""
+    folder = tmp_path_factory.mktemp("half") / "run"
+    with pytest.raises(Died):
+        train(folder, dies_after=7)
+    return folder
+
+
+def test_overwrite_and_load_leave_the_new_run_alone(half: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(folder)  # to step 10, which is later than what is loaded
+    (folder / "mine.txt").write_text("kept")
+    with pytest.raises(Died):
+        train(folder, "--load", str(half), "--overwrite", "--save-interval", "1", dies_after=8)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", "step-7"}
+    assert (folder / "checkpoints" / "latest").read_text() == "step-7\n"
+    assert not (folder / "export").exists()
+    assert (folder / "mine.txt").read_text() == "kept"
+    summary = train(folder, "--resume")
+    assert summary["steps"] == 10
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/step-5"])
+def test_what_is_loaded_is_not_overwritten(part: str, half: Path) -> None:
+    before = contents(half)
+    link = half.parent / "other-way"
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(half)
+    for path in (half / part, link / part):
+        with pytest.raises(ConfigError, match="--overwrite would delete what --load reads") as caught:
+            train(half, "--load", str(path), "--overwrite")
+        assert caught.value.where == "command line"
+    assert contents(half) == before
+
+
+def test_resume_and_overwrite_contradict(half: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume goes on with the run that --overwrite deletes"):
+        train(half, "--resume", "--overwrite")
+
+
+def test_nothing_is_deleted_before_all_was_tried(half: Path) -> None:
+    """A model that does not fit what is loaded, for example."""
+    before = contents(half)
+    with pytest.raises(RapidformerError, match="neither a checkpoint nor a run folder"):
+        train(half, "--load", str(half.parent), "--overwrite")
+    assert contents(half) == before
+
+
+def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path) -> None:
+    disk, folder = tmp_path / "disk", tmp_path / "run"
+    shutil.copytree(half, folder)
+    (folder / "checkpoints").rename(disk)
+    (folder / "checkpoints").symlink_to(disk)
+    train(folder, "--resume")  # goes through it
+    before = contents(disk)
+    assert any(name.startswith("step-10/") for name in before)
+    with pytest.raises(ConfigError, match=r"checkpoints in .* is a link, and nothing is deleted through links"):
+        train(folder, "--overwrite")
+    assert contents(disk) == before
+    (tmp_path / "name").symlink_to(folder)
+    (folder / "checkpoints").unlink()
+    train(tmp_path / "name", "--overwrite")  # a link to the folder itself is a name for it
+    assert (folder / "checkpoints" / "step-10").is_dir()
+
+
+def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture could be taken for a run."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is cut here
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in CONTENTS:
+        (old / name).mkdir() if "." not in name else (old / name).write_text("old")
+    checkpoint.save(old / "checkpoints", 5, _Nothing(), {}, alone())
+
+    def prepare(number: int) -> Path:
+        return Path(shutil.copytree(old, tmp_path / str(number)))
+
+    def overwrite(folder: Path) -> None:
+        RunFolder(folder).prepare({"engine_options": {}}, overwrite=True)
+
+    seen = set()
+    for folder in each_crash(prepare, overwrite):
+        found, passed_over = checkpoint_check.newest_whole(folder / "checkpoints", alone())
+        whole = all((folder / name).exists() for name in CONTENTS)
+        assert not passed_over
+        assert found is None or whole
+        seen.add(found is None)
+        overwrite(folder)  # whatever was left, the next one ends
+        assert {path.name for path in folder.iterdir()} == {"plan.json", "checkpoints"}
+    assert seen == {True, False}
+
+
+class _Nothing:
+    """An engine without parameters."""
+
+    def pieces(self, kind: str) -> Iterator[Any]:
+        return iter(())
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    lock = RunLock(folder)
+    lock.take()
+    try:
+        yield
+    finally:
+        lock.release(remove=True)
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume"], ["--overwrite"]], ids=["fresh", "resume", "overwrite"])
+def test_a_second_run_is_refused_and_told_of_the_first(flags: list[str], half: Path, tmp_path: Path) -> None:
+    folder = half if flags else tmp_path / "run"
+    with held(folder):
+        before = contents(folder)
+        with pytest.raises(ConfigError, match=f"another run writes into .*: process {os.getpid()} on .*, since 20"):
+            train(folder, *flags)
+        assert contents(folder) == before
+    assert not (half / run_lock.NAME).exists()
+    assert (tmp_path / "run").exists() is False, "a folder that was made for the lock alone goes with it"
+
+
+def test_a_run_holds_its_folder_and_leaves_no_lock(tmp_path: Path) -> None:
+    class Nosy(Line):
+        def build_data(self) -> Data:
+            with pytest.raises(ConfigError, match="another run writes into"):
+                train(tmp_path)
+            return super().build_data()
+
+        def on_train_end(self, summary: Any) -> None:
+            with pytest.raises(ConfigError, match="another run writes into"):
+                train(tmp_path, "--resume")
+
+    Nosy([*SHORT, "--save", str(tmp_path)]).fit()
+    assert not (tmp_path / run_lock.NAME).exists()
+    train(tmp_path, "--resume")
+
+
+def _in_a_process(body: Callable[[], None]) -> int:
+    """A forked process that runs the body, says so, and waits to be killed."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os.write(tell, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(told, 1) == b"x"
+    for end in (told, tell):
+        os.close(end)
+    return child
+
+
+def _kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_kill_9_leaves_no_lock(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    child = _in_a_process(lambda: str(lock.take()))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match=f"process {child} on"):
+        run_lock.try_folder(tmp_path)
+    _kill(child)
+    assert json.loads((tmp_path / run_lock.NAME).read_text())["process"] == child
+    run_lock.try_folder(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loader_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    with held(tmp_path):
+        child = _in_a_process(lambda: None)
+    run_lock.try_folder(tmp_path)
+    _kill(child)
+
+
+def test_the_lock_lasts_as_long_as_any_worker(tmp_path: Path) -> None:
+    """The first one may have been killed while the others still write."""
+    first, other = RunLock(tmp_path), RunLock(tmp_path)
+    word = first.take()
+    first.share()
+    assert other.join(word, write=True)
+    first.release(remove=False)
+    with pytest.raises(ConfigError, match="another run writes into"):
+        run_lock.try_folder(tmp_path)
+    other.release(remove=False)
+    run_lock.try_folder(tmp_path)
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(*unused: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", unknown)
+    train(tmp_path)
+    assert (
+        f"warning: the file system of {tmp_path} knows no locks: start no second run there" in capsys.readouterr().err
+    )
+
+
+class Unbuilt(Line):
+    def build_data(self) -> Data:
+        raise AssertionError("the folder is tried first")
+
+
+def refused(folder: Path) -> ConfigError:
+    with pytest.raises(ConfigError, match="cannot be written to: ") as caught:
+        Unbuilt([*SHORT, "--save", str(folder)]).fit()
+    assert caught.value.where == "--save"
+    return caught.value
+
+
+def test_a_folder_that_cannot_be_made_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "a part of the path is a file" in refused(tmp_path / "file" / "run").message
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "a link that leads nowhere" in refused(tmp_path / "link").message
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "nowhere")
+    assert "a folder is not there" in refused(tmp_path / "run").message
+    assert "a folder is not there" in refused(Path("/proc/run")).message
+
+
+ERRORS = {
+    errno.ENOSPC: ("the disk is full", "make room, or give another folder"),
+    errno.EDQUOT: ("the quota of this disk is used up", "make room, or give another folder"),
+    errno.EROFS: ("the file system can only be read", "mount it for writing, or give another folder"),
+    errno.EACCES: ("this process may not write there", "change the permissions, or give another folder"),
+    errno.EIO: ("the disk reports an error", "look at the disk (dmesg says more), or give another folder"),
+}
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_a_disk_that_does_not_take_a_page_is_refused_first(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*unused: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    what, to_do = ERRORS[number]
+    error = refused(tmp_path / "run")
+    assert what in error.message
+    assert error.hint == to_do
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], check=False).returncode:
+        pytest.skip("file systems can only be mounted by root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_and_a_read_only_one(small_disk: Path) -> None:
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert refused(small_disk / "run").message.endswith("the disk is full")
+    (small_disk / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert "the file system can only be read" in refused(small_disk / "run").message
+
+
+def test_metrics_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+    class Full(Line):
+        def on_train_start(self) -> None:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), self.metrics_descriptor())
+
+        def metrics_descriptor(self) -> int:
+            opened = {os.readlink(f"/proc/self/fd/{fd}"): int(fd) for fd in os.listdir("/proc/self/fd") if fd.isdigit()
+                      and os.path.exists(f"/proc/self/fd/{fd}")}  # fmt: skip
+            return opened[str(tmp_path / "metrics.jsonl")]
+
+    with pytest.raises(RapidformerError, match=r"metrics.jsonl cannot be written: the disk is full"):
+        Full([*SHORT, "--save", str(tmp_path)]).fit()
+
+
+def test_garbled_lines_of_metrics_stop_no_resume(
+    half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(half, folder)
+    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+    lines[1], lines[3] = b"\x00\xff{" + lines[1][5:], b"[1, 2]"
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    train(folder, "--resume")
+    assert "warning: left out lines of metrics.jsonl that cannot be read: 2, 4" in capsys.readouterr().err
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_lock_that_is_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
+    """The run before removes the file between this one's opening it and locking it."""
+    flock, lock = run_lock.fcntl.flock, RunLock(tmp_path)
+    removed: list[Path] = []
+
+    def late(*arguments: Any) -> None:
+        if not removed:
+            lock.path.unlink()
+            removed.append(lock.path)
+        flock(*arguments)
+
+    with mock.patch.object(run_lock.fcntl, "flock", late):
+        lock.take()
+    with pytest.raises(ConfigError, match="another run writes into"):
+        run_lock.try_folder(tmp_path)
+    lock.release(remove=True)

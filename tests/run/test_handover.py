@@ -1,0 +1,148 @@
+"""``rapidformer plan --user-script``: what a script would run is planned, and nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.commands.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SCRIPT = """
+from dataclasses import dataclass
+from rapidformer_templates import Trainer, flag
+
+@dataclass(frozen=True)
+class Own:
+    \"\"\"Own\"\"\"
+    shade: str = flag("red", "a colour")
+
+class Mine(Trainer):
+    Flags = Own
+
+    def compute_loss(self, model, batch):
+        raise AssertionError("nothing is computed")
+
+print("before")
+{last}
+"""
+
+
+def write(folder: Path, last: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(SCRIPT.replace("{last}", last))
+    return str(file)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "Mine.main(train_iters=7, micro_batch_size=3)",
+        "import sys; Mine(sys.argv[1:], train_iters=7, micro_batch_size=3).fit()",
+        "try:\n    Mine.main(train_iters=7, micro_batch_size=3)\nexcept Exception:\n    pass",
+    ],
+    ids=["main", "fit", "in a try"],
+)
+def test_the_script_s_own_class_values_and_flags_are_planned(
+    last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list(sys.argv)
+    words = "--shade blue --world-size 4 --zero_1_memory_optimization --lr=1e-3 --device cpu --no-save"
+    found = planned(capsys, *words.split(), "--user-script", write(tmp_path, last))
+    plan = found["plan"]
+    assert plan["template"] == "Trainer"
+    assert plan["sizes"]["world"] == 4
+    assert plan["sizes"]["micro_batch"] == 3
+    assert "zero-1" in plan["switches"]
+    values = {flag: (entry["value"], entry["origin"]) for flag, entry in plan["values"].items()}
+    assert values["--shade"] == ("blue", "command line")
+    assert values["--train-iters"][0] == 7
+    assert values["--train-iters"][1].startswith("mine.py:")
+    assert values["template"][1] == "mine.py:10"
+    assert found["script"]["template"] == "Mine"
+    assert found["script"]["hooks"] == ["compute_loss"]
+    assert sys.argv == before
+
+
+def test_a_script_s_refusal_is_the_plan_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(tmp_path, "Mine.main(zero_1_memory_optimization=True, fsdp_memory_optimization=True)")
+    assert main(["plan", "--user-script", script, "--world-size", "2", "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False
+    assert "mine.py:" in " ".join(told["errors"][0]["asked"])
+
+
+def test_the_text_names_the_script_and_its_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write(tmp_path, "Mine.main()")
+    assert main(["plan", f"--user_script={script}"]) == 0
+    out, err = capsys.readouterr()
+    assert f"script: {script}: Mine, own hooks: compute_loss" in out
+    assert "before" in err
+
+
+def test_flags_that_its_hooks_leave_idle_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "own.py"
+    lines = ["from rapidformer_templates import Trainer", "class Own(Trainer):", "    def build_model(self):"]
+    script.write_text("\n".join([*lines, "        return None", "Own.main()"]))
+    notes = planned(capsys, "--user-script", str(script), "--num-layers", "99")["plan"]["notes"]
+    assert any("--num-layers (command line) is for the default build_model" in note for note in notes)
+
+
+def test_layouts_of_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
+    script = tmp_path / "plain.py"
+    sizes = "model_type='gpt2', num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, micro_batch_size=1"
+    script.write_text(
+        f"from rapidformer_templates import Trainer\nclass Plain(Trainer):\n    pass\nPlain.main({sizes})\n"
+    )
+    found = planned(capsys, "--user-script", str(script), "--auto-strategy", "--device", "cpu", "--world-size", "1")
+    assert [layout["data"] for layout in found["layouts"]]
+    assert main(["plan", "--auto-strategy", "--user-script", write(tmp_path, "Mine.main()")]) == 2
+    assert "--auto-strategy cannot see what Mine.compute_loss makes" in capsys.readouterr().err
+
+
+MISTAKES = {
+    "never": ("pass", "mine.py ended without training: nothing in it called main() or fit()", "Mine"),
+    "fails": ("x = 1\nx.nothing", "the script fails before it trains: AttributeError", "mine.py:18"),
+    "syntax": ("def (", "the script fails before it trains: SyntaxError", "mine.py:17"),
+    "flag": ("Mine.main(train_itres=4)", "unknown flag 'train_itres'", "mine.py:17"),
+    "leaves": ("raise SystemExit(0)", "ended without training", "mine.py"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_script_s_mistake_is_a_user_s(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last, message, where = MISTAKES[kind]
+    status = main(["plan", "--user-script", write(tmp_path, last)])
+    err = capsys.readouterr().err
+    assert status == 2
+    assert message in err
+    assert where in err or kind == "never"
+    assert "Traceback" not in err
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--user-script", "nowhere.py"]) == 2
+    assert "the script nowhere.py does not exist" in capsys.readouterr().err
+
+
+def test_the_example_is_planned_without_reading_its_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--vocab-size 400 --world-size 2 --device cpu"
+    found = planned(capsys, "--user-script", str(EXAMPLES / "pretrain_gpt.py"), *flags.split())
+    assert found["plan"]["template"] == "Pretrainer"
+    assert found["plan"]["sizes"]["micro_batch"] == 8
+    assert found["plan"]["values"]["--vocab-size"]["value"] == 400
+    assert found["script"]["hooks"] == ["build_data"]

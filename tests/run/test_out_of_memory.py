@@ -1,0 +1,106 @@
+"""A model that does not fit, and what the error says; the ladder of ways to need less memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.run.configure import resolve_plan
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.run.out_of_memory import next_step
+from tests.support.jobs import CausalJob
+from tests.support.worker_group import why_no_nvme
+
+SCRIPT = Path(__file__).parents[1] / "support/scripts/large_model.py"
+CAP = 2700 * 2**20
+"""Bytes of private memory that a worker may have: between what ZeRO-3 with offload takes on 4 workers and DDP."""
+
+
+def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    def cap() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (CAP, CAP))
+
+    command = [sys.executable, str(SCRIPT), "--nproc-per-node", "4", "--save", str(folder), "--no-export-model", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, preexec_fn=cap, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="a process's data is limited on Linux only")
+def test_plain_training_says_what_to_do_when_memory_runs_out(tmp_path: Path) -> None:
+    ended = run(tmp_path / "run")
+    assert ended.returncode == 1
+    assert "is out of memory: " in ended.stderr
+    assert "where  checkpoint-activations → optimizer on 4 workers" in ended.stderr
+    assert "help   the next step that saves memory: --mixed-precision bf16" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.distributed
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_zero_3_trains_it_in_the_same_memory(place: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+    if place == "nvme" and (why := why_no_nvme()):
+        pytest.skip(why)
+    zero = {"stage3_max_live_parameters": 10_000_000, "stage3_prefetch_bucket_size": 1_000_000}
+    if place == "nvme":
+        zero |= {"offload_param": {"buffer_size": 4_000_000}, "sub_group_size": 5_000_000}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}}))
+    flags = ["--cpu-offload"] if place == "cpu" else ["--nvme-path", str(tmp_path / "disk")]
+    ended = run(tmp_path / "run", "--deepspeed-config", str(tmp_path / "ds.json"), *flags)
+    assert ended.returncode == 0, ended.stderr
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+    told = json.loads((tmp_path / "run" / "deepspeed.json").read_text())
+    assert told["zero_optimization"]["stage3_max_live_parameters"] == 10_000_000
+
+
+LADDER = [  # (what runs, what is said next)
+    ("--micro-batch-size 8 --global-batch-size 16", "--micro-batch-size 1 --global-batch-size 16"),
+    ("", "--checkpoint-activations"),
+    ("--checkpoint-activations", "--mixed-precision bf16"),
+    ("--checkpoint-activations --mixed-precision bf16", "--zero-2-memory-optimization"),
+    (
+        "--checkpoint-activations --mixed-precision bf16 --oss-memory-optimization",
+        "--zero-2-memory-optimization in place of --oss-memory-optimization",
+    ),
+    (
+        "--checkpoint-activations --mixed-precision bf16 --zero-2-memory-optimization",
+        "--cpu-offload",
+    ),
+    (
+        "--checkpoint-activations --mixed-precision bf16 --zero-2-memory-optimization --cpu-offload",
+        "--zero-3-memory-optimization in place of --zero-2-memory-optimization --cpu-offload",
+    ),
+    ("--checkpoint-activations --mixed-precision bf16 --zero-3-memory-optimization", "--cpu-offload"),
+    (
+        "--checkpoint-activations --mixed-precision bf16 --zero-3-memory-optimization --cpu-offload",
+        "--nvme-path DIR in place of --cpu-offload",
+    ),
+    ("--checkpoint-activations --mixed-precision bf16 --zero-3-memory-optimization --nvme-path d", None),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), LADDER, ids=lambda x: x if isinstance(x, str) else "")
+def test_the_ladder(flags: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"deepspeed": "0.19", "fairscale": "0.4"}
+    monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", lambda: packages)
+    job = CausalJob([*flags.split(), "--nproc-per-node", "2", "--train-iters", "4", "--lr", "1e-3"])
+    plan = resolve_plan(type(job), job.config)
+    assert next_step(job.config, plan, lambda config: resolve_plan(type(job), config)) == said
+
+
+def test_without_deepspeed_the_ladder_leads_to_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", dict)
+    flags = "--checkpoint-activations --mixed-precision bf16 --nproc-per-node 2 --train-iters 4 --lr 1e-3"
+    job = CausalJob(flags.split())
+    plan = resolve_plan(type(job), job.config)
+    assert next_step(job.config, plan, lambda c: resolve_plan(type(job), c)) == "--fsdp-memory-optimization"

@@ -1,0 +1,66 @@
+"""What people see of a run where there is no terminal: each thing once, on standard error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates import Data
+from rapidformer_templates.run.console import tell
+from tests.support.lines import Line
+
+FLAGS = ["--micro-batch-size", "10", "--train-iters", "4", "--eval-interval", "2", "--save-interval", "4"]
+
+
+class Watched(Line):
+    """With an evaluation."""
+
+    def build_data(self) -> Data:
+        data = super().build_data()
+        data.valid = data.train
+        return data
+
+
+def lines(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+    Watched([*FLAGS, *flags]).fit()
+    return [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning")]
+
+
+def test_a_line_for_each_log_evaluation_and_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = lines(capsys, "--lr", "0.1", "--log-interval", "2", "--save", str(tmp_path / "run"))
+    steps = [line for line in told if line.startswith("step ")]
+    starts = [("2/4", "loss"), ("2/4", "eval_loss"), ("4/4", "loss"), ("4/4", "eval_loss"), ("4/4", "saved")]
+    assert [tuple(line.split()[1:3]) for line in steps] == starts
+    assert " grad norm " in steps[0]
+    assert " lr 0.075 " in steps[0]
+    assert steps[-1].endswith("run/checkpoints/step-4")
+    assert len(told) == len(set(told))
+
+
+def test_a_resume_tells_what_is_changed_and_what_is_left_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ["--save", str(tmp_path / "run")]
+    lines(capsys, "--lr", "0.1", *folder)
+    told = lines(capsys, "--lr", "0.05", "--weight-decay", "0", "--resume", *folder)
+    assert [line for line in told if "changed" in line] == [
+        "note       changed since the run was last started: --lr 0.1 → 0.05, --weight-decay its default → 0.0"
+    ]
+    assert [line for line in told if "left" in line] == ["nothing is left to train: 4 of 4 steps are done"]
+    told = lines(capsys, "--lr", "0.05", "--weight-decay", "0", "--resume", *folder)
+    assert [line for line in told if "changed" in line] == []
+    assert sum("going on from" in line for line in told) == 1
+
+
+def test_a_run_goes_on_where_nobody_reads_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+        def flush(self) -> None:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    tell("step 1")

@@ -1,0 +1,143 @@
+"""A receipt can fail: a switch whose act is broken ends the run in its first step, with an error that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import DDP_ENGINE
+from rapidformer_templates.planning.switch import Measured
+from rapidformer_templates.run import fit as run
+from rapidformer_templates.run.receipts import Receipts
+from tests.support import combinations
+from tests.support.combinations import Combination, accepted
+from tests.support.warm_workers import Failure
+from tests.support.worker_group import why_no_nvme
+
+pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
+
+COMPANY = {"cpu-offload": ("zero-2",), "nvme-offload": ("zero-3",), "deepspeed-config": ("zero-2",)}
+"""With whom a switch has something to do here; of the others, the first that the rules accept."""
+
+ELSEWHERE = {"tf32", "auto-strategy"}
+"""Needs a GPU; needs a run without hooks of its own: both below."""
+
+
+def _in_company(name: str) -> Combination | None:
+    others = [switch.name for switch in REGISTRY.switches if switch.name != name]
+    tries = [(name, *COMPANY[name])] if name in COMPANY else [(name,), *((name, other) for other in others)]
+    return next((found for names in tries if (found := accepted(names, 2))), None)
+
+
+def _acts(name: str) -> list[str]:
+    """What of a switch's declaration makes it act; ``all`` is a run in which it was forgotten."""
+    switch = REGISTRY[name]
+    # On a CPU, what an offload tells an engine has nothing to move; DeepSpeed is told in its own words.
+    told = _own_options(name) if switch.family != "offload" else ()
+    own = {"transform": switch.transform, "engine": switch.engine, "engine_options": told}
+    return ["all", *(act for act, value in own.items() if value)]
+
+
+def _own_options(name: str) -> set[str]:
+    """What only this switch tells the engine."""
+    found = _in_company(name)
+    if found is None:
+        return set()
+    request = build_request(_config(found), combinations.place(found.world, found.template), REGISTRY.switches)
+    return set(request.active[name].engine_options(request))
+
+
+def _config(found: Combination) -> Any:
+    return REGISTRY.complete(combinations.parsed((*combinations.STEPS.split(), *found.flags)))
+
+
+CASES = [
+    pytest.param(s.name, act, id=f"{s.name}-{act}", marks=() if act == "all" else pytest.mark.exhaustive)
+    for s in REGISTRY.switches
+    if s.name not in ELSEWHERE
+    for act in _acts(s.name)
+]
+
+
+def _broken(found: Combination, name: str, act: str, folder: str) -> None:
+    """Train with one act of a switch taken out; the receipts are compared with the whole plan."""
+    wide = "nvme-offload" in found.names
+    asked = combinations.template(found.template, found.flags, "plain", wide, folder)
+    flags = found.without(name) if act == "all" else found.flags
+    trained = combinations.template(found.template, flags, "plain", wide, folder)
+    if act == "engine":
+        trained.plan = dataclasses.replace(trained.plan, engine=DDP_ENGINE)
+    if act == "engine_options":
+        options = {key: value for key, value in trained.plan.engine_options.items() if key not in _own_options(name)}
+        trained.plan = dataclasses.replace(trained.plan, engine_options=options)
+    plain = {name: dataclasses.replace(REGISTRY[name], transform=None)} if act == "transform" else {}
+
+    def receipts(engine: Any, template: Any, order: Any) -> Receipts:
+        return Receipts(engine, asked, order)
+
+    with mock.patch.dict(REGISTRY._by_name, plain), mock.patch.object(run, "Receipts", receipts):
+        trained.fit()
+
+
+@pytest.mark.parametrize(("name", "act"), CASES)
+def test_a_switch_that_does_nothing_ends_the_run(name: str, act: str, groups: Any, tmp_path: Path) -> None:
+    found = _in_company(name)
+    if found is None:
+        needed = REGISTRY[name].needs_package
+        assert needed, f"the rules accept {name} nowhere"
+        assert find_spec(needed) is None, f"the rules accept {name} nowhere, and {needed} is here"
+        pytest.skip(f"{name} needs {needed}")
+    if name == "nvme-offload" and (why := why_no_nvme()):
+        pytest.skip(why)
+    for ended in groups[found.world].run(_broken, found, name, act, str(tmp_path)):
+        assert isinstance(ended, Failure)
+        # Without one of several acts the others may not fit together, which shows before there is a step.
+        if act == "all" or ended.kind == "SwitchDidNothing":
+            assert ended.kind == "SwitchDidNothing"
+            assert f"{name} did nothing in the first step" in ended.text
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_every_switch_can_fail() -> None:
+    """One that nobody has measured anything of did nothing; but for those that may have nothing to do."""
+    idle = {"cpu-offload", "nvme-offload", "deepspeed-config"}
+    for switch in REGISTRY.switches:
+        found = accepted((switch.name,), 2) or _in_company(switch.name)
+        if found is not None and switch.name not in idle:
+            assert switch.acted(Measured(found.plan, _config(found), [{}])), switch.name
+
+
+def test_tf32_and_the_search_are_missed() -> None:
+    config = REGISTRY.complete(RunConfig())
+    plan = Plan("Trainer", values={"--tf32": {"value": True, "origin": "command line"}})
+    assert "it is highest" in str(REGISTRY["tf32"].acted(Measured(plan, config, [{"matmul_precision": "highest"}])))
+    assert REGISTRY["tf32"].acted(Measured(plan, config, [{"matmul_precision": "high"}])) is None
+    searched = dataclasses.replace(plan, values={"--micro-batch-size": {"value": 1, "origin": "auto-strategy"}})
+    acted, layout = REGISTRY["auto-strategy"].acted, [{"layout": [1, 1, 1]}]
+    assert acted(Measured(searched, config, layout)) is None
+    assert acted(Measured(plan, config, layout)) is not None
+    assert acted(Measured(searched, config, [{"layout": [1, 2, 1]}])) is not None
+
+
+def test_a_measurement_is_of_the_first_worker_that_has_it() -> None:
+    measured = Measured(Plan("Trainer"), RunConfig(), [{"logits_columns": None}, {"logits_columns": [2, 4]}])
+    assert measured["logits_columns"] == [2, 4]
+    assert measured["fill"] is None
+
+
+@pytest.mark.parametrize(("second", "acted"), [(22_699_012, True), (22_714_371 + 11_720_448, False)])
+def test_a_parameter_on_the_border_of_two_shares_is_whole_on_both_workers(second: int, acted: bool) -> None:
+    """MiniLM under ZeRO-2: half of its elements are those of one embedding. The first worker's are measured."""
+    shares = {"trained_elements": 22_714_371, "updated_elements": 11_357_186, "largest_parameter": 11_720_448}
+    ranks = [{**shares, "gradient_elements": count} for count in (11_736_192, second)]
+    plan = Plan("Trainer", ("zero-2",), Sizes(world=2, data=2))
+    assert (REGISTRY["zero-2"].acted(Measured(plan, RunConfig(), ranks)) is None) == acted

@@ -1,0 +1,374 @@
+"""A run that died goes on as if it had not: bitwise, with dropout on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from rapidformer_templates.errors import CheckpointError, ConfigError
+from rapidformer_templates.run import lock as run_lock
+from rapidformer_templates.run.checkpoint import check as checkpoint_check
+from rapidformer_templates.run.checkpoint import tensor_file
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.system.files import crc32
+from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same, run, traces
+from tests.support.jobs import ClassJob, _bert
+from tests.support.warm_processes import warm
+from tests.support.worker_group import run_in_workers
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder)
+    return folder
+
+
+@pytest.mark.parametrize("deaths", [[1], [3], [5], [4, 7, 11], [12]])
+def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for death in deaths:
+        run(folder, "--resume", dies_after=death)
+    run(folder, "--resume")
+    assert_same(whole, folder)
+
+
+@pytest.mark.parametrize("deaths", [[], [5], [4, 7, 11]])
+def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Path, tmp_path: Path) -> None:
+    for death in deaths:
+        run(tmp_path / "run", "--resume", "--async-save", dies_after=death)
+    run(tmp_path / "run", "--resume", "--async-save")
+    assert_same(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
+def test_kill_in_a_save_leaves_the_earlier_checkpoint(
+    flags: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, in_save = tmp_path / "run", tmp_path / "in-save"
+    process = warm().Process(target=_hang_in_save, args=(folder, in_save, flags))
+    process.start()
+    while not in_save.exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {"latest", "step-3", "step-6.tmp"}
+    run(folder, "--resume", *flags)
+    assert f"going on from {folder}/checkpoints/step-3" in capsys.readouterr().err
+    assert_same(whole, folder)
+    assert not list((folder / "checkpoints").glob("*.tmp"))
+
+
+def _hang_in_save(folder: Path, in_save: Path, flags: list[str]) -> None:
+    """A run whose save of step 6 never ends; ``in_save`` is made in the middle of it, if async two steps later."""
+    pwrite, steps, hanging = os.pwrite, threading.Semaphore(0), threading.Event()
+
+    def hang(descriptor: int, data: memoryview, place: int) -> int:
+        if "step-6.tmp" not in os.readlink(f"/proc/self/fd/{descriptor}"):
+            return pwrite(descriptor, data, place)
+        pwrite(descriptor, data[: len(data) // 2], place)
+        hanging.set()
+        if flags:
+            steps.acquire()
+            steps.acquire()
+        in_save.touch()
+        time.sleep(600)
+        raise AssertionError("nobody killed this process")
+
+    def count(job: DropoutJob, step: int, result: Any) -> None:
+        if step > 6:
+            hanging.wait()
+            steps.release()
+
+    os.pwrite = hang
+    DropoutJob.on_step_end = count  # type: ignore[method-assign]
+    run(folder, *flags)
+
+
+def test_loader_processes_change_nothing(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path / "run", "--dataloader-num-workers", "2", dies_after=7)
+    run(tmp_path / "run", "--dataloader-num-workers", "1", "--resume")
+    assert_same(whole, tmp_path / "run")
+
+
+MEASURED = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
+
+
+def test_a_complete_run_can_be_resumed_to_its_summary(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    run(tmp_path / "run", "--resume")
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (whole, tmp_path / "run"))
+    assert all(one[name] == other[name] for name in ("metrics", "best", "steps", *MEASURED))
+    assert_same(whole, tmp_path / "run")
+
+
+def test_half_a_line_of_metrics_is_dropped(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, dies_after=5)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    run(folder, "--resume")
+    assert_same(whole, folder)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+WEIGHTS, OPTIMIZER = "weights-00000-00000.safetensors", "optimizer-00000-00000.safetensors"
+DAMAGES = {
+    "flipped byte": (lambda f: _flip(f / WEIGHTS), f"{WEIGHTS} is damaged"),
+    "cut file": (lambda f: (f / "state.json").write_text("{"), "state.json has 1 bytes"),
+    "no optimizer": (lambda f: (f / OPTIMIZER).unlink(), f"{OPTIMIZER} is missing"),
+    "no random state": (lambda f: (f / "random-00000.safetensors").unlink(), "random-00000.safetensors is missing"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "manifest without optimizer": (lambda f: _forget(f / "manifest.json", OPTIMIZER), f"does not list {OPTIMIZER}"),
+}
+
+
+def _forget(manifest: Path, name: str) -> None:
+    content = json.loads(manifest.read_text())
+    del content["files"][name]
+    manifest.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_named_and_passed_over(
+    damage: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, dies_after=8)
+    harm, message = DAMAGES[damage]
+    harm(folder / "checkpoints" / "step-6")
+    run(folder, "--resume")
+    said = capsys.readouterr().err
+    assert "warning: passed over step-6: " in said
+    assert message in said
+    assert "going on from" in said
+    assert "step-3" in said
+    assert_same(whole, folder)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "state.json", "manifest.json"])
+def test_a_checkpoint_on_a_bad_spot_of_the_disk_is_passed_over(
+    name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, dies_after=8)
+    real = Path.open
+
+    def open_bad(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path.name == name and path.parent.name == "step-6":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", open_bad)
+        run(folder, "--resume")
+    said = capsys.readouterr().err
+    assert "warning: passed over step-6: " in said
+    assert f"{name} cannot be read" in said
+    assert "Input/output error" in said
+    assert_same(whole, folder)
+
+
+def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, dies_after=4)
+    _flip(folder / "checkpoints" / "step-3" / OPTIMIZER)
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is whole: step-3: optimizer-00000-00000\.safetensors is dam"
+    ):
+        run(folder, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "5"], "--seed was 1234, is 5"),
+        (["--global-batch-size", "8"], "--global-batch-size was 4, is 8"),
+        (["--optimizer", "lamb"], "holds the state of AdamW, this run uses Lamb"),
+    ],
+)
+def test_checkpoint_that_does_not_fit_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    run(tmp_path / "run", dies_after=4)
+    plan = (tmp_path / "run" / "plan.json").read_bytes()
+    with pytest.raises(CheckpointError, match=message):
+        run(tmp_path / "run", "--resume", *flags)
+    assert (tmp_path / "run" / "plan.json").read_bytes() == plan  # nothing was written by the refused run
+
+
+def test_other_model_is_refused_by_the_names_of_its_weights(tmp_path: Path) -> None:
+    class Wider(DropoutJob):
+        def make(self) -> torch.nn.Module:
+            config = _bert()
+            config.num_labels = 5
+            return BertForSequenceClassification(config)
+
+    run(tmp_path / "run", dies_after=4)
+    job = Wider([*FLAGS.split(), "--save", str(tmp_path / "run"), "--resume"])
+    with pytest.raises(CheckpointError, match=r"classifier.weight is \(5, 16\) in the model and \(3, 16\) in the"):
+        job.fit()
+
+
+def test_weights_only_starts_anew_with_the_weights(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path / "next", "--load", str(whole), "--weights-only", "--seed", "9")
+    first = read_metrics(tmp_path / "next" / "metrics.jsonl")[0]
+    assert first["step"] == 1
+    assert first["loss"] != read_metrics(whole / "metrics.jsonl")[0]["loss"]
+
+
+def test_only_whole_checkpoints_are_kept(whole: Path) -> None:
+    kept = {path.name for path in (whole / "checkpoints").iterdir()}
+    assert {"latest", "step-9", "step-12"} <= kept
+    assert (whole / "checkpoints" / "latest").read_text() == "step-12\n"
+    assert "step-3" not in kept or json.loads((whole / "summary.json").read_text())["best"]["step"] == 3
+
+
+@pytest.mark.distributed
+def test_two_workers_resume_bitwise_and_others_to_rounding(tmp_path: Path) -> None:
+    """DDP → DDP is bitwise; DDP → one process → FSDP follows the same curve (dropout off)."""
+    results = run_in_workers(2, _resume_cases, str(tmp_path))
+    assert results[0] == results[1]
+    assert results[0]["bitwise"]
+    # One process goes on with what two FSDP workers saved.
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "fsdp-half", moved)
+    _plain(moved, 12, "--resume")
+    reference = tmp_path / "reference"
+    _plain(reference, 12)
+    losses = [line["loss"] for line in read_metrics(reference / "metrics.jsonl") if "loss" in line]
+    for name in ("moved", "ddp-then-fsdp"):
+        other = [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.distributed
+def test_two_workers_save_in_the_background(tmp_path: Path) -> None:
+    """Bitwise as if they had waited; the full disk of one is an error on both, as is a folder that one does not see.
+
+    What is read back to see that it is whole is read by one of them.
+    """
+    results = run_in_workers(2, _async_cases, str(tmp_path))
+    for rank, result in enumerate(results):
+        assert "step 6 could not be written: the disk is full" in result["full"]
+        assert (
+            f"{tmp_path}/node-{rank}/run is not one folder for all workers: what rank 0 writes there on"
+            in result["unseen"]
+        )
+        assert f"is not seen by rank 1 on {socket.gethostname()}\n  where  --save\n" in result["unseen"]
+        assert result["errors"] == ["step 6 could not be written: there is not enough memory", "complex128"]
+    files = [path for path in (tmp_path / "async" / "checkpoints" / "step-12").iterdir() if path.stem != "manifest"]
+    sizes = {path.name: path.stat().st_size for path in files}
+    for name in ("saved", "saved in the background", "resumed"):
+        read = [result["read"][name] for result in results]
+        assert sorted(read[0] + read[1]) == sorted(sizes), name
+        assert max(sum(map(sizes.__getitem__, part)) for part in read) < 0.7 * sum(sizes.values()), name
+    assert not (tmp_path / "node-0" / "run").exists(), "seen before anything is trained or written"
+    assert_same(tmp_path / "waiting", tmp_path / "async")
+    names = {path.name for path in (tmp_path / "full" / "checkpoints").iterdir()}
+    assert names == {"latest", "step-3"}
+
+
+def _async_cases(workers: Any, folder: str) -> dict[str, str]:
+    """In each of two workers."""
+    root = Path(folder)
+    unbuffered = tensor_file.unbuffered
+
+    def full(path: Path) -> Any:
+        if workers.rank == 1 and path.parent.name == "step-6.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return unbuffered(path)
+
+    read: dict[str, list[str]] = {"saved": [], "saved in the background": [], "resumed": []}
+
+    def counting(name: str, step: str) -> Any:
+        def seen(path: Path) -> int:
+            if path.parent.name == step:
+                read[name].append(path.name)
+            return crc32(path)
+
+        return mock.patch.object(checkpoint_check, "crc32", seen)
+
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        with counting("saved", "step-12"):
+            run(root / "waiting")
+        run(root / "async", "--async-save", dies_after=8)
+        with counting("saved in the background", "step-12"):
+            run(root / "async", "--async-save", "--resume")
+        with counting("resumed", "step-12"):
+            run(root / "async", "--async-save", "--resume")
+        with mock.patch.object(tensor_file, "unbuffered", full), pytest.raises(CheckpointError) as caught:
+            run(root / "full", "--async-save")
+        with mock.patch.object(run_lock, "SEEN_WITHIN", 0.3), pytest.raises(ConfigError) as unseen:
+            run(root / f"node-{workers.rank}" / "run")
+        errors = [_failing_save(workers, root / "memory", MemoryError()), _failing_save(workers, root / "bug", _bug())]
+    return {"full": str(caught.value), "unseen": str(unseen.value), "errors": errors, "read": read}
+
+
+def _bug() -> ValueError:
+    return ValueError("weight is torch.complex128, which safetensors cannot hold")
+
+
+def _failing_save(workers: Any, folder: Path, error: Exception) -> str:
+    """What both ranks are told, if the second one has an error in the save of step 6."""
+    unbuffered = tensor_file.unbuffered
+
+    def fail(path: Path) -> Any:
+        if workers.rank == 1 and path.parent.name == "step-6.tmp":
+            raise error
+        return unbuffered(path)
+
+    told = CheckpointError if isinstance(error, MemoryError) else ValueError if workers.rank else RuntimeError
+    with mock.patch.object(tensor_file, "unbuffered", fail), pytest.raises(told) as caught:
+        run(folder)
+    workers.barrier()
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", "step-3"}
+    if told is CheckpointError:
+        return caught.value.message.removeprefix("the checkpoint of ")
+    assert "Traceback" in str(caught.value) or workers.rank
+    return "complex128" if "weight is torch.complex128, which safetensors cannot hold" in str(caught.value) else ""
+
+
+def _plain(folder: Path, until: int, *flags: str) -> None:
+    """The job without dropout, stopped after step ``until`` of 12."""
+    job = ClassJob([*FLAGS.split(), "--save", str(folder), *flags])
+
+    def stop(step: int, result: Any) -> None:
+        if step == until < 12:
+            raise Died
+
+    job.on_step_end = stop  # type: ignore[method-assign]
+    job.fit()
+
+
+def _resume_cases(workers: Any, folder: str) -> dict[str, Any]:
+    """In each of two workers. A death is caught here, because a worker ends on an error."""
+    root = Path(folder)
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        DropoutJob([*FLAGS.split(), "--eval-interval", "4", "--save", str(root / "pair")]).fit()
+        run(root / "pair-died", dies_after=8)
+        run(root / "pair-died", "--resume")
+        for name, flags in (("ddp-then-fsdp", []), ("fsdp-half", ["--fsdp-memory-optimization"])):
+            with pytest.raises(Died):
+                _plain(root / name, 7, *flags)
+        _plain(root / "ddp-then-fsdp", 12, "--resume", "--fsdp-memory-optimization")
+    (lines, weights), (other, other_weights) = traces(root / "pair"), traces(root / "pair-died")
+    same = all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    return {"bitwise": same and lines == other and len(lines) == 15}

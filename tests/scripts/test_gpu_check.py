@@ -1,0 +1,74 @@
+"""``scripts/gpu_check.py`` where there is no GPU: its parts, their limits, and what is left of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts/gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def check() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_check"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_part_that_takes_too_long_is_ended_and_keeps_what_it_wrote(check: Any, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    code = f"import time; open({str(result)!r}, 'w').write('[1]'); print('begun', flush=True); time.sleep(60)"
+    found = check.run(check.Part("slow", [sys.executable, "-c", code], 5, check._json(result)), 5)
+    assert found["status"] == "stopped after 5 s"
+    assert found["result"] == [1]
+    assert "begun" in found["output"]
+    assert found["seconds"] < 30
+
+
+def test_results_are_kept_part_by_part(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = check.Part("good", [sys.executable, "-c", "print('fine')"], 60)
+    bad = check.Part("bad", [sys.executable, "-c", "raise SystemExit(3)"], 60)
+    monkeypatch.setattr(check, "parts", lambda *arguments, **keywords: [good, bad])
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path), "--device", "cpu", "--tiny"])
+    assert check.main() == 1
+    written = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in written.items()} == {"good": "ok", "bad": "exit status 3"}
+
+
+def test_all_parts_fit_into_the_limit_of_one_call(check: Any, tmp_path: Path) -> None:
+    found = check.parts(tmp_path, "cuda", tiny=False)
+    names = [part.name for part in found]
+    assert {"tests", "compiled", *(f"utilisation {name}" for name in check.GOALS)} <= set(names)
+    assert max(part.seconds for part in found) < 200
+
+
+def test_goals_are_laid_beside_what_was_measured(check: Any) -> None:
+    table = {
+        "solutions": {"rapidformer": {"utilisation": 0.5}},
+        "ratios": {"plain PyTorch": [0.98], "transformers' Trainer": [1.3]},
+    }
+    profile = {"host_waits_a_step": {"cudaStreamSynchronize": 0, "cudaEventSynchronize": 1}, "device_idle_share": 0.01}
+    lines = check.verdicts({"utilisation gpt-124m": {"result": table}, "profile gpt-124m": {"result": profile}})
+    assert lines == [
+        "gpt-124m: utilisation: 0.500; goal 0.45: reached",
+        "gpt-124m: over plain PyTorch: 0.980; goal 0.99: missed",
+        "gpt-124m: over transformers' Trainer: 1.300; goal 1.2: reached",
+        "gpt-124m: host reads and waits a step: 0; goal 0",
+        "gpt-124m: device idle 0.01; goal at most 0.02",
+    ]
+
+
+def test_a_profile_is_recorded(check: Any, tmp_path: Path) -> None:
+    check.record("tiny", "cpu", tmp_path)
+    found = json.loads((tmp_path / "run/profile/summary.json").read_text())
+    assert found["steps"] == 8
+    assert found["operators_ms"] > 0

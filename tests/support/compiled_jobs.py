@@ -1,0 +1,120 @@
+"""Jobs for the compiler: batches of one shape, unless it is the shapes that are tested; and models of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rapidformer_templates import Data
+from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, MaskedJob, _Job, _sequences
+
+
+class LlamaJob(_Job):
+    """Rotary positions, and two queries to a key."""
+
+    shift = 1
+
+    def make(self) -> nn.Module:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        ends = {"bos_token_id": 1, "eos_token_id": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, **ends))
+
+
+def _one_shape(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = {name: torch.full((len(samples), 24), fill) for name, fill in (("input_ids", 0), ("labels", -100))}
+    for row, sample in enumerate(samples):
+        for name, tensor in batch.items():
+            part = torch.from_numpy(sample[name][:24])
+            tensor[row, : len(part)] = part
+    return batch
+
+
+class OneShape(_Job):
+    """Mixed in: every batch has one shape and no mask, and nothing is evaluated, so that one graph does."""
+
+    def build_data(self) -> Data:
+        return Data(train=_sequences(), collate=_one_shape)
+
+
+class EvenCausalJob(OneShape, CausalJob):
+    pass
+
+
+class EvenMaskedJob(OneShape, MaskedJob):
+    pass
+
+
+class EvenLlamaJob(OneShape, LlamaJob):
+    pass
+
+
+class Block(nn.Module):
+    """A block of a model that is none of transformers'."""
+
+    calls = 0
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.kind = kind
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.linear(hidden).relu()
+        if self.kind == "breaking":
+            torch._dynamo.graph_break()
+        if self.kind == "restless":  # a number that is another one in each call
+            self.calls += 1
+            hidden = hidden + 0 * float(str(self.calls))
+        return hidden
+
+
+class Plain(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        if kind == "whole":
+            self.body: nn.Module = Block(kind)
+        else:
+            self.body = nn.Sequential(*(Block(kind) for _ in range(2)))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(input_ids)))
+
+
+class PlainJob(OneShape):
+    kind = ""
+
+    def make(self) -> nn.Module:
+        return Plain(self.kind)
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+class BreakingJob(PlainJob):
+    kind = "breaking"
+
+
+class RestlessJob(PlainJob):
+    kind = "restless"
+
+
+class WholeJob(PlainJob):
+    kind = "whole"
+
+
+OTHERS |= {
+    "llama": LlamaJob,
+    "even-causal": EvenCausalJob,
+    "even-masked": EvenMaskedJob,
+    "even-llama": EvenLlamaJob,
+    "breaking": BreakingJob,
+    "restless": RestlessJob,
+    "whole": WholeJob,
+}

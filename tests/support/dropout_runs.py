@@ -1,0 +1,70 @@
+"""Runs of a classifier with dropout that may die after a step, and whether two of them are the same bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BertForSequenceClassification
+
+from rapidformer_templates.run.folder import read_metrics
+from tests.support.jobs import ClassJob, _bert
+
+FLAGS = "--lr 1e-3 --train-iters 12 --micro-batch-size 2 --global-batch-size 4 --log-interval 1 --save-interval 3"
+
+TIMES = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
+
+
+class Died(Exception):
+    """Stands for the death of the process."""
+
+
+class DropoutJob(ClassJob):
+    """A classifier with dropout that evaluates, and that can die after a step."""
+
+    dies_after: int | None = None
+
+    def build_data(self) -> Any:
+        data = super().build_data()
+        data.valid = data.train[:16]
+        return data
+
+    def make(self) -> torch.nn.Module:
+        config = _bert()
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.2
+        return BertForSequenceClassification(config)
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if step == self.dies_after:
+            raise Died
+
+
+def run(folder: Path, *flags: str, dies_after: int | None = None) -> None:
+    job = DropoutJob([*FLAGS.split(), "--eval-interval", "4", "--save", str(folder), *flags])
+    job.dies_after = dies_after
+    if dies_after is None:
+        job.fit()
+    else:
+        with pytest.raises(Died):
+            job.fit()
+
+
+def traces(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Metrics without the times, and final weights."""
+    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(folder / "metrics.jsonl")]
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted((folder / "checkpoints" / "step-12").glob("weights-*.safetensors")):
+        weights |= load_file(file)
+    return lines, weights
+
+
+def assert_same(one: Path, other: Path) -> None:
+    (lines, weights), (other_lines, other_weights) = traces(one), traces(other)
+    assert lines == other_lines
+    assert len([line for line in lines if "loss" in line]) == 12
+    assert weights.keys() == other_weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, other_weights[name]), name

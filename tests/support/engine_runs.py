@@ -1,0 +1,55 @@
+"""Runs under every engine that may die after a step."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.jobs import CausalJob
+
+STEPS, SAVED = 6, 3
+
+FLAGS = (
+    f"--train-iters {STEPS} --save-interval {SAVED} --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3"
+    " --lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1 --no-export-model"
+)
+
+ENGINES = {
+    "plain": "",  # one process, or DDP
+    "fsdp": "--fsdp-memory-optimization",
+    "oss": "--oss-memory-optimization",
+    "sdp": "--oss-sdp-memory-optimization",
+    "zero-1": "--zero-1-memory-optimization",
+    "zero-2": "--zero-2-memory-optimization",
+    "zero-3": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 40",
+    "zero-1-offload": "--zero-1-memory-optimization --cpu-offload",
+    "zero-2-offload": "--zero-2-memory-optimization --cpu-offload",
+    "zero-3-offload": "--zero-3-memory-optimization --cpu-offload",
+}
+
+
+class Died(Exception):
+    """Stands for the death of a run."""
+
+
+def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | None = None) -> Any:
+    """The curve of a run: (loss, gradient norm) of each of its steps."""
+    given = [*FLAGS.split(), *ENGINES[engine].split(), "--micro-batch-size", str(4 // workers), "--save", folder]
+    job = CausalJob([*given, *flags])
+    curve: list[tuple[float, float]] = []
+
+    def see(step: int, result: Any) -> None:
+        curve.append((float(result.loss), float(result.grad_norm)))
+        if step == dies_after:
+            raise Died
+
+    job.on_step_end = see  # type: ignore[method-assign]
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        if dies_after is None:
+            job.fit()
+        else:
+            with pytest.raises(Died):
+                job.fit()
+    return curve

@@ -1,0 +1,32 @@
+"""A job of one weight and one bias, whose runs take hundredths of a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rapidformer_templates import Data, Trainer
+
+FLAGS = ["--lr", "0.1", "--log-interval", "1", "--micro-batch-size", "4"]
+
+
+class Line(Trainer):
+    """Fits y = 2x + 1 with one weight and one bias; sample ``poisoned`` has an infinite x."""
+
+    poisoned: int | None = None
+
+    def build_data(self) -> Data:
+        draw = np.random.default_rng(0)
+        x = draw.normal(size=(20, 1)).astype(np.float32)
+        if self.poisoned is not None:
+            x[self.poisoned] = np.inf
+        return Data(train=[{"x": row, "y": 2 * row + 1} for row in x])
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])

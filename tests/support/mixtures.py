@@ -1,0 +1,95 @@
+"""Mixtures written out token by token: what the real ones are compared with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rapidformer_templates.switches.mixture_of_experts.experts import Experts
+from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
+from tests.support import jobs
+
+
+def choices(probabilities: list[float], top_k: int) -> tuple[list[int], list[float]]:
+    """(experts, weights) of one token."""
+    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[:top_k]
+    weights = [probabilities[i] for i in order]
+    if top_k > 1:
+        weights = [weight / sum(weights) for weight in weights]
+    return order, weights
+
+
+def output_of(
+    layer: SparseFeedForward, rows: torch.Tensor, mask: torch.Tensor | None, capacity_factor: float | None
+) -> torch.Tensor:
+    """The output of a sparse layer, by a loop over rows, tokens and choices."""
+    top_k, count = layer.gate.top_k, len(layer.gate.weight)
+    result = torch.zeros_like(rows)
+    for b in range(rows.shape[0]):
+        real = [t for t in range(rows.shape[1]) if mask is None or bool(mask[b, t])]
+        room = math.inf if capacity_factor is None else math.ceil(capacity_factor * top_k * len(real) / count)
+        taken = [0] * count
+        for t in real:
+            token = rows[b, t]
+            logits = layer.gate.weight @ token
+            probabilities = logits.exp() / logits.exp().sum()
+            chosen, _ = choices(probabilities.tolist(), top_k)
+            total = probabilities[chosen].sum() if top_k > 1 else 1
+            for i in chosen:
+                taken[i] += 1
+                if taken[i] <= room:
+                    result[b, t] += probabilities[i] / total * expert(layer.experts, i, token)
+    return result
+
+
+def expert(experts: Experts, i: int, token: torch.Tensor) -> torch.Tensor:
+    """What expert ``i`` makes of a token."""
+
+    def project(name: str, inputs: torch.Tensor) -> torch.Tensor:
+        offset = getattr(experts, f"{name}_bias")
+        return inputs @ getattr(experts, name)[i] + (0 if offset is None else offset[i])
+
+    if experts.gate is None:
+        return project("down", experts.activation(project("up", token)))
+    return project("down", experts.activation(project("gate", token)) * project("up", token))
+
+
+def balance_of(logits: torch.Tensor, top_k: int, mask: torch.Tensor) -> list[float]:
+    """Switch Transformers' ``N Σ f_i P_i`` of each row, with ``f_i`` as shares of all choices."""
+    values = []
+    for row, real in zip(logits, mask, strict=True):
+        tokens = [token for token, is_real in zip(row, real, strict=True) if is_real]
+        count, visits, sums = row.shape[-1], [0.0] * row.shape[-1], [0.0] * row.shape[-1]
+        for token in tokens:
+            probabilities = token.softmax(0).tolist()
+            for i in choices(probabilities, top_k)[0]:
+                visits[i] += 1 / (top_k * len(tokens))
+            sums = [total + p / len(tokens) for total, p in zip(sums, probabilities, strict=True)]
+        values.append(count * sum(f * p for f, p in zip(visits, sums, strict=True)))
+    return values
+
+
+def tiny(kind: str, layers: int = 2) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 100, "hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "intermediate_size": 24, "num_experts_per_tok": 2,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    there = AutoConfig.for_model(kind).to_dict()
+    sizes |= {name: 4 for name in ("num_local_experts", "num_experts") if name in there}
+    sizes |= {name: 24 for name in ("moe_intermediate_size", "shared_expert_intermediate_size") if name in there}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float()
+
+
+class MixtralJob(jobs.CausalJob):
+    """A mixture of transformers' own."""
+
+    def make(self) -> torch.nn.Module:
+        return tiny("mixtral")
+
+
+jobs.OTHERS["mixtral"] = MixtralJob

@@ -1,0 +1,137 @@
+"""Jobs with enough blocks for a pipeline, in the form of :mod:`tests.support.jobs`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from tests.support.jobs import OTHERS, VOCABULARY, _Job, train
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "max_position_embeddings": 64}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _gpt2(layers: int, tied: bool) -> torch.nn.Module:
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": layers, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, tie_word_embeddings=tied))
+
+
+def _bert(layers: int, tied: bool) -> torch.nn.Module:
+    sizes = {**SIZES, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForMaskedLM(BertConfig(**sizes, **NO_DROPOUT, tie_word_embeddings=tied))
+
+
+def _neox(layers: int, tied: bool) -> torch.nn.Module:
+    sizes = {**SIZES, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
+    no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **no_dropout, tie_word_embeddings=tied))
+
+
+def _llama(layers: int, tied: bool) -> torch.nn.Module:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {**SIZES, "num_hidden_layers": layers, "intermediate_size": 32, **heads}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
+
+
+FAMILIES = {"gpt2": _gpt2, "bert": _bert, "neox": _neox, "llama": _llama}
+
+
+def _job(family: str, layers: int, tied: bool) -> type[_Job]:
+    make = FAMILIES[family]
+    return type(family, (_Job,), {"shift": int(family != "bert"), "make": lambda self: make(layers, tied)})
+
+
+JOBS = {
+    f"{family}-{layers}-{'tied' if tied else 'untied'}": _job(family, layers, tied)
+    for family in FAMILIES
+    for layers in (4, 8)
+    for tied in (False, True)
+}
+
+
+class Frozen(JOBS["bert-8-tied"]):  # type: ignore[misc]
+    """The embeddings, the first stage and a block of the second are not trained."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        layers = model.bert.encoder.layer
+        for part in (model.bert.embeddings, *layers[:4], layers[6]):
+            part.requires_grad_(False)
+        return model
+
+
+class Unreached(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    """With parameters that no loss reaches."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.spare = torch.nn.Linear(4, 4)
+        return model
+
+
+class OwnLoss(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    """Label smoothing, and a second term from the last hidden states; the sum over the targets and their number."""
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        output = model(**inputs, output_hidden_states=True)
+        labels = batch["labels"][:, 1:]
+        losses = torch.nn.functional.cross_entropy(
+            output.logits[:, :-1].flatten(0, 1), labels.flatten(), label_smoothing=0.1, reduction="none"
+        )
+        states = (output.hidden_states[-1] + output.hidden_states[-2])[:, :-1]
+        count = int((labels != -100).sum())
+        return losses.sum() + 0.1 * (states.square().mean(-1) * (labels != -100)).sum(), count
+
+
+class OnceTwice(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    """Calls the model a second time."""
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        return super().compute_loss(model, batch) + super().compute_loss(model, batch)
+
+
+OTHERS |= JOBS | {"frozen-8": Frozen, "unreached-4": Unreached, "own-loss": OwnLoss, "twice": OnceTwice}
+
+
+def train_all(workers: Any, folder: str, cases: dict[str, tuple[str, bool, str]]) -> dict[str, Any]:
+    """The runs of ``{name: (job, double, flags)}``."""
+    return {name: train(*case, f"{folder}/{name}") for name, case in cases.items()}
+
+
+class Died(Exception):
+    """Stands for the death of a run."""
+
+
+def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> list[tuple[float, float]]:
+    """The curve of a run in this group of workers, which may die after a step."""
+    template = OTHERS[job]([*flags.split(), "--save", folder])
+    curve: list[tuple[float, float]] = []
+
+    def see(step: int, result: Any) -> None:
+        curve.append((float(result.loss), float(result.grad_norm)))
+        if step == dies_after:
+            raise Died
+
+    template.on_step_end = see  # type: ignore[method-assign]
+    # These workers are a group already; the launcher's own care for errors is not wanted.
+    with (
+        mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
+        contextlib.suppress(Died),
+    ):
+        template.fit()
+    return curve

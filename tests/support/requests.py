@@ -1,0 +1,62 @@
+"""Requests and machines that the tests of switches share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.errors import Refused
+from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
+from rapidformer_templates.planning.registry import REGISTRY, Registry, switch_options
+from rapidformer_templates.planning.resolve import resolve
+
+CPU = Environment(world_size=2, local_world_size=2)
+GPUS = Environment(
+    world_size=8,
+    local_world_size=8,
+    device="cuda",
+    compute_capability=(9, 0),
+    packages=dict.fromkeys(OPTIONAL_PACKAGES, "any"),
+)
+
+
+def config_of(flags: str) -> RunConfig:
+    return parse(flags.split(), switch_options())
+
+
+def on(place: Environment, **facts: Any) -> Environment:
+    """The machine with other facts."""
+    return dataclasses.replace(place, **facts)
+
+
+def codes(
+    flags: str | RunConfig, place: Environment = CPU, registry: Registry = REGISTRY, *, training: bool = False
+) -> list[str]:
+    """The codes by which a request is refused; none when it is accepted."""
+    config = config_of(flags) if isinstance(flags, str) else flags
+    try:
+        resolve(config, place, registry, training=training)
+    except Refused as refused:
+        return [found.rule for found in refused.diagnostics]
+    return []
+
+
+def with_switches(names: Iterable[str]) -> RunConfig:
+    """A request for the named switches and nothing else."""
+    values = {field: value for name in names for field, value in REGISTRY[name].on.items()}
+    return REGISTRY.complete(RunConfig()).replace("test", **values)
+
+
+def refusal(flags: str, place: Environment, registry: Registry = REGISTRY, *, training: bool = False) -> str:
+    with pytest.raises(Refused) as refused:
+        resolve(parse(flags.split(), switch_options()), place, registry, training=training)
+    return refused.value.render()
+
+
+def exactly(text: str) -> str:
+    return dedent(text).strip("\n")

@@ -1,0 +1,261 @@
+"""States of every switch as the planner predicts them, beside the receipts of a run with it: equal to the byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rapidformer_templates import Data, Pretrainer, Trainer
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS, TORCH_ADAM
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.planning.suggest import nearest
+from rapidformer_templates.planning.switch import FORECAST, Switch
+from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
+from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES, Facts
+from rapidformer_templates.switches.auto_strategy.setting import layout_of, setting_of
+from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from tests.support.worker_group import run_in_workers, why_no_nvme
+
+STATE_KINDS = ("parameters", "gradients", "optimizer")
+VOCABULARY, LENGTH, BLOCKS = 131, 16, 4
+"""Not all sizes divide; some parameters have more than the 4,096 elements from which states are quantized."""
+
+
+def model(blocks: int | None = None) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "num_hidden_layers": BLOCKS if blocks is None else blocks}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY, use_cache=False)).train()
+
+
+def _collate(samples: list[Any], shape: tuple[int, int] | None = None) -> dict[str, torch.Tensor]:
+    rows, length = shape or (len(samples), LENGTH)
+    batch = torch.zeros(rows, length, dtype=torch.long)
+    batch[: len(samples), :LENGTH] = torch.stack([sample["input_ids"] for sample in samples])
+    return {"input_ids": batch, "labels": batch.where(batch > 0, -100)}
+
+
+class Job(Trainer):
+    def build_data(self) -> Data:
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(VOCABULARY, (32, LENGTH), generator=draw)
+        return Data(train=[{"input_ids": row, "labels": row} for row in tokens], collate=_collate)
+
+    def build_model(self) -> Any:
+        return model()
+
+
+class PretrainedJob(Job, Pretrainer):
+    """In the template that dynamic shapes need."""
+
+
+JOBS: dict[str, type[Job]] = {"Trainer": Job, "Pretrainer": PretrainedJob}
+
+
+def shapes(config: RunConfig, plan: Any) -> ModelShapes:
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        rows = torch.zeros((samples, LENGTH), dtype=torch.long)
+        return {"input_ids": rows, "labels": rows}
+
+    return ModelShapes(lambda blocks: with_switches(model(blocks), config, plan), batch)
+
+
+# What is run. Values by field; a world of workers each.
+
+Case = tuple[str, int, str, Mapping[str, Any]]
+"""(name, workers, template, values)."""
+
+CHEAP = {
+    "torch_compile": "aot_eager",
+    "deepspeed_config": '{"zero_optimization": {"stage": 2}}',
+    "nvme_path": "{folder}",
+}
+"""Values that mean the same for the states and take no time, or no file of the user's."""
+
+NO_RUN = {
+    "auto-strategy": "it chooses among the others",
+    "tf32": "it needs a GPU",
+    "onnx-runtime": "its first step takes half a minute, and the states are the engine's",
+}
+
+
+def case_of(switch: Switch) -> Case:
+    """The switch with what it needs: the nearest combination that the rules accept."""
+    template = "Trainer" if "Trainer" in switch.templates else switch.templates[0]
+    place = detect(template, "test", device="cpu", world_size=2)
+    packages = {**place.packages, **({switch.needs_package: "any"} if switch.needs_package else {})}
+    place = dataclasses.replace(place, packages=packages)
+    values = {name: CHEAP.get(name, value) for name, value in switch.on.items()}
+    config = REGISTRY.complete(RunConfig()).replace("test", micro_batch_size=2, **values)
+    request = build_request(config, place, REGISTRY.switches)
+    if REGISTRY.refusals(request):
+        kept = (
+            path for path in nearest(request, REGISTRY) if all(name not in c.values for c in path for name in values)
+        )
+        values |= {name: value for change in next(kept) for name, value in change.values.items()}
+    return switch.name, 2, template, values
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+SWITCHES = [
+    case_of(switch)
+    for switch in REGISTRY.switches
+    if switch.name not in NO_RUN and (not switch.needs_package or _installed(switch.needs_package))
+]
+PARTITIONED = ("zero-1", "zero-2", "zero-3", "fsdp", "oss", "oss-sdp", "distributed-optimizer")
+AVAILABLE = [
+    name
+    for name, facts in OPTIMIZERS.items()
+    if not facts.needs_cuda and (facts.package is None or _installed(facts.package))
+]
+BY_OPTIMIZER = [(f"{name}, alone", 1, "Trainer", {"optimizer": name}) for name in AVAILABLE] + [
+    (f"{name}, {how}", 2, "Trainer", {"optimizer": name, **REGISTRY[how].on})
+    for name in ("adamw_anyprecision", "muon", "adafactor", "adamw_torch_8bit", "adamw_bnb_8bit")
+    for how in PARTITIONED
+    if name in AVAILABLE and how not in OPTIMIZERS[name].not_under
+]
+ZERO_3 = {"zero_3_memory_optimization": True}
+TENSOR = {"tensor_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
+TOGETHER: list[Case] = [
+    ("zero-2, one worker", 1, "Trainer", {"zero_2_memory_optimization": True}),
+    ("zero-1, bf16", 2, "Trainer", {"zero_1_memory_optimization": True, "mixed_precision": "bf16"}),
+    ("zero-3, bf16, small ones cut", 2, "Trainer",
+     {**ZERO_3, "mixed_precision": "bf16", "zero_3_param_persistence_threshold": 1000}),
+    ("zero-2, offload", 2, "Trainer", {"zero_2_memory_optimization": True, "cpu_offload": True}),
+    ("zero-3, offload, bf16 moments", 2, "Trainer", {**ZERO_3, "cpu_offload": True, "optimizer": "adamw_anyprecision"}),
+    ("zero-3, sub-groups", 2, "Trainer",
+     {"deepspeed_config": '{"zero_optimization": {"stage": 3, "sub_group_size": 5000}}'}),
+    ("experts, oss", 2, "Trainer", {"num_experts": 4, "oss_memory_optimization": True}),
+    ("experts, fsdp", 2, "Trainer", {"num_experts": 3, "fsdp_memory_optimization": True}),
+    ("experts, muon", 1, "Trainer", {"num_experts": 4, "optimizer": "muon"}),
+    ("experts, adafactor", 1, "Trainer", {"num_experts": 4, "optimizer": "adafactor"}),
+    ("pipeline, adafactor", 2, "Trainer", {**PIPELINE, "optimizer": "adafactor"}),
+    ("tensor, sharded over data", 4, "Trainer", {**TENSOR, "zero_1_memory_optimization": True}),
+    ("pipeline, sharded over data", 4, "Trainer",
+     {**PIPELINE, "zero_2_memory_optimization": True, "optimizer": "adamw_anyprecision"}),
+    ("tensor, pipeline", 4, "Trainer", {**TENSOR, **PIPELINE, "sequence_parallel": True}),
+]  # fmt: skip
+CASES = [*SWITCHES, *BY_OPTIMIZER, *TOGETHER]
+QUICK = {
+    *(case[0] for case in SWITCHES if case[0] != "torch-compile"),  # half a minute of imports
+    *(case[0] for case in CASES if case[1] == 1),
+    *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts, fsdp"),
+}
+"""The others are asked for by -m exhaustive."""
+PARAMETERS = [pytest.param(c, id=c[0], marks=() if c[0] in QUICK else pytest.mark.exhaustive) for c in CASES]
+
+
+def words(values: Mapping[str, Any], folder: str) -> list[str]:
+    found = [
+        "--device",
+        "cpu",
+        "--lr",
+        "1e-3",
+        "--train-iters",
+        "1",
+        "--micro-batch-size",
+        "2",
+        "--save",
+        folder,
+        "--no-export-model",
+    ]
+    for name, value in values.items():
+        off = spelling(name).replace("--", "--no-", 1)
+        if isinstance(value, bool):
+            found += [spelling(name) if value else off]
+        else:
+            found += [spelling(name), str(value).replace("{folder}", folder)]
+    return found
+
+
+def run(case: Case, folder: str) -> list[Held]:
+    """What each rank holds, by the receipts."""
+    name, _, template, values = case
+    summary = JOBS[template](words(values, str(Path(folder) / name.replace(" ", "-")))).fit()
+    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
+    return [Held(*(rank[kind] for kind in kinds)) for rank in summary["receipts"]["held_bytes_by_rank"]]
+
+
+def run_all(workers: Any, folder: str, names: list[str]) -> dict[str, list[Held]]:
+    return {case[0]: run(case, folder) for case in CASES if case[0] in names}
+
+
+def predicted(case: Case) -> list[Held]:
+    _, workers, template, values = case
+    job = JOBS[template]([*words(values, "run"), "--nproc-per-node", str(workers)])
+    plan = resolve(job.config, detect(template, "test", device="cpu", world_size=workers))
+    return held_by_worker(shapes(job.config, plan), layout_of(plan), setting_of(plan))
+
+
+@pytest.fixture(scope="module")
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Held]]:
+    """What is asked for, with a group of workers for each number of them."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    asked = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
+    if why_no_nvme():
+        asked -= {"nvme-offload"}
+    found: dict[str, list[Held]] = {}
+    for count in (1, 2, 4):
+        names = [name for name, workers, *_ in CASES if workers == count and name in asked]
+        if names:
+            found |= run_all(None, folder, names) if count == 1 else run_in_workers(count, run_all, folder, names)[0]
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_a_run_holds_what_is_predicted(case: Case, measured: dict[str, list[Held]]) -> None:
+    if case[0] not in measured:
+        why = why_no_nvme()
+        assert why, f"{case[0]} was not run"
+        pytest.skip(why)
+    assert measured[case[0]] == predicted(case)
+
+
+def test_every_switch_says_what_the_planner_makes_of_it() -> None:
+    for switch in REGISTRY.switches:
+        values = switch.on if switch.name in NO_RUN else case_of(switch)[3]
+        config = REGISTRY.complete(RunConfig()).replace("test", **values)
+        unknown = switch.predicts.unknown(build_request(config, detect("Trainer", "test"), REGISTRY.switches))
+        assert {*switch.predicts.predicted, *unknown} <= set(FORECAST), switch.name
+        assert unknown.keys().isdisjoint(STATE_KINDS), f"{switch.name}: its states are held against runs above"
+        assert not switch.predicts.traced or switch.transform, switch.name
+        assert all([*switch.predicts.predicted.values(), *unknown.values()]), switch.name
+
+
+def test_what_is_not_run_here_is_named() -> None:
+    named = {case[0] for case in SWITCHES} | NO_RUN.keys()
+    missing = [switch for switch in REGISTRY.switches if switch.name not in named]
+    assert all(switch.needs_package and not _installed(switch.needs_package) for switch in missing)
+
+
+def test_the_state_of_every_optimizer_is_known() -> None:
+    classes = {facts.implementation for facts in OPTIMIZERS.values()} | {CPU_ADAM, *TORCH_ADAM.values()}
+    classes |= {facts.stand_in for facts in OPTIMIZERS.values() if facts.stand_in}
+    assert classes == STATES.keys()
+    large = Facts((1024, 4096), decays=True)
+    for name, facts in OPTIMIZERS.items():
+        per_parameter = STATES[facts.implementation].bytes_of([large]) / large.count
+        assert per_parameter == pytest.approx(facts.state_bytes, abs=0.01), name
+
+
+def test_interleaved_stages_are_not_predicted() -> None:
+    config = REGISTRY.complete(RunConfig()).replace("test", pipeline_model_parallel_size=2, virtual_pipeline_size=2)
+    request = build_request(config, detect("Trainer", "test", device="cpu", world_size=2), REGISTRY.switches)
+    assert set(REGISTRY["pipeline-parallel"].predicts.unknown(request)) == set(FORECAST)

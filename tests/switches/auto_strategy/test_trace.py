@@ -1,0 +1,140 @@
+"""A trace on fake tensors beside a real forward and backward, whose allocations torch's profiler has recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.registry import REGISTRY, load_object
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
+from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.system.workers import Workers
+from tests.support.model_shapes import MODELS, batch, shapes
+
+
+def real_step(model: Any, variant: Variant) -> None:
+    narrow = variant.precision == "bf16"
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+        loss = model(**batch(variant.micro_batch)).loss * 2.0
+    loss.backward()
+
+
+def real_model(name: str, blocks: int, variant: Variant) -> Any:
+    model = MODELS[name](blocks)
+    for block in find_layout(model).blocks.values() if variant.recompute else ():
+        block.forward = Checkpointed(block.forward)
+    return model
+
+
+@pytest.mark.parametrize("variant", [Variant(4), Variant(4, recompute=True), Variant(2, precision="bf16")], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Variant) -> None:
+    predicted = shapes(name).trace(variant)
+    model = real_model(name, 5, variant)
+    with LiveStorages([*model.parameters(), *model.buffers()]) as live:
+        real_step(model, variant)
+    assert predicted.peak >= live.peak * 0.997  # 1 KB of a mask is much in a model of this size
+    assert predicted.peak == pytest.approx(live.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
+    model = real_model(name, 3, Variant(4))
+    real_step(model, Variant(4))  # what is made once
+    model.zero_grad()
+    with LiveStorages([*model.parameters(), *model.buffers()]) as live:
+        real_step(model, Variant(4))
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        real_step(model, Variant(4))
+    changes = [(e.start_ns(), e.nbytes()) for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for _, size in sorted(changes):
+        alive += size
+        peak = max(peak, alive)
+    assert live.peak == pytest.approx(peak, abs=4096)
+
+
+def test_every_micro_batch_follows_from_two() -> None:
+    model = shapes("gpt2")
+    for recompute in (False, True):
+        for samples in (3, 8):
+            variant = Variant(samples, recompute)
+            exact, between = model.trace(variant), model.trace(variant, exact=False)
+            assert between.peak == pytest.approx(exact.peak, rel=0.002)
+            assert between.flops == pytest.approx(exact.flops, rel=1e-6)
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    model = real_model("llama", 5, Variant(2))
+    with FlopCounterMode(display=False) as counter:
+        real_step(model, Variant(2))
+    assert shapes("llama").trace(Variant(2)).flops == counter.get_total_flops()
+
+
+def test_recomputation_repeats_a_forward_and_keeps_less() -> None:
+    model = shapes("gpt2")
+    plain, again = model.trace(Variant(4)), model.trace(Variant(4, recompute=True))
+    blocks = sum(phase.flops for phase in plain.phases if phase.name == "forward")
+    assert again.flops == plain.flops + blocks
+    assert again.kept < plain.kept / 4
+    assert again.peak < plain.peak
+
+
+def test_blocks_that_differ_are_traced_one_by_one() -> None:
+    model = shapes("gpt2")
+    wide = model.whole.transformer.h[2].mlp.c_fc
+    wide.weight = torch.nn.Parameter(torch.empty(32, 200, device="meta"))
+    assert not model._repeats
+
+
+def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
+    """With a vocabulary much wider than the model the head decides the peak, and it divides by the workers."""
+    model = shapes("llama")
+    whole, shared = model.trace(Variant(4)), model.trace(Variant(4, tensor=2))
+    head = {phase.name: phase for phase in whole.phases}["head"]
+    of_two = {phase.name: phase for phase in shared.phases}["head"]
+    logits = 4 * 32 * 128 * 4
+    assert head.peak - head.end >= logits
+    assert of_two.peak - shared.kept < head.peak - whole.kept
+    assert shared.peak < 0.75 * whole.peak
+
+
+def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
+    model = shapes("llama")
+    plain = model.trace(Variant(4, tensor=2))
+    assert model.trace(Variant(4, tensor=2, sequence_parallel=True)).kept < 0.9 * plain.kept
+
+
+SWITCHED = [("gpt2", {"num_experts": 4}), ("llama", {"fused_linear_cross_entropy": True})]
+
+
+@pytest.mark.parametrize(("name", "values"), SWITCHED, ids=["experts", "fused loss"])
+def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict[str, Any]) -> None:
+    config = REGISTRY.complete(RunConfig()).replace("test", **values)
+    plan = resolve(config, Environment(template="Trainer"))
+    plain = shapes(name)
+    model = ModelShapes(lambda blocks: with_switches(plain.build(blocks), config, plan), batch)
+    real = real_model(name, 5, Variant(4))
+    for switch in (REGISTRY[switch] for switch in plan.switches if REGISTRY[switch].transform):
+        alone = Workers(0, 0, 1, torch.device("cpu"))
+        real = load_object(switch.transform)(
+            real, Building(find_layout(real), config.switches[switch.name], plan, alone, no_loss)
+        )
+    with LiveStorages([*real.parameters(), *real.buffers()]) as live:
+        real_step(real, Variant(4))
+    predicted = model.trace(Variant(4))
+    assert predicted.peak == pytest.approx(live.peak, rel=0.002)
+    assert predicted.peak != pytest.approx(plain.trace(Variant(4)).peak, rel=0.01)

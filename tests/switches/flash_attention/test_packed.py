@@ -1,0 +1,155 @@
+"""Attention document by document: what a mask of the whole row computes, at the cost of the documents alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.switches.flash_attention import packed
+from rapidformer_templates.switches.flash_attention.kernels import NAMES
+from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
+from rapidformer_templates.switches.flash_attention.receipt import count_kernels
+from tests.support.packed_rows import _gradients, _loss, _model, _packed_batch, _samples
+
+TOKENS = 11
+LENGTHS = [[5, 1, 3, 2], [11], [1, 1, 9]]  # of the documents in each row
+SCALE = 0.3
+
+
+def _follows() -> torch.Tensor:
+    rows = [torch.cat([torch.arange(length) > 0 for length in lengths]) for lengths in LENGTHS]
+    return torch.stack(rows)
+
+
+def _tensors(dtype: torch.dtype, key_heads: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    heads = (4, key_heads, key_heads)
+    return [torch.randn(len(LENGTHS), n, TOKENS, 8, dtype=dtype, requires_grad=True) for n in heads]
+
+
+def _by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Softmax of the scores, masked to the document and to what comes before; in float64."""
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = query.double(), *(t.double().repeat_interleave(groups, dim=1) for t in (key, value))
+    document = (~_follows()).cumsum(1)
+    seen = (document[:, :, None] == document[:, None, :]) & torch.ones(TOKENS, TOKENS).tril().bool()
+    scores = (query @ key.transpose(-1, -2) * SCALE).masked_fill(~seen[:, None], -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def test_borders_are_those_of_rows_and_documents() -> None:
+    borders = borders_of(_follows())
+    assert borders.dtype == torch.int32
+    lengths = [length for row in LENGTHS for length in row]
+    assert [end - start for start, end in pairwise(borders.tolist())] == lengths
+    # The first token of a row begins a document, whatever it is said to follow.
+    assert borders_of(torch.ones(2, 3, dtype=torch.bool)).tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)]
+)
+def test_output_and_gradients_are_those_of_a_mask(dtype: torch.dtype, tolerance: float, key_heads: int) -> None:
+    tensors, weights = _tensors(dtype, key_heads), torch.randn(len(LENGTHS), TOKENS, 4, 8, dtype=torch.float64)
+    expected = _by_hand(*tensors)
+    gradients = torch.autograd.grad((expected * weights).sum(), tensors)
+    output = packed_attention(*tensors, borders_of(_follows()), scale=SCALE)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    found = torch.autograd.grad((output.double() * weights).sum(), tensors)
+    for actual, wanted in zip(found, gradients, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=4 * tolerance, rtol=tolerance)
+
+
+def test_queries_in_a_wider_type_are_rounded_to_that_of_the_values() -> None:
+    """As autocast leaves them after rotary positions."""
+    query, key, value = _tensors(torch.float32, 4)
+    narrow = [tensor.bfloat16() for tensor in (query, key, value)]
+    borders = borders_of(_follows())
+    mixed = packed_attention(query, key, narrow[2], borders, scale=SCALE)
+    assert torch.equal(mixed, packed_attention(*narrow, borders, scale=SCALE))
+
+
+def test_operators_keep_torchs_contract() -> None:
+    """Schema, shapes without data, autograd and tracing with varying sizes, as torch itself checks them."""
+    borders = borders_of(_follows())
+    torch.library.opcheck(packed._on_cpu, (*_tensors(torch.float64, 2), borders, SCALE))
+    query, key, value = (tensor.detach() for tensor in _tensors(torch.float64, 2))
+    output, log_sums = packed._on_cpu(query, key, value, borders, SCALE)
+    arguments = (torch.randn_like(output), query, key, value, output, log_sums, borders, SCALE)
+    torch.library.opcheck(packed._backward_on_cpu, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of a tensor that was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *made, 0)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+def test_a_model_computes_the_samples_alone_without_a_mask(kind: str) -> None:
+    model = _model(kind).train()
+    model.set_attn_implementation(NAMES["flash"])
+    samples = _samples([9, 20, 1, 13, 6, 17, 3, 8], labels=True)
+    batch = _packed_batch(samples)
+    loss = _loss(model, batch)
+    loss.backward()
+    found = _gradients(model)
+    model.set_attn_implementation("sdpa")
+    alone = 0.0
+    for sample in samples:
+        part = _loss(model, {name: torch.from_numpy(row).long()[None] for name, row in sample.items()})
+        part.backward()
+        alone += part.item()
+    assert loss.item() == pytest.approx(alone, abs=1e-10)
+    assert max((a - b).abs().max().item() for a, b in zip(found, _gradients(model), strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize(("name", "has_matrix"), [("sdpa", True), (NAMES["flash"], False)])
+@torch.no_grad()
+def test_no_matrix_of_tokens_by_tokens_is_made(name: str, has_matrix: bool) -> None:
+    rows, tokens = 2, 512
+    model = _model("gpt2").eval()
+    model.transformer.wpe = torch.nn.Embedding(tokens, 32, dtype=torch.float64)
+    model.set_attn_implementation(name)
+    batch = {
+        "input_ids": torch.randint(2, 90, (rows, tokens)),
+        "position_ids": torch.arange(tokens).remainder(64).expand(rows, -1),
+    }
+    with _Largest() as seen:
+        model.transformer(**batch)
+    assert (seen.elements >= rows * tokens * tokens) == has_matrix
+
+
+def test_short_windows_keep_their_mask() -> None:
+    """A window within a document is more than borders can say."""
+    model = _model("mistral").train()
+    batch = _packed_batch(_samples([9, 20, 1, 13, 6]))
+    results = []
+    for name in ("sdpa", NAMES["flash"]):
+        model.set_attn_implementation(name)
+        with count_kernels() as counts:
+            loss = _loss(model, batch)
+            loss.backward()
+        results.append((loss.item(), _gradients(model)))
+    assert counts == {
+        "_scaled_dot_product_flash_attention_for_cpu": 2,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": 2,
+    }
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-10)
+    for expected, actual in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)

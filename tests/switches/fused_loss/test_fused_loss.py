@@ -1,0 +1,355 @@
+"""The fused loss against torch's cross-entropy of whole logits: the function, models, and runs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
+from rapidformer_templates.switches.fused_loss.logits import FusedHead, Logits, head_of
+from rapidformer_templates.switches.fused_loss.memory import rows_at_once, saved_bytes
+from rapidformer_templates.switches.fused_loss.pointwise import Scale, Shift, Tanh
+from rapidformer_templates.switches.fused_loss.transform import fuse_loss
+from tests.support.jobs import JOBS, VOCABULARY, CausalJob, ClassJob, _Job, train
+from tests.support.worker_group import run_in_workers
+
+FUSED = "--fused-linear-cross-entropy"
+ON_CPU = SimpleNamespace(workers=SimpleNamespace(device=torch.device("cpu")))
+PACKAGES = installed_packages()
+
+
+def _inputs(rows: int, words: int, *, bias: bool, dtype: torch.dtype = torch.float64) -> list[Any]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, 16, dtype=dtype), torch.randn(words, 16, dtype=dtype)
+    target = torch.where(torch.rand(rows) < 0.3, -100, torch.randint(0, words, (rows,)))
+    tensors = [hidden.requires_grad_(), weight.requires_grad_()]
+    return [*tensors, torch.randn(words, dtype=dtype).requires_grad_() if bias else None, target]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 37, 64])
+def test_loss_and_gradients_are_those_of_whole_logits(rows: int, bias: bool, smoothing: float) -> None:
+    *tensors, target = _inputs(rows, 50, bias=bias)
+    hidden, weight, shift = tensors
+    logits = F.linear(hidden, weight, shift)
+    constant = torch.randn(1, 50, dtype=torch.float64)
+    capped = torch.tanh((logits + constant) / 3) * 3
+    expected = F.cross_entropy(capped, target, reduction="sum", label_smoothing=smoothing)
+    recipe = Recipe((Shift(constant), Scale(1 / 3), Tanh(), Scale(3.0)), smoothing=smoothing)
+    actual = linear_cross_entropy(hidden, weight, shift, target, recipe)
+    given = [tensor for tensor in tensors if tensor is not None]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for mine, its in zip(
+        torch.autograd.grad(actual * 0.7, given), torch.autograd.grad(expected * 0.7, given), strict=True
+    ):
+        torch.testing.assert_close(mine, its, rtol=1e-11, atol=1e-12)
+
+
+def test_rows_that_do_not_count_give_nothing() -> None:
+    *tensors, target = _inputs(8, 11, bias=True)
+    total = linear_cross_entropy(*tensors, torch.full_like(target, -100), Recipe())
+    assert float(total.detach()) == 0.0
+    assert all(not g.any() for g in torch.autograd.grad(total, tensors))
+
+
+def test_a_frozen_weight_gets_no_gradient_and_a_second_backward_is_refused() -> None:
+    hidden, weight, _, target = _inputs(8, 11, bias=False)
+    total = linear_cross_entropy(hidden, weight.detach(), None, target, Recipe())
+    total.backward(retain_graph=True)
+    assert hidden.grad is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_rounds_as_without_fusing(dtype: torch.dtype) -> None:
+    *tensors, target = _inputs(64, 200, bias=True, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=dtype):
+        expected = F.cross_entropy(F.linear(*tensors).float(), target, reduction="sum")
+        actual = linear_cross_entropy(*tensors, target, Recipe())
+        again = F.linear(*tensors)
+    assert again.grad_fn is not None  # autocast has kept no weight without a gradient
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    exact = F.cross_entropy(F.linear(*(t.double() for t in tensors)), target, reduction="sum")
+    steps = torch.finfo(dtype).eps
+    for mine, its, true in zip(
+        *(torch.autograd.grad(loss, tensors) for loss in (actual, expected, exact)), strict=True
+    ):
+        scale = true.abs().max()
+        assert (mine - true).abs().max() <= max(2 * (its - true).abs().max(), 2 * steps * scale)
+
+
+class _Widest(TorchDispatchMode):
+    """The most elements that a tensor had, without those of the named sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.elements += [t.numel() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return result
+
+
+def test_no_tensor_is_as_large_as_the_logits() -> None:
+    *tensors, target = _inputs(100, 300, bias=True)
+    with _Widest() as seen:
+        linear_cross_entropy(*tensors, target.clamp(min=0), Recipe()).backward()
+    assert max(seen.elements) == 25 * 300  # a quarter of the rows; weight and its gradient have 300 × 16
+    with _Widest() as seen:
+        F.cross_entropy(F.linear(*tensors), target).backward()
+    assert max(seen.elements) == 100 * 300
+
+
+def test_rows_at_once_and_what_they_save() -> None:
+    assert rows_at_once(8192, 50257, "cpu") == 64 * 2**20 // (4 * 50257)
+    assert rows_at_once(8192, 67, "cpu") == 2048
+    assert rows_at_once(3, 67, "cpu") == 1
+    assert rows_at_once(8192, 10**9, "cpu") == 1
+    for rows in (1, 5, 100, 8192):
+        assert saved_bytes(rows, 1000, half=True) == (rows - rows_at_once(rows, 1000, "cuda")) * 1000 * 10
+
+
+# Models.
+
+SIZES = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+SEQ2SEQ = {"vocab_size": 67, "d_model": 32}
+MODELS = {
+    "softcap": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16, final_logit_softcapping=3.0)
+    ),
+    "scaled": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=2.0)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(**SEQ2SEQ, d_kv=16, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
+    ),
+    "bias of the logits": lambda: BartForConditionalGeneration(
+        BartConfig(
+            **SEQ2SEQ,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            dropout=0.0,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_do_something_to_their_logits(name: str) -> None:
+    torch.manual_seed(1)
+    model = MODELS[name]().train()
+    fused = fuse_loss(copy.deepcopy(model), ON_CPU)  # type: ignore[arg-type]
+    ids = torch.randint(3, 67, (3, 16))
+    batch = {"input_ids": ids, "labels": torch.where(torch.rand(3, 16) < 0.4, ids, -100)}
+    expected, outputs = model(**batch).loss, fused(**batch)
+    assert isinstance(outputs.logits, Logits)
+    torch.testing.assert_close(outputs.loss, expected, rtol=1e-6, atol=0)
+    expected.backward()
+    outputs.loss.backward()
+    largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    for p, q in zip(model.parameters(), fused.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6 * largest)
+    model.eval()
+    fused.eval()
+    torch.testing.assert_close(fused(**batch).logits, model(**batch).logits, rtol=0, atol=0)
+
+
+def _logits() -> Logits:
+    head: Any = nn.Linear(4, 7)
+    head.__class__ = FusedHead
+    head.kernel, head.used, head.rows = "torch", set(), 0
+    logits = head(torch.randn(2, 3, 4))
+    assert isinstance(logits, Logits)
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("ask", "what"),
+    [
+        (lambda x: x.argmax(-1), "their argmax"),
+        (lambda x: torch.softmax(x, -1), "torch's softmax"),
+        (lambda x: x.view(-1), r"a shape of \(-1,\), which cuts their 7 words"),
+        (lambda x: x[..., 0], "the part"),
+        (lambda x: x[:, :, None], "the part"),
+        (lambda x: x.flatten(), "flattening their words"),
+        (lambda x: x + torch.ones(2, 3, 7), "a sum with anything but a constant"),
+        (lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6).long(), weight=torch.ones(7)), "with weights"),
+        (lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6).long(), reduction="none"), "without a sum"),
+        (lambda x: F.cross_entropy(x, torch.zeros(2, 7).long()), "not of rows and their words"),
+    ],
+)
+def test_whoever_needs_logits_is_told(ask: Any, what: str) -> None:
+    with pytest.raises(ModelError, match=f"asks the logits of a training step for .*{what}"):
+        ask(_logits())
+
+
+def test_they_look_like_logits() -> None:
+    logits = _logits()
+    assert (logits.shape, logits.ndim, logits.size(-1), logits.dtype) == ((2, 3, 7), 3, 7, torch.float32)
+    assert logits[:, :-1].contiguous().view(-1, 7).shape == (4, 7)
+    assert logits[..., 1:, :].reshape(4, -1).shape == (4, 7)
+
+
+def test_models_without_such_a_head_are_refused() -> None:
+    with pytest.raises(ModelError, match="Sequential has none"):
+        fuse_loss(nn.Sequential(nn.Linear(3, 4)), ON_CPU)  # type: ignore[arg-type]
+
+
+# Runs.
+
+
+class LlamaJob(_Job):
+    shift = 1
+
+    def make(self) -> nn.Module:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes))
+
+
+class NeedsLogitsJob(CausalJob):
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs = model(**batch)
+        return outputs.loss + 0.1 * outputs.logits.square().mean()
+
+
+STEPS = "--train-iters 20 --global-batch-size 8 --clip-grad 0.5 --lr-decay-style constant --no-export-model"
+ALONE = f"{STEPS} --micro-batch-size 8"
+SHORT = f"{STEPS} --micro-batch-size 2 --train-iters 6"
+RUNS = {"causal": CausalJob, "llama": LlamaJob, "masked": JOBS["masked"]}
+SWITCHES = {
+    "fsdp": "--fsdp-memory-optimization --checkpoint-activations",
+    **({"oss": "--oss-memory-optimization"} if "fairscale" in PACKAGES else {}),
+    **({"zero-2": "--zero-2-memory-optimization"} if "deepspeed" in PACKAGES else {}),
+    **({"zero-3": "--zero-3-memory-optimization"} if "deepspeed" in PACKAGES else {}),
+}
+SHARED = {("llama", name) for name in SWITCHES} | {("causal", "fsdp")}
+SHARED |= {("masked", name) for name in SWITCHES if name == "zero-3"}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
+    folder = tmp_path_factory.mktemp("references")
+    with mock.patch.dict(JOBS, RUNS):
+        return {
+            (job, double): train(job, double, ALONE, str(folder / f"{job}-{double}"))
+            for job in RUNS
+            for double in (False, True)
+        }
+
+
+def _assert_follows(actual: Any, expected: Any, *, double: bool) -> None:
+    close = {"rtol": 1e-10 if double else 1e-5, "atol": 1e-12 if double else 1e-6}
+    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
+    torch.testing.assert_close(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]), **close)
+    # Rounding alone decides where a weight goes whose gradient is 0, as that of a key's bias is: a hundredth of a step.
+    close = close if double else {"rtol": 1e-5, "atol": 1e-5}
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][name], weight, **close)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("job", RUNS)
+def test_twenty_steps_are_those_without(job: str, double: bool, references: Any, tmp_path: Path) -> None:
+    with mock.patch.dict(JOBS, RUNS):
+        actual = train(job, double, f"{ALONE} --micro-batch-size 4 {FUSED}", str(tmp_path))
+    _assert_follows(actual, references[job, double], double=double)
+    receipts = actual["summary"]["receipts"]
+    assert receipts["fused_loss_kernel"] == ["torch"]
+    assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1
+
+
+def test_the_receipt_would_see_whole_logits(tmp_path: Path) -> None:
+    """Break the switch on purpose: the receipt must not say what it says when it works."""
+
+    def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: Recipe) -> Any:
+        return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
+
+    with mock.patch("rapidformer_templates.switches.fused_loss.logits.linear_cross_entropy", whole):
+        run = train("causal", False, f"{ALONE} --train-iters 1 {FUSED}", str(tmp_path))
+    receipts = run["summary"]["receipts"]
+    assert receipts["logits_rows"] == receipts["logits_rows_without"]
+
+
+def test_bf16_follows_bf16_without(tmp_path: Path) -> None:
+    flags = f"{ALONE} --mixed-precision bf16"
+    plain, fused = (train("causal", False, f"{flags} {more}", str(tmp_path / f"x{more}")) for more in ("", FUSED))
+    torch.testing.assert_close(torch.tensor(fused["curve"]), torch.tensor(plain["curve"]), rtol=2**-8, atol=0)
+
+
+def test_a_loss_that_needs_logits_is_told(tmp_path: Path) -> None:
+    job = NeedsLogitsJob([*ALONE.split(), "--lr", "1e-3", FUSED])
+    with pytest.raises(ModelError, match="for their square, and there are none"):
+        job.fit()
+
+
+def test_a_model_without_words_is_refused() -> None:
+    with pytest.raises(ModelError, match="BertForSequenceClassification has none"):
+        ClassJob([*ALONE.split(), "--lr", "1e-3", FUSED]).fit()
+
+
+def _double(name: str) -> bool:
+    return not name.startswith("zero")  # whose masters are in fp32
+
+
+def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
+    with mock.patch.dict(JOBS, RUNS):
+        runs: dict[Any, Any] = {
+            (job, name): train(job, _double(name), f"{SHORT} {SWITCHES[name]} {FUSED}", f"{folder}/{job}-{name}")
+            for job, name in sorted(SHARED)
+        }
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """By rank."""
+    return run_in_workers(2, _all_runs, str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", sorted(SHARED), ids="-".join)
+def test_two_workers_follow_one_without(case: tuple[str, str], references: Any, runs: Any) -> None:
+    double = _double(case[1])
+    expected = torch.tensor(references[case[0], double]["curve"][:6])
+    close = {"rtol": 1e-10, "atol": 1e-12} if double else {"rtol": 1e-5, "atol": 1e-6}
+    for results in runs:
+        torch.testing.assert_close(torch.tensor(results[case]["curve"]), expected, **close)
+        receipts = results[case]["summary"]["receipts"]
+        assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1
+
+
+def test_head_of_finds_it() -> None:
+    model = fuse_loss(MODELS["scaled"](), ON_CPU)  # type: ignore[arg-type]
+    assert head_of(model) is model.lm_head
+    assert head_of(nn.Linear(2, 2)) is None

@@ -1,0 +1,63 @@
+"""transformers' own mixtures: the same function, with losses that transformers' own formula has the gradient of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.models.facts import OWN_EXPERTS
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import watch_own_experts
+from tests.support.mixtures import tiny
+from tests.support.worker_group import alone
+
+IDS = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
+
+
+def _gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", sorted(OWN_EXPERTS))
+def test_function_and_losses_are_those_of_transformers(kind: str) -> None:
+    """Of one layer and one sample, where transformers' pooled formula and the sum of ours are the same."""
+    model = tiny(kind, layers=1)
+    outputs = model(input_ids=IDS, labels=IDS, output_router_logits=True)
+    balance = load_balancing_loss_func(outputs.router_logits, 4, 2)
+    plain = model(input_ids=IDS, labels=IDS)
+    expected = _gradients(model, plain.loss + 0.5 * balance)
+    losses = watch_own_experts(model, balance=2 * 0.5, z=0.0)  # theirs is top-k times ours
+    model.config.output_router_logits = False
+    result = model(input_ids=IDS, labels=IDS)
+    part = MicroBatch({"input_ids": IDS}, [0])
+    losses.begin_step([part], alone())
+    losses.follow(result.loss, part, 1.0)
+    got = _gradients(model, result.loss)
+    torch.testing.assert_close(result.loss, plain.loss, rtol=1e-6, atol=0)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-7)
+    assert float(losses.results(alone())["balance_loss"]) == pytest.approx(float(balance) / 2, rel=1e-5)
+
+
+def test_mixed_precision_reaches_the_experts() -> None:
+    """transformers' grouped products compute in the type of the weights, whatever autocast says."""
+    model = tiny("mixtral")
+    seen = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        watch_own_experts(model, balance=0.0, z=0.0)
+        activation = model.model.layers[0].mlp.experts.act_fn
+        activation.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        model(input_ids=IDS)
+    assert seen == [torch.bfloat16]
+
+
+def test_the_models_own_coefficient_is_the_default() -> None:
+    model = tiny("mixtral")
+    model.config.router_aux_loss_coef = 0.07
+    assert watch_own_experts(model, balance=None, z=0.0).balance == 0.07
+    assert model.config.output_router_logits is False

@@ -1,0 +1,161 @@
+"""A mixture follows its one-process run under every engine: loss, gradient norm, weights; and goes on under another."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from rapidformer_templates.run.folder import read_metrics
+from tests.support import jobs
+from tests.support import mixtures as _mixtures  # noqa: F401 - registers them
+from tests.support.worker_group import run_in_workers
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
+
+MIXTURE = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
+STEPS = (
+    "--train-iters 4 --eval-interval 4 --save-interval 2 --keep-checkpoints 1 --global-batch-size 8 --clip-grad 0.1"
+    " --weight-decay 0.1 --no-export-model"
+)
+CASES = {  # name: (job, flags of the mixture)
+    "dropless": ("causal", MIXTURE),
+    "capacity": ("masked", f"{MIXTURE} --moe-capacity-factor 1.0 --moe-top-k 1"),
+    "gentle": ("causal", "--num-experts 4 --moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"),  # in the range of fp16
+    "own": ("mixtral", "--moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"),
+}
+ALONE = "--micro-batch-size 8"
+LAYOUTS = {
+    "ddp": "--micro-batch-size 2",
+    "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization --checkpoint-activations",
+    "oss": "--micro-batch-size 4 --oss-memory-optimization",
+    "sdp": "--micro-batch-size 2 --oss-sdp-memory-optimization",
+    "zero-1": "--micro-batch-size 4 --zero-1-memory-optimization",
+    "zero-2": "--micro-batch-size 2 --zero-2-memory-optimization",
+    "zero-3": "--micro-batch-size 4 --zero-3-memory-optimization",
+    "distributed-optimizer": "--micro-batch-size 2 --use-distributed-optimizer",
+    "experts": "--micro-batch-size 2 --expert-parallel",
+    "experts-checkpointed": "--micro-batch-size 4 --expert-parallel --checkpoint-activations",
+}
+RUNS = [
+    (case, layout)
+    for case in CASES
+    for layout in LAYOUTS
+    if case == "dropless" or layout in {"capacity": ("fsdp", "experts"), "own": ("ddp", "zero-2")}.get(case, ())
+]
+RESUMED = ("fsdp", "experts")
+HALF_PRECISION = {"fp16": "", "bf16-zero-2": "--zero-2-memory-optimization", "bf16-experts": "--expert-parallel"}
+
+
+class Died(Exception):
+    """Stands for the death of a run."""
+
+
+def _train(case: str, flags: str, folder: str) -> dict[str, Any]:
+    job, mixture = CASES[case]
+    run = jobs.train(job, False, f"{STEPS} {mixture} {flags}", folder)
+    lines = [line for line in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in line]
+    return run | {"balance": [(line["balance_loss"], line["z_loss"]) for line in lines]}
+
+
+def _half(flags: str, folder: str) -> None:
+    """The first two steps of the dropless run, and a checkpoint."""
+
+    class Mortal(jobs.CausalJob):
+        def on_step_end(self, step: int, result: Any) -> None:
+            if step == 3:
+                raise Died
+
+    given = f"{STEPS} {MIXTURE} {flags} --lr 1e-3 --save {folder}"
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False), pytest.raises(Died):
+        Mortal(given.split()).fit()
+
+
+def _in_two_workers(workers: Any, folder: str) -> dict[str, Any]:
+    runs = {f"{case} {layout}": _train(case, LAYOUTS[layout], f"{folder}/{case}-{layout}") for case, layout in RUNS}
+    for layout in RESUMED:
+        _half(LAYOUTS[layout], f"{folder}/half-{layout}")
+        if workers.is_main:
+            shutil.copytree(f"{folder}/half-alone", f"{folder}/alone-{layout}")
+        workers.barrier()
+        runs[f"alone → {layout}"] = _train("dropless", f"{LAYOUTS[layout]} --resume", f"{folder}/alone-{layout}")
+    for name, flags in HALF_PRECISION.items():
+        precision = f"--micro-batch-size 4 --mixed-precision {name[:4]} {flags}"
+        runs[name] = _train("gentle", precision, f"{folder}/{name}")
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All runs, those of two workers in one group."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    found = {f"{case} alone": _train(case, ALONE, str(folder / f"{case}-alone")) for case in CASES}
+    unbalanced = "--num-experts 4 --moe-loss-coeff 0 --moe-z-loss-coeff 0"
+    found["plain"] = jobs.train("causal", False, f"{STEPS} {ALONE} {unbalanced}", str(folder / "plain"))
+    _half(ALONE, str(folder / "half-alone"))
+    found |= run_in_workers(2, _in_two_workers, str(folder))[0]
+    for layout in RESUMED:
+        found[f"{layout} → alone"] = _train("dropless", f"{ALONE} --resume", str(folder / f"half-{layout}"))
+    found["metrics"] = read_metrics(Path(folder / "dropless-alone" / "metrics.jsonl"))
+    return found
+
+
+def _assert_close(actual: Any, expected: Any) -> None:
+    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("case", "layout"), RUNS)
+def test_layout_follows_one_process(case: str, layout: str, runs: Any) -> None:
+    expected, actual = runs[f"{case} alone"], runs[f"{case} {layout}"]
+    _assert_close(actual["curve"], expected["curve"])
+    _assert_close(actual["evaluations"], expected["evaluations"])
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        _assert_close(actual["weights"][name], weight)
+    for name in ("expert_load", "dropped_choices"):
+        assert actual["summary"]["receipts"][name] == expected["summary"]["receipts"][name]
+    assert len(expected["balance"]) == 4
+    _assert_close(actual["balance"], expected["balance"])
+
+
+def test_the_mixture_acts(runs: Any) -> None:
+    """Else agreeing would be easy: the losses move the gradient, choices are dropped, each run learns."""
+    assert runs["plain"]["curve"][0][0] == runs["dropless alone"]["curve"][0][0]  # the loss is the task's
+    assert abs(runs["plain"]["curve"][0][1] / runs["dropless alone"]["curve"][0][1] - 1) > 0.01
+    assert runs["capacity alone"]["summary"]["receipts"]["dropped_choices"] > 0
+    assert runs["dropless alone"]["summary"]["receipts"]["dropped_choices"] == 0
+    line = next(line for line in runs["metrics"] if "loss" in line)
+    assert 1.0 < line["balance_loss"] < 4
+    assert line["z_loss"] > 0
+    assert line["expert_load_min"] < 1 < line["expert_load_max"]
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_checkpoints_go_from_one_layout_to_another(layout: str, runs: Any) -> None:
+    expected = runs["dropless alone"]
+    for name in (f"alone → {layout}", f"{layout} → alone"):
+        _assert_close(runs[name]["curve"], expected["curve"][2:])
+        for key, weight in expected["weights"].items():
+            _assert_close(runs[name]["weights"][key], weight)
+
+
+def test_workers_hold_their_share_of_the_experts(runs: Any) -> None:
+    held = runs["dropless experts"]["summary"]["receipts"]["held_bytes_by_rank"]
+    whole = runs["dropless ddp"]["summary"]["receipts"]["held_bytes_by_rank"]
+    experts = sum(w.numel() for name, w in runs["dropless alone"]["weights"].items() if ".experts." in name) * 4
+    for mine, all_of_it in zip(held, whole, strict=True):
+        assert mine["parameter_bytes"] == all_of_it["parameter_bytes"] - experts // 2
+        assert mine["optimizer_state_bytes"] < all_of_it["optimizer_state_bytes"] - 0.9 * experts
+
+
+@pytest.mark.parametrize("name", HALF_PRECISION)
+def test_half_precision(name: str, runs: Any) -> None:
+    actual, expected = (torch.tensor(runs[run]["curve"]) for run in (name, "gentle alone"))
+    torch.testing.assert_close(actual, expected, rtol=0.03, atol=0)

@@ -1,0 +1,154 @@
+"""Whole runs with --onnx-runtime-training follow the same runs without: losses, gradient norms, weights.
+
+A step has two padded micro batches. Graphs cost seconds to make, so one job alone has batches of many shapes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from rapidformer_templates import Data
+from tests.support import jobs
+from tests.support.worker_group import run_in_workers
+
+pytestmark = pytest.mark.slow  # graphs of ten runs
+
+STEPS = "--train-iters 20 --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.1 --weight-decay 0.1"
+ORT = "--onnx-runtime-training"
+LENGTH = 40
+
+
+class _OneShape(jobs._Job):
+    """All batches are padded to the same length, and there is no validation: one graph each way."""
+
+    def build_data(self) -> Data:
+        return Data(train=jobs._sequences(200), collate=partial(_pad, classes=self.classes))
+
+
+def _pad(samples: list[dict[str, Any]], *, classes: bool) -> dict[str, torch.Tensor]:
+    return jobs._pad(samples, (len(samples), LENGTH), classes=classes)
+
+
+class DropoutJob(_OneShape):
+    """GPT-2 that leaves out activations at the usual three places."""
+
+    shift = 1
+
+    def make(self) -> torch.nn.Module:
+        sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.3}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **rates))
+
+
+class LlamaJob(_OneShape):
+    """Rotary embeddings, grouped keys and values, root-mean-square normalisation, gated feed-forward."""
+
+    shift = 1
+
+    def make(self) -> torch.nn.Module:
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 64}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=jobs.VOCABULARY, **sizes, **heads))
+
+
+class OneShapeClassJob(_OneShape, jobs.ClassJob):
+    """BERT classifies."""
+
+
+class OneShapeFrozenJob(_OneShape, jobs.FrozenJob):
+    """The same with frozen embeddings and a frozen first block."""
+
+
+jobs.OTHERS |= {
+    "dropout": DropoutJob,
+    "llama": LlamaJob,
+    "one-shape": OneShapeClassJob,
+    "one-shape-frozen": OneShapeFrozenJob,
+}
+
+
+def _close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    check = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+    check(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]))
+    check(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]))
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        # A key's bias moves all scores of a row alike: its gradient is rounding, which Adam makes a whole step of.
+        if not name.endswith(("key.bias", "c_attn.bias")):
+            torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def _graphs(run: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """The graphs of a run by the class of the module, such as ``BertLayer``."""
+    return [g for g in run["summary"]["receipts"]["onnx_runtime"]["graphs"] if g["name"].startswith(f"{kind} ")]
+
+
+def test_batches_of_many_shapes(tmp_path: Path) -> None:
+    """BERT's masked-LM, whose decoder is tied to the embeddings, with evaluations."""
+    expected = jobs.train("masked", False, STEPS, str(tmp_path / "eager"))
+    actual = jobs.train("masked", False, f"{STEPS} {ORT}", str(tmp_path / "ort"))
+    assert len(actual["curve"]) == 20
+    _close(actual, expected)
+    told = actual["summary"]["receipts"]["onnx_runtime"]
+    assert told["providers"] == ["CPUExecutionProvider"]
+    assert told["modules"] == {"BertLayer": 2, "BertOnlyMLMHead": 1}
+    assert 0 < told["share_of_time"] < 1
+    # Each graph for the first shape and for all others; more for blocks after the first, whose input has a gradient.
+    assert len(_graphs(actual, "BertLayer")) <= 10
+    backward = [graph for graph in _graphs(actual, "BertLayer") if graph["name"] == "BertLayer backward"]
+    assert sum(graph["runs"] for graph in backward) == 20 * 2 * 2  # steps × micro batches × blocks
+    assert all(0 < graph["nodes"] < graph["nodes_exported"] / 2 for graph in backward)
+
+
+@pytest.mark.parametrize(
+    ("job", "flags", "kind"),
+    [
+        ("llama", "", "LlamaDecoderLayer"),
+        ("one-shape-frozen", "", "BertLayer"),
+        ("one-shape", "--checkpoint-activations", "BertLayer"),
+    ],
+)
+def test_run_follows_eager(job: str, flags: str, kind: str, tmp_path: Path) -> None:
+    expected = jobs.train(job, False, STEPS, str(tmp_path / "eager"))
+    actual = jobs.train(job, False, f"{STEPS} {ORT} {flags}", str(tmp_path / "ort"))
+    assert len(actual["curve"]) == 20
+    _close(actual, expected)
+    assert {f"{kind} forward", f"{kind} backward"} <= {graph["name"] for graph in _graphs(actual, kind)}
+    receipts = actual["summary"]["receipts"]
+    if flags:
+        assert receipts["saved_tensor_bytes"] < receipts["saved_tensor_bytes_without"]
+
+
+def test_dropout_is_that_of_eager_also_after_a_resume(tmp_path: Path) -> None:
+    """GPT-2, stopped after half of its steps, against a run in torch that was not."""
+    flags = "--global-batch-size 8 --micro-batch-size 4 --lr 1e-3 --lr-decay-style constant --log-interval 1"
+
+    def curve(way: str, folder: str) -> list[tuple[float, float]]:
+        job = DropoutJob([*flags.split(), *way.split(), "--save", str(tmp_path / folder)])
+        job.fit()
+        found: list[tuple[float, float]] = job.curve
+        return found
+
+    whole = curve("--train-iters 20", "eager")
+    halves = curve(f"--train-iters 10 {ORT}", "ort") + curve(f"--train-iters 20 --resume {ORT}", "ort")
+    torch.testing.assert_close(torch.tensor(halves), torch.tensor(whole), rtol=1e-5, atol=1e-6)
+
+
+def _in_both(workers: Any, folder: str) -> list[Any]:
+    flags = "--train-iters 6 --global-batch-size 8 --micro-batch-size 2"
+    return [jobs.train("one-shape", False, f"{flags} {way}", f"{folder}/run{way}") for way in ("", ORT)]
+
+
+@pytest.mark.distributed
+def test_two_workers_follow_eager_ddp(tmp_path: Path) -> None:
+    expected, actual = run_in_workers(2, _in_both, str(tmp_path))[0]
+    _close(actual, expected)

@@ -1,0 +1,244 @@
+"""What a divided model holds, draws and gives, beside following the whole one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rapidformer_templates.engines.parallel.boxes import local_boxes
+from rapidformer_templates.switches.tensor_parallel.plan import shard_dims
+from tests.support.tensor_jobs import HIDDEN, VOCABULARY, Case, batches, build, divided, loss_of
+from tests.support.worker_group import run_in_workers
+
+TEMPERATURE = 0.5
+
+
+class _Widest(TorchDispatchMode):
+    """Notes the shapes of all tensors that operators put out, here without wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+                self.shapes.add(tuple(leaf.shape))
+        return out
+
+
+def _batch(model: str) -> dict[str, torch.Tensor]:
+    return next(batches(model, micro=1))[0]
+
+
+def _shapes_in_a_step(case: Case, workers: Any) -> set[tuple[int, ...]]:
+    model = build(case, workers)
+    with _Widest() as seen:
+        loss_of(case, model, _batch(case.model)).backward()
+    return seen.shapes
+
+
+def _tied_and_sharded(workers: Any) -> dict[str, Any]:
+    model: Any = build(Case("gpt2", 2), workers)
+    plain = build(Case("gpt2"))
+    whole = dict(plain.named_parameters())
+    parts = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local()
+        for box in local_boxes(parameter):
+            torch.testing.assert_close(local[box.local], whole[name][box.whole], rtol=0, atol=0)
+        parts[name] = (local.numel(), whole[name].numel())
+    return {"tied": model.lm_head.weight is model.transformer.wte.weight, "parts": parts, "dims": shard_dims(plain)}
+
+
+def _outputs(workers: Any) -> dict[str, Any]:
+    """Evaluation, hidden states, operations on logits and generation of a divided and a whole model."""
+    found: dict[str, Any] = {}
+    for name, case in {"divided": Case("llama", 2, sequence=True), "whole": Case("llama")}.items():
+        model: Any = build(case, workers if name == "divided" else None)
+        batch = _batch("llama")
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        logits = model(**inputs).logits
+        operations = {
+            "temperature": nn.functional.cross_entropy(
+                (logits / TEMPERATURE)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+            ),
+            "by_sample": nn.functional.cross_entropy(
+                logits.reshape(-1, VOCABULARY), batch["labels"].flatten(), reduction="none"
+            ),
+            "transposed": nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"]),
+            "likelihood": torch.log_softmax(logits, -1)[..., 3].mean(),
+            "masked": logits[batch["attention_mask"].bool()].float().logsumexp(-1).sum(),
+            "squares": (logits * logits).sum(),
+        }
+        sum(value.sum() for value in operations.values()).backward()
+        gradient = model.lm_head.weight.grad
+        found[name] = {key: value.detach() for key, value in operations.items()}
+        found[name]["gradient"] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        hidden = model(**inputs, output_hidden_states=True).hidden_states
+        found[name] |= {f"hidden {i}": value.detach() for i, value in enumerate(hidden)}
+        model.eval()
+        found[name]["evaluated"] = model(**inputs).logits.detach()
+        found[name]["is plain"] = type(model(**inputs).logits) is torch.Tensor
+        found[name]["generated"] = model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False, use_cache=True)
+    return found
+
+
+def _masks(workers: Any, sequence: bool, checkpointed: bool) -> dict[str, Any]:
+    """The dropout masks of two steps, of attention and of the rest, and the generator's state after them."""
+    case = Case("gpt2", 2, dropout=0.3, sequence=sequence, checkpointed=checkpointed)
+    model: Any = build(case, workers)
+    model.config._attn_implementation = "eager"
+    torch.manual_seed(1000)
+    masks: dict[str, list[torch.Tensor]] = {"attention": [], "other": []}
+    original = nn.functional.dropout
+
+    def watched(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = original(x, *args, **kwargs)
+        masks["attention" if x.ndim == 4 else "other"].append(out.detach().eq(0) & x.detach().ne(0))
+        return out
+
+    nn.functional.dropout = watched
+    try:
+        for _ in range(2):
+            loss_of(case, model, _batch("gpt2")).backward()
+    finally:
+        nn.functional.dropout = original
+    return {**masks, "state": torch.get_rng_state()}
+
+
+def _beyond(workers: Any) -> dict[str, str]:
+    """The errors of tokens that the vocabulary does not have, of a divided model; of a whole one, their kind."""
+    found = {}
+    for token in (VOCABULARY, VOCABULARY + 900, -1):
+        for key in ("input_ids", "labels"):
+            for kind, place in (("divided", workers), ("whole", None)):
+                model = build(Case("gpt2", 2) if place else Case("gpt2"), place)
+                batch = {name: tensor.clone() for name, tensor in _batch("gpt2").items()}
+                batch[key][0, 3] = token
+                with pytest.raises(Exception) as caught:  # noqa: PT011 - its kind is what is returned
+                    model(**batch)
+                found[f"{kind} {key} {token}"] = f"{type(caught.value).__name__}: {caught.value}"
+    return found
+
+
+def _behave(workers: Any) -> dict[str, Any]:
+    place = divided(workers, 2)
+    return {
+        "beyond": _beyond(place),
+        "shapes": {
+            (model, own): _shapes_in_a_step(Case(model, 2, own_loss=own), place)
+            for model in ("llama", "bert", "t5")
+            for own in (False, True)
+        },
+        "shapes on shards": _shapes_in_a_step(Case("llama", 2, sequence=True), place),
+        "tied": _tied_and_sharded(place),
+        "outputs": _outputs(place),
+        "masks": {
+            (sequence, checkpointed): _masks(place, sequence, checkpointed)
+            for sequence in (False, True)
+            for checkpointed in (False, True)
+        },
+    }
+
+
+def test_tokens_beyond_the_vocabulary_are_errors(found: Any) -> None:
+    for on_rank in found:
+        assert len(on_rank["beyond"]) == 12
+        for case, error in on_rank["beyond"].items():
+            if "whole" in case:
+                assert error.startswith("IndexError")
+                continue
+            what = "target" if "labels" in case else "token of the input"
+            assert error.startswith(f"DataError: error: a {what} is not one of the 51 tokens of the model"), case
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_in_workers(2, _behave)
+
+
+@pytest.mark.distributed
+def test_logits_never_exist_whole(found: Any) -> None:
+    columns = {0: (VOCABULARY + 1) // 2, 1: VOCABULARY // 2}
+    for rank, results in enumerate(found):
+        for case, shapes in results["shapes"].items():
+            wide = {shape for shape in shapes if shape and shape[-1] == VOCABULARY}
+            assert not wide, case
+            assert any(shape and shape[-1] == columns[rank] for shape in shapes), case
+
+
+def test_the_watch_sees_whole_logits() -> None:
+    with _Widest() as seen:
+        case = Case("llama")
+        loss_of(case, build(case), _batch("llama")).backward()
+    assert any(shape[-1] == VOCABULARY for shape in seen.shapes if len(shape) > 1)
+
+
+@pytest.mark.distributed
+def test_every_parameter_is_the_share_that_its_plan_says(found: Any) -> None:
+    for results in found:
+        assert results["tied"]["tied"]
+        for name, (held, whole) in results["tied"]["parts"].items():
+            divided_by_plan = results["tied"]["dims"][name] is not None
+            assert (held < 0.52 * whole) if divided_by_plan else held == whole, name
+
+
+@pytest.mark.distributed
+def test_outputs_are_those_of_the_whole_model(found: Any) -> None:
+    for results in found:
+        actual, expected = results["outputs"]["divided"], results["outputs"]["whole"]
+        assert actual["is plain"]
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                actual[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.distributed
+def test_sequence_shards_are_half_as_long(found: Any) -> None:
+    length = _batch("llama")["input_ids"].shape[1]
+    shapes = found[0]["shapes on shards"]
+    assert (3, -(-length // 2), HIDDEN) in shapes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_masks_differ_where_the_work_is_divided_and_agree_where_it_is_whole(found: Any, checkpointed: bool) -> None:
+    ours, theirs = (results["masks"][False, checkpointed] for results in found)
+    assert len(ours["attention"]) == len(theirs["attention"]) > 0
+    assert not any(torch.equal(a, b) for a, b in zip(ours["attention"], theirs["attention"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours["other"], theirs["other"], strict=True))
+    share = torch.cat([mask.flatten() for mask in ours["other"]]).float().mean()
+    assert 0.25 < float(share) < 0.35
+
+
+@pytest.mark.distributed
+def test_masks_of_sequence_shards_differ(found: Any) -> None:
+    ours, theirs = (results["masks"][True, False]["other"] for results in found)
+    equal = [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+    assert sum(equal) == 2, "of each of two forwards, the dropout of the embeddings alone is whole"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_computed_again_draws_its_masks_again(found: Any, sequence: bool) -> None:
+    for results in found:
+        once, twice = (results["masks"][sequence, checkpointed] for checkpointed in (False, True))
+        before, again = (masks["attention"] + masks["other"] for masks in (once, twice))
+        assert len(again) > len(before)
+        assert all(any(torch.equal(a, b) for b in before if a.shape == b.shape) for a in again)
+        assert torch.equal(once["state"], twice["state"])
+
+
+@pytest.mark.distributed
+def test_generators_are_equal_after_a_step(found: Any) -> None:
+    for key in found[0]["masks"]:
+        assert torch.equal(*(results["masks"][key]["state"] for results in found))

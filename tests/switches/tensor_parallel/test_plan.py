@@ -1,0 +1,141 @@
+"""Plans: what is divided, and what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForSequenceClassification
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, plan_of, shard_dims
+from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
+from tests.support.requests import CPU, GPUS, codes
+from tests.support.tensor_jobs import MODELS
+
+
+def _meta(model: str, tied: bool = True) -> nn.Module:
+    with torch.device("meta"):
+        return MODELS[model](0.0, tied)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_matrix_of_a_block_is_divided(model: str) -> None:
+    """By a rule of thumb that knows no plan: in a block what is whole is a norm, a router, or a bias after a sum."""
+    dims = shard_dims(_meta(model))
+    assert dims.keys() == dict(_meta(model).named_parameters()).keys()
+    shapes = {name: p.ndim for name, p in _meta(model).named_parameters()}
+    whole = {name for name, dim in dims.items() if dim is None and shapes[name] > 1}
+    expected = ("position", "wpe", "token_type", "transform.dense", "lm_head.dense", "mlp.gate.weight")
+    assert all(any(word in name for word in expected) for name in whole), whole
+
+
+def test_fused_columns_are_divided_part_by_part() -> None:
+    plan = plan_of(_meta("gpt2"))
+    assert plan.cuts["transformer.h.0.attn.c_attn.weight"].parts == 3
+    assert plan.cuts["transformer.h.0.mlp.c_fc.weight"].parts == 1
+    assert plan_of(_meta("mixtral")).cuts["model.layers.0.mlp.experts.gate_up_proj"].parts == 2
+
+
+def test_a_tied_head_is_divided_under_both_names() -> None:
+    cuts = plan_of(_meta("bert")).cuts
+    assert cuts["cls.predictions.decoder.weight"] == cuts["bert.embeddings.word_embeddings.weight"]
+    assert cuts["cls.predictions.bias"] == cuts["cls.predictions.decoder.bias"]
+
+
+def test_a_classifier_has_no_divided_head() -> None:
+    with torch.device("meta"):
+        model = LlamaForSequenceClassification(
+            LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
+        )
+    dims = shard_dims(model)
+    assert dims["score.weight"] is None
+    assert dims["model.embed_tokens.weight"] == 0
+
+
+class Own(nn.Module):
+    """A model of nobody's library."""
+
+    def __init__(self, plan: Any = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2))
+        if plan is not None:
+            self.tensor_plan = plan
+
+
+def test_a_model_may_bring_its_own_plan() -> None:
+    dims = shard_dims(Own({"layers.*.up": "colwise", "layers.*.down": "rowwise"}))
+    assert (dims["layers.1.up.weight"], dims["layers.1.up.bias"]) == (0, 0)
+    assert (dims["layers.1.down.weight"], dims["layers.1.down.bias"]) == (1, None)
+
+
+def _bloom() -> nn.Module:
+    with torch.device("meta"):
+        return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (_bloom, "BloomForCausalLM has no tensor plan"),
+        (Own, "Own has no tensor plan"),
+        (lambda: Own({"blocks.*.up": "colwise"}), "Own has no tensor plan"),
+        (lambda: Own({"layers.*.up": "diagonal"}), "styles that are not known here: diagonal"),
+        (lambda: Own({"layers.*": "colwise"}), None),
+    ],
+)
+def test_a_model_without_a_plan_that_can_be_followed_is_refused(model: Any, message: str | None) -> None:
+    built = model()
+    if message is None:  # the style of a container divides nothing
+        assert not plan_of(built).cuts
+        return
+    with pytest.raises(ModelError, match=message):
+        plan_of(built)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    model = _meta("llama")
+    check_sizes(model, plan_of(model), 4)
+    with pytest.raises(ModelError, match="8 attention heads cannot be divided over 3 workers"):
+        check_sizes(model, plan_of(model), 3)
+    with pytest.raises(ModelError, match="4 key-value heads cannot be divided over 8 workers"):
+        check_sizes(model, plan_of(model), 8)
+
+
+@pytest.mark.parametrize(("kind", "styles"), [("llama", True), ("gpt_neox", True), ("bert", False), ("gpt2", False)])
+def test_styles_are_read_without_importing_transformers(kind: str, styles: bool) -> None:
+    found = styles_in_transformers(kind)
+    assert found is not None
+    assert bool(found) is styles
+    assert found <= KNOWN
+
+
+def test_an_architecture_of_elsewhere_is_not_judged() -> None:
+    assert styles_in_transformers("my-own-kind") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--model-type bloom", ["RF064"]),
+        ("--model-type deepseek_v2", ["RF064"]),
+        ("--model-type my-own-kind", []),
+        *((f"--model-type {kind}", []) for kind in ("llama", "qwen2", "mistral", "gpt_neox", *PLANS)),
+        ("--model-type gpt2 --torch-compile", ["RF069"]),
+        ("--model-type gpt2 --num-attention-heads 3", ["RF010"]),
+        ("--model-type gpt2 --hidden-size 33", ["RF010"]),
+    ],
+)
+def test_rules(flags: str, refused: list[str]) -> None:
+    assert codes(f"{flags} --tensor-model-parallel-size 2", GPUS) == refused
+
+
+def test_key_value_heads_of_a_folder(tmp_path: Any) -> None:
+    sizes = '{"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 51}'
+    (tmp_path / "config.json").write_text(sizes)
+    flags = f"--pretrained-model-name-or-path {tmp_path} --tensor-model-parallel-size 2"
+    assert codes(flags, CPU) == ["RF010"]
+    (tmp_path / "config.json").write_text(sizes.replace('heads": 1', 'heads": 2'))
+    assert codes(flags, CPU) == []

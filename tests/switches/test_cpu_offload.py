@@ -1,0 +1,163 @@
+"""CPU offload alone: the same run bit by bit, with the optimizer in host memory.
+
+On a CPU there is nothing to move. The tests make the engine believe that there is, so that they take
+the way that a run on a GPU takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from rapidformer_templates.engines.host_optimizer import HostOptimizer
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
+from tests.support.dropout_runs import assert_same, run
+from tests.support.jobs import JOBS, ClassJob, train
+from tests.support.requests import CPU, GPUS, config_of
+from tests.support.worker_group import run_in_workers
+
+STEPS = "--train-iters 10 --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.1 --weight-decay 0.1"
+OPTIMIZERS = ["apex_adam", "adamw_torch", "adafactor"]
+
+
+def _elsewhere() -> Any:
+    """The engine takes the CPU for a device with memory of its own."""
+    return mock.patch("rapidformer_templates.engines.local.lies_in_host_memory", return_value=False)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    with _elsewhere():
+        yield
+
+
+class HalfFrozenJob(ClassJob):
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.bert.encoder.layer[0].requires_grad_(False)
+        return model
+
+
+def _assert_equal(actual: Any, expected: Any) -> None:
+    assert actual["curve"] == expected["curve"]
+    assert all(torch.equal(actual["weights"][name], weight) for name, weight in expected["weights"].items())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("job", ["causal", "frozen"])
+def test_run_is_bitwise_the_one_without(job: str, optimizer: str, tmp_path: Path) -> None:
+    flags = f"{STEPS} --optimizer {optimizer}"
+    with mock.patch.dict(JOBS, {"frozen": HalfFrozenJob}):
+        expected = train(job, False, flags, str(tmp_path / "plain"))
+        spy = mock.patch.object(HostOptimizer, "step", autospec=True, side_effect=HostOptimizer.step)
+        with _elsewhere(), spy as stepped:
+            actual = train(job, False, f"{flags} --cpu-offload", str(tmp_path / "offloaded"))
+    assert stepped.call_count == 10
+    _assert_equal(actual, expected)
+    held, whole = (r["summary"]["receipts"]["optimizer_state_bytes"] for r in (actual, expected))
+    assert held == whole
+
+
+@pytest.mark.parametrize("first", [(), ("--cpu-offload",)], ids=["plain first", "offloaded first"])
+@pytest.mark.usefixtures("elsewhere")
+def test_checkpoints_pass_between_a_run_with_and_one_without(first: tuple[str, ...], tmp_path: Path) -> None:
+    run(tmp_path / "whole")
+    second = () if first else ("--cpu-offload",)
+    run(tmp_path / "moved", *first, dies_after=5)
+    run(tmp_path / "moved", *second, "--resume", dies_after=8)
+    run(tmp_path / "moved", *first, "--resume")
+    assert_same(tmp_path / "whole", tmp_path / "moved")
+
+
+def _two_workers(workers: Any, folder: str) -> dict[str, Any]:
+    flags = f"{STEPS} --micro-batch-size 2"
+    with _elsewhere():
+        return {
+            name: train("causal", False, f"{flags} {switch}", f"{folder}/{name}")
+            for name, switch in {"plain": "", "offloaded": "--cpu-offload"}.items()
+        }
+
+
+@pytest.mark.distributed
+def test_two_workers_are_bitwise_those_without(tmp_path: Path) -> None:
+    for runs in run_in_workers(2, _two_workers, str(tmp_path)):
+        _assert_equal(runs["offloaded"], runs["plain"])
+
+
+def _host_optimizer(**options: Any) -> tuple[HostOptimizer, dict[str, torch.nn.Parameter]]:
+    torch.manual_seed(1)
+    parameters = {name: torch.nn.Parameter(torch.randn(3, 4)) for name in ("a", "b")}
+    recipe = OptimizerSpec(torch.optim.AdamW, {"lr": 0.1, **options})
+    return HostOptimizer(recipe, list(parameters.items()), {name: {} for name in parameters}), parameters
+
+
+def test_parameter_without_a_gradient_stays_as_it_is() -> None:
+    optimizer, parameters = _host_optimizer()
+    plain = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    reference = torch.optim.AdamW(plain.values(), lr=0.1)
+    for gradient in (torch.ones(3, 4), None, torch.full((3, 4), -2.0)):
+        parameters["a"].grad, plain["a"].grad = gradient, gradient
+        optimizer.step()
+        reference.step()
+        assert all(torch.equal(parameters[name], plain[name]) for name in plain)
+    assert set(optimizer.state) == {parameters["a"]}
+
+
+def test_weight_that_something_else_has_set_is_the_one_that_is_updated() -> None:
+    optimizer, parameters = _host_optimizer(weight_decay=0.0)
+    for value in (5.0, 7.0):
+        with torch.no_grad():
+            parameters["a"].fill_(value)
+        parameters["a"].grad = torch.ones(3, 4)
+        optimizer.step()
+        torch.testing.assert_close(parameters["a"].detach(), torch.full((3, 4), value - 0.1))
+
+
+def test_learning_rate_reaches_the_update() -> None:
+    optimizer, parameters = _host_optimizer()
+    before = parameters["a"].detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    parameters["a"].grad = torch.ones(3, 4)
+    optimizer.step()
+    assert torch.equal(parameters["a"], before)
+
+
+def test_plan_tells_that_a_cpu_run_has_nothing_to_move() -> None:
+    def notes(flags: str, place: Any) -> list[str]:
+        return [note for note in resolve(config_of(flags), place, REGISTRY).notes if note.startswith("cpu-offload")]
+
+    assert resolve(config_of("--cpu-offload"), CPU).engine_options == {"offload": "cpu"}
+    (note,) = notes("--cpu-offload", CPU)
+    assert "in host memory already" in note
+    assert notes("--cpu-offload", GPUS) == []
+    assert notes("--cpu-offload --zero-2-memory-optimization", GPUS) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none here")
+@pytest.mark.parametrize("precision", ["", "--mixed-precision fp16"])
+def test_state_of_a_gpu_run_is_in_host_memory(precision: str, tmp_path: Path) -> None:
+    optimizers: list[HostOptimizer] = []
+
+    def kept(self: HostOptimizer, *arguments: Any) -> None:
+        optimizers.append(self)
+        create(self, *arguments)
+
+    create = HostOptimizer.__init__
+    flags = f"{STEPS} {precision}"
+    expected = train("causal", False, flags, str(tmp_path / "plain"))
+    with mock.patch.object(HostOptimizer, "__init__", kept):
+        actual = train("causal", False, f"{flags} --cpu-offload", str(tmp_path / "offloaded"))
+    tolerance = {"rtol": 2**-9, "atol": 0} if precision else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **tolerance)
+    (optimizer,) = optimizers
+    assert {p.device.type for group in optimizer.param_groups for p in group["params"]} == {"cuda"}
+    assert {value.device.type for state in optimizer.state.values() for value in state.values()} == {"cpu"}
+    assert all(copy.is_pinned() for group in optimizer.inner.param_groups for copy in group["params"])

@@ -1,0 +1,207 @@
+"""Compiled blocks: the numbers of plain eager under every engine, few graphs, and a report of what was not one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY, load_object
+from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
+from rapidformer_templates.switches.torch_compile.declaration import TorchCompileFlags
+from rapidformer_templates.switches.torch_compile.transform import AUTOMATIC, EVALUATION
+from tests.support import compiled_jobs as _jobs  # noqa: F401 - registers them
+from tests.support.jobs import train
+from tests.support.worker_group import alone, run_in_workers
+
+STEPS = "--train-iters 20 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
+ONE = f"{STEPS} --micro-batch-size 8"
+ENGINES = {
+    "ddp": "",
+    "fsdp": "--fsdp-memory-optimization",
+    "oss": "--oss-memory-optimization",
+    "zero-2": "--zero-2-memory-optimization",
+}
+COMPILED = "--torch-compile aot_eager"
+PAIRS = {
+    (engine, checkpointed): f"{STEPS} --micro-batch-size 4 {flags} {COMPILED} {checkpointed}"
+    for engine, flags in ENGINES.items()
+    for checkpointed in ("", "--checkpoint-activations")
+}
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace() -> Iterator[None]:
+    """The compiler's settings belong to the process."""
+    settings = torch._dynamo.config
+    with settings.patch(optimize_ddp=settings.optimize_ddp, recompile_limit=settings.recompile_limit):
+        yield
+    torch.compiler.reset()
+
+
+def _assert_follows(run: Any, expected: Any) -> None:
+    close = {"rtol": 1e-5, "atol": 2e-6}
+    assert len(run["curve"]) == len(expected["curve"])
+    torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), **close)
+    assert run["weights"].keys() == expected["weights"].keys()  # canonical: no _orig_mod
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(run["weights"][name], weight, **close)
+
+
+def _report(run: Any) -> Any:
+    return run["summary"]["receipts"]["compile"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["even-causal", "even-masked", "even-llama"])
+def test_twenty_steps_are_those_of_plain_eager(job: str, tmp_path: Path) -> None:
+    expected = train(job, False, ONE, str(tmp_path / "plain"))
+    run = train(job, False, f"{ONE} {COMPILED}", str(tmp_path / "compiled"))
+    _assert_follows(run, expected)
+    report = _report(run)
+    assert report.pop("seconds") > 0
+    # Two blocks, one graph: they share it.
+    assert report == {
+        "backend": "aot_eager",
+        "regions": 2,
+        "limit": AUTOMATIC,
+        "graphs": 1,
+        "graph_breaks": {},
+        "recompilations": {},
+        "not_compiled": {},
+    }
+
+
+def _train_pairs(workers: Any, folder: str) -> dict[Any, Any]:
+    return {pair: train("even-causal", False, flags, f"{folder}/{'-'.join(pair)}") for pair, flags in PAIRS.items()}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_in_workers(2, _train_pairs, str(tmp_path_factory.mktemp("pairs")))[0]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train("even-causal", False, ONE, str(tmp_path_factory.mktemp("reference") / "run"))
+
+
+@pytest.mark.distributed
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_engines_take_compiled_blocks(pair: Any, pairs: Any, reference: Any) -> None:
+    run = pairs[pair]
+    _assert_follows(run, reference)
+    report = _report(run)
+    assert report["graphs"] == 1
+    assert not report["graph_breaks"]
+    if pair[1]:
+        receipts = run["summary"]["receipts"]
+        assert receipts["saved_tensor_bytes"] < 0.5 * receipts["saved_tensor_bytes_without"]
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same(reference: Any, tmp_path: Path) -> None:
+    run = train("even-causal", False, f"{ONE} --torch-compile", str(tmp_path / "run"))
+    _assert_follows(run, reference)
+    assert (_report(run)["backend"], _report(run)["graphs"]) == ("inductor", 1)
+
+
+@pytest.mark.slow
+def test_a_graph_for_each_shape_and_no_more(tmp_path: Path) -> None:
+    """Dynamic shapes: their number is known, and it is that of the graphs. Evaluations pad in their own way."""
+    flags = "--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --global-batch-size 2"
+    flags += " --train-iters 20 --eval-interval 10 --micro-batch-size 2"
+    expected = train("pretrained-causal", False, flags, str(tmp_path / "plain"))
+    run = train("pretrained-causal", False, f"{flags} --torch-compile aot_eager", str(tmp_path / "compiled"))
+    _assert_follows(run, expected)
+    assert run["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-5)
+    report, shapes = _report(run), run["summary"]["receipts"]["batch_shapes"]
+    assert len(shapes) == 3
+    assert report["limit"] == 3 + EVALUATION
+    assert 3 < report["graphs"] <= report["limit"]
+    assert not report["not_compiled"]
+    again = sum("size mismatch" in reason for reason in report["recompilations"])
+    assert again >= 2
+
+
+@pytest.mark.slow
+def test_shapes_that_vary_share_a_graph(tmp_path: Path) -> None:
+    steps = "--train-iters 20 --global-batch-size 8 --micro-batch-size 8"
+    expected = train("causal", False, steps, str(tmp_path / "plain"))
+    run = train("causal", False, f"{steps} --torch-compile aot_eager", str(tmp_path / "compiled"))
+    _assert_follows(run, expected)
+    # Training: the first shape, and all others; the evaluation: any shape, and another number of rows.
+    assert _report(run)["graphs"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("job", "regions", "graphs", "breaks", "limited"),
+    [("breaking", 2, 1, 1, False), ("restless", 2, AUTOMATIC, 0, True), ("whole", 1, 1, 0, False)],
+)
+def test_report_of_models_that_do_not_compile_well(
+    job: str, regions: int, graphs: int, breaks: int, limited: bool, tmp_path: Path
+) -> None:
+    expected = train(job, False, ONE, str(tmp_path / "plain"))
+    run = train(job, False, f"{ONE} --torch-compile eager", str(tmp_path / "compiled"))
+    _assert_follows(run, expected)
+    report = _report(run)
+    assert (report["regions"], report["graphs"]) == (regions, graphs)
+    assert sum(report["graph_breaks"].values()) == breaks
+    assert all("graph_break()" in reason for reason in report["graph_breaks"])
+    # It stops at the limit, with the reason of each graph but the first; what comes after runs as it is.
+    assert report["not_compiled"] == ({"Dynamo recompile limit exceeded": 1} if limited else {})
+    assert sum(report["recompilations"].values()) == (AUTOMATIC - 1 if limited else 0)
+    assert all("self.calls" in reason or "'calls'" in reason for reason in report["recompilations"])
+
+
+def _grown(dropout: float) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 67, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
+    rates = {"resid_pdrop": dropout, "embd_pdrop": 0.0, "attn_pdrop": dropout}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=1, eos_token_id=2)).train()
+
+
+def _apply(model: nn.Module, *switches: str) -> None:
+    options = {
+        "checkpoint-activations": CheckpointActivationsFlags(True),
+        "torch-compile": TorchCompileFlags(COMPILED[16:]),
+    }
+    plan = Plan(template="Trainer", engine_options={"compile_shapes": 0})
+    layout = find_layout(model)
+    for name in switches:
+        transform = REGISTRY[name].transform
+        assert transform is not None
+        load_object(transform)(model, Building(layout, options[name], plan, alone(), lambda model: None))
+
+
+def _gradients(model: nn.Module, precision: torch.dtype | None) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 67, (2, 16), generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
+        model(input_ids=ids, labels=ids).loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_dropout_draws_the_same_numbers_in_a_recomputed_graph(precision: torch.dtype | None) -> None:
+    expected = _gradients(_grown(0.2), precision)
+    model = _grown(0.2)
+    _apply(model, "checkpoint-activations", "torch-compile")
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in _grown(0.2).named_parameters()]
+    for _ in range(2):
+        model.zero_grad()
+        for actual, wanted in zip(_gradients(model, precision), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5 if precision is None else 2**-6, atol=1e-6)
+    without = _gradients(_grown(0.0), precision)
+    assert not torch.allclose(without[0], expected[0])

@@ -1,0 +1,185 @@
+"""ZeRO in all its forms follows the one-process run: loss, gradient norm, weights, and what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rapidformer_templates import Data
+from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
+from tests.support.jobs import CausalJob, train, weights_apart
+from tests.support.worker_group import run_in_workers, why_no_nvme
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
+
+CLIP = 0.1
+STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+LAYOUTS = {
+    "zero-1": "--zero-1-memory-optimization --micro-batch-size 2",
+    "zero-2": "--zero-2-memory-optimization --micro-batch-size 2",
+    "zero-3": "--zero-3-memory-optimization --micro-batch-size 2",
+    "zero-3-all-cut": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 0 --micro-batch-size 2",
+    "zero-3-checkpointed": (
+        "--zero-3-memory-optimization --zero-3-param-persistence-threshold 0 --micro-batch-size 1"
+        " --checkpoint-activations"
+    ),
+    "zero-1-offload": "--zero-1-memory-optimization --micro-batch-size 2 --cpu-offload",
+    "zero-2-offload": "--zero-2-memory-optimization --micro-batch-size 2 --cpu-offload",
+    "zero-3-offload": "--zero-3-memory-optimization --micro-batch-size 4 --cpu-offload",
+}
+BF16 = ("zero-1", "zero-2", "zero-3-all-cut", "zero-2-offload", "zero-3-offload")
+KINDS = ("causal", "frozen")  # a causal model with tied embeddings, and a classifier with frozen parameters
+
+
+def _train_all(workers: Any, folder: str) -> dict[tuple[str, str], Any]:
+    cases = [(job, name, flags) for job in KINDS for name, flags in LAYOUTS.items()]
+    cases += [("causal", f"{name}-bf16", f"{LAYOUTS[name]} --mixed-precision bf16") for name in BF16]
+    if not why_no_nvme():
+        cases += [("wide", "nvme", f"--zero-3-memory-optimization --micro-batch-size 2 --nvme-path {folder}/nvme")]
+    results: dict[tuple[str, str], Any] = {
+        (job, name): train(job, False, f"{STEPS} {flags}", f"{folder}/{job}-{name}") for job, name, flags in cases
+    }
+    return results | {("causal", "gathered"): _gathered()} | _failures(folder)
+
+
+class _CountingJob(CausalJob):
+    """Counts the elements that are gathered in each step."""
+
+    def build_data(self) -> Data:
+        self.gathered, self.steps = 0, []
+        return super().build_data()
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        super().on_step_end(step, result)
+        self.steps.append(self.gathered)
+        self.gathered = 0
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the collectives as torch sends them."""
+
+    def __init__(self, job: _CountingJob) -> None:
+        super().__init__()
+        self.job = job
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func.overloadpacket.__name__ == "_allgather_base_":
+            self.job.gathered += args[0].numel()
+        return func(*args, **kwargs or {})
+
+
+def _gathered() -> float:
+    """Elements that a late step gathers, over those of all parameters in each of its micro batches."""
+    job = _CountingJob([*f"{STEPS} {LAYOUTS['zero-3-all-cut']} --train-iters 7".split(), "--lr", "1e-3"])
+    with _Watch(job):
+        job.fit()
+    parameters = sum(p.numel() for p in CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().parameters())
+    return job.steps[-1] / (job.plan.sizes.accumulation * parameters)
+
+
+def _failures(folder: str) -> dict[tuple[str, str], Any]:
+    """Runs that must end with an error, the same one on both workers."""
+    from unittest import mock
+
+    ends: dict[tuple[str, str], Any] = {}
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        for job in ("unreached", "broken"):
+            for name in ("zero-2", "zero-3"):
+                try:
+                    train(job, False, f"{STEPS} {LAYOUTS[name]}", f"{folder}/{job}-{name}")
+                except RapidformerError as error:
+                    ends[job, name] = error
+    return ends
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
+    """The results of both workers, all from one group."""
+    return run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("references")
+    flags = f"{STEPS} --micro-batch-size 8"
+    found = {job: train(job, False, flags, str(folder / job)) for job in (*KINDS, "wide")}
+    found["bf16"] = train("causal", False, f"{flags} --mixed-precision bf16", str(folder / "bf16"))
+    return found
+
+
+def _assert_close(actual: Any, expected: Any, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("job", KINDS)
+def test_zero_follows_one_process(job: str, layout: str, references: Any, runs: Any) -> None:
+    _assert_like(references[job], runs[0][job, layout])
+
+
+def test_nvme_follows_one_process_and_keeps_no_state_in_memory(references: Any, runs: Any) -> None:
+    if why := why_no_nvme():
+        pytest.skip(why)
+    _assert_like(references["wide"], runs[0]["wide", "nvme"])
+    for held in runs[0]["wide", "nvme"]["summary"]["receipts"]["held_bytes_by_rank"]:
+        # Partitions of less than a megabyte (biases and norms) stay; all of it would be three times the parameters.
+        assert held["optimizer_state_bytes"] < 0.05 * held["parameter_bytes"]
+
+
+def _assert_like(expected: Any, actual: Any) -> None:
+    _assert_close(actual["curve"], expected["curve"])
+    _assert_close(actual["evaluations"], expected["evaluations"])
+    assert len(expected["evaluations"]) == 3
+    assert max(norm for _, norm in expected["curve"]) > 2 * CLIP  # so that clipping acts
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        # Adam makes steps out of rounding where a gradient is zero, as that of a key's bias is.
+        torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("layout", BF16)
+def test_bf16_follows_one_process_of_bf16(layout: str, references: Any, runs: Any) -> None:
+    actual = runs[0]["causal", f"{layout}-bf16"]
+    torch.testing.assert_close(
+        torch.tensor(actual["curve"]), torch.tensor(references["bf16"]["curve"]), rtol=2**-8, atol=0
+    )
+    assert actual["summary"]["receipts"]["parameter_dtypes"] == ["bfloat16"]
+    # The masters, which are what is saved, differ from the reference's weights by less than the format rounds.
+    expected = references["bf16"]["weights"]
+    assert 0 < weights_apart(actual["weights"], expected) < 2**-8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offloaded_adam_is_deepspeeds(layout: str, runs: Any) -> None:
+    used = runs[0]["causal", layout]["summary"]["receipts"]["optimizer_class"]
+    assert used.endswith("DeepSpeedCPUAdam" if "offload" in layout else "torch.optim.adamw.AdamW")
+
+
+@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
+def test_parameters_that_the_loss_does_not_reach_are_refused(name: str, runs: Any) -> None:
+    for rank in (0, 1):
+        assert "spare.weight, spare.bias" in runs[rank]["unreached", name].message
+
+
+@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
+def test_an_infinite_loss_ends_the_run_on_every_worker(name: str, runs: Any) -> None:
+    for rank in (0, 1):
+        error = runs[rank]["broken", name]
+        assert isinstance(error, NonFiniteLoss)
+        assert "step 3" in error.message
+
+
+def test_alone_zero_is_plain_training(references: Any, tmp_path: Path) -> None:
+    for stage in (1, 2, 3):
+        flags = f"{STEPS} --micro-batch-size 4 --zero-{stage}-memory-optimization"
+        _assert_like(references["causal"], train("causal", False, flags, str(tmp_path / str(stage))))
+
+
+def test_what_fits_is_gathered_once_for_forward_and_backward(runs: Any) -> None:
+    """By default a parameter may stay whole until its backward; a step that gathered twice did not know its order."""
+    assert 1 <= runs[0]["causal", "gathered"] < 1.2

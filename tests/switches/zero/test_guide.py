@@ -1,0 +1,193 @@
+"""The files of the DeepSpeed guide of Transformers 4.37 [D], as they stand there, follow one process.
+
+The reference is one process with the optimizer and the schedule of the file, built by hand. On a CPU the guide's
+fp16 runs in fp16, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from tests.support.jobs import OTHERS, CausalJob, train, weights_apart
+from tests.support.worker_group import run_in_workers, why_no_nvme
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
+
+FP16 = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+HOST = {"device": "cpu", "pin_memory": True}
+AUTO_OPTIMIZER = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+AUTO_SCHEDULE = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+AUTO_BATCH = dict.fromkeys(
+    ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto"
+)
+AUTO = {
+    "fp16": {"enabled": "auto", **FP16},
+    "optimizer": {"type": "AdamW", "params": AUTO_OPTIMIZER},
+    "scheduler": {"type": "WarmupLR", "params": AUTO_SCHEDULE},
+    **AUTO_BATCH,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+MANUAL = {
+    "fp16": {"enabled": True, **FP16},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500},
+    },
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+ZERO_2 = {
+    "stage": 2,
+    "offload_optimizer": HOST,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 2e8,
+    "overlap_comm": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 2e8,
+    "contiguous_gradients": True,
+}
+ZERO_3 = {
+    "stage": 3,
+    "offload_optimizer": HOST,
+    "offload_param": HOST,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+BUCKETS = {
+    "reduce_bucket_size": 1e6,
+    "stage3_prefetch_bucket_size": 0.94e6,
+    "stage3_param_persistence_threshold": 1e4,
+}
+FILES: dict[str, dict[str, Any]] = {
+    "zero-2-auto": {**AUTO, "zero_optimization": ZERO_2},
+    "zero-2-manual": {**MANUAL, "zero_optimization": ZERO_2},
+    "zero-3-auto": {**AUTO, "zero_optimization": ZERO_3},
+    "zero-3-manual": {**MANUAL, "zero_optimization": {**ZERO_3, **BUCKETS}},
+}
+# The guide's rates move a model hardly in a few steps: the same file with others, and in fp32, shows every option.
+LOUDER = {
+    **MANUAL,
+    "fp16": {"enabled": False, **FP16},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.6, 0.8], "eps": 1e-4, "weight_decay": 0.3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
+}
+FILES["zero-2-louder"] = {**LOUDER, "zero_optimization": ZERO_2}
+STEPS = "--train-iters 5 --global-batch-size 8"
+FLAGS = {"auto": f"{STEPS} --lr 1e-3 --weight-decay 0.1 --lr-warmup-iters 3", "manual": STEPS, "louder": STEPS}
+
+
+def _nvme(folder: str) -> dict[str, Any]:
+    """The guide's example for a disk, with another folder than ``/local_nvme``."""
+    place = {"device": "nvme", "nvme_path": folder, "pin_memory": True}
+    aio = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
+    return {
+        "zero_optimization": {
+            **ZERO_3,
+            "offload_optimizer": {**place, "buffer_count": 4, "fast_init": False},
+            "offload_param": {**place, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
+            "aio": aio,
+        }
+    }
+
+
+def _train_all(workers: Any, folder: str) -> dict[str, Any]:
+    def run(name: str, job: str, flags: str) -> Any:
+        flags = f"{flags} --micro-batch-size 2 --deepspeed-config {folder}/{name}.json"
+        return train(job, False, flags, f"{folder}/{name}", lr=None)
+
+    results = {name: run(name, "causal", FLAGS[name.rpartition("-")[2]]) for name in FILES}
+    return results | ({} if why_no_nvme() else {"nvme": run("nvme", "wide", f"{STEPS} --lr 1e-3")})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, file in {**FILES, "nvme": _nvme(f"{folder}/disk")}.items():
+        text = json.dumps(file, indent=4).replace("\n    }\n", "\n    },\n")  # some of the guide have such commas
+        (folder / f"{name}.json").write_text(text)
+    found: dict[str, Any] = run_in_workers(2, _train_all, str(folder))[0]
+    return found
+
+
+def _by_hand(*, lr: float, warmup: dict[str, Any], **options: Any) -> type[CausalJob]:
+    """One process with torch's AdamW and DeepSpeed's own schedule."""
+
+    class ByHand(CausalJob):
+        def build_optimizer(self) -> OptimizerSpec:
+            return OptimizerSpec(torch.optim.AdamW, {"lr": lr, **options})
+
+        def build_scheduler(self, total_steps: int) -> Callable[[int], float]:
+            from deepspeed.runtime.lr_schedules import WarmupLR
+
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+            schedule, rates = WarmupLR(optimizer, **warmup), []
+            for _ in range(total_steps):
+                rates.append(optimizer.param_groups[0]["lr"])
+                schedule.step()
+            return lambda step: float(rates[step] / lr)
+
+    return ByHand
+
+
+AS_AUTO = _by_hand(lr=1e-3, weight_decay=0.1, warmup={"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 3})
+REFERENCES = {
+    "auto": (AS_AUTO, ""),
+    "manual": (
+        _by_hand(warmup=MANUAL["scheduler"]["params"], **MANUAL["optimizer"]["params"]),
+        "--mixed-precision fp16 --clip-grad 1.0",
+    ),
+    "louder": (_by_hand(warmup=LOUDER["scheduler"]["params"], **LOUDER["optimizer"]["params"]), ""),
+}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, found = tmp_path_factory.mktemp("references"), {}
+    for name, (job, flags) in REFERENCES.items():
+        OTHERS["by-hand"] = job
+        found[name] = train("by-hand", False, f"{STEPS} --micro-batch-size 8 {flags}", str(folder / name))
+    del OTHERS["by-hand"]
+    found["nvme"] = train("wide", False, f"{STEPS} --micro-batch-size 8", str(folder / "nvme"))
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_the_guide_follows_one_process(name: str, references: Any, runs: Any) -> None:
+    kind = name.rpartition("-")[2]
+    expected, actual = references[kind], runs[name]
+    _assert_like(expected, actual, 2**-9 if kind == "manual" else 1e-5, moved=kind != "manual")
+    assert actual["summary"]["receipts"]["optimizer_class"].endswith("DeepSpeedCPUAdam")
+    assert actual["summary"]["receipts"]["parameter_dtypes"] == ["float16" if kind == "manual" else "float32"]
+
+
+def test_the_guides_file_for_a_disk_follows_one_process(references: Any, runs: Any) -> None:
+    if why := why_no_nvme():
+        pytest.skip(why)
+    _assert_like(references["nvme"], runs["nvme"], 1e-5, moved=True)
+
+
+def _assert_like(expected: Any, actual: Any, rtol: float, *, moved: bool) -> None:
+    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=rtol, atol=1e-6)
+    assert actual["weights"].keys() == expected["weights"].keys()
+    # By their norm: Adam makes steps out of rounding where a gradient is about zero, 2 % of one in a few elements.
+    assert weights_apart(actual["weights"], expected["weights"]) < 1e-5
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-5, atol=2e-5)
+    if moved:  # by so much more than that, that other options of the optimizer would show
+        assert max(float(weight.abs().max()) for name, weight in expected["weights"].items() if "bias" in name) > 1e-3

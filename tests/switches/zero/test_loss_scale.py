@@ -1,0 +1,86 @@
+"""The loss scale of a DeepSpeed file acts, and a resumed run goes on with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.engines.loss_scale import DynamicLossScale
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.switches.zero.loss_scale import restore, state_of
+from tests.support.jobs import CausalJob
+
+loss_scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="needs DeepSpeed")
+pytestmark = pytest.mark.deepspeed
+
+OVERFLOWS = (1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 1)
+
+
+def _dynamic() -> Any:
+    return loss_scaler.DynamicLossScaler(2.0**8, 2, 1, 2, False, raise_error_at_min_scale=False)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)
+
+
+@pytest.mark.parametrize("saved_after", range(len(OVERFLOWS)))
+@pytest.mark.usefixtures("alone")
+def test_a_dynamic_scale_goes_on_as_if_it_had_never_stopped(saved_after: int) -> None:
+    through, resumed, seen = _dynamic(), _dynamic(), set()
+    for overflow in OVERFLOWS[:saved_after]:
+        through.update_scale(bool(overflow))
+    restore(resumed, json.loads(json.dumps(state_of(through))))
+    for overflow in OVERFLOWS[saved_after:]:
+        assert resumed.cur_scale == through.cur_scale
+        seen.add(through.cur_scale)
+        for scaler in (through, resumed):
+            scaler.update_scale(bool(overflow))
+    assert resumed.cur_scale == through.cur_scale
+    assert len(seen) > 2 or saved_after > 3
+
+
+def test_a_fixed_scale_stays_whatever_was_saved() -> None:
+    fixed = loss_scaler.LossScaler(scale=128)
+    restore(fixed, state_of(_dynamic()))
+    assert fixed.cur_scale == 128
+    ours = DynamicLossScale()
+    ours.load_state(state_of(fixed))  # a run without ZeRO goes on from it, and grows
+    assert float(ours.scale) == 128
+
+
+def _job(told: dict[str, Any], *flags: str) -> CausalJob:
+    file = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, **told}}
+    return CausalJob([
+        *("--deepspeed-config", json.dumps(file), "--lr", "1e-3", "--micro-batch-size", "4", "--log-interval", "1"),
+        *("--train-iters", "6", "--lr-decay-style", "constant", *flags),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("told", [{"loss_scale": 64}, {"initial_scale_power": 4, "loss_scale_window": 2}])
+def test_it_is_saved_and_a_resumed_run_ends_as_one_that_was_not_stopped(told: dict[str, Any], tmp_path: Path) -> None:
+    through = _job(told, "--save", str(tmp_path / "through"))
+    through.fit()
+    assert _saved_scale(tmp_path / "through", 6) == (64 if "loss_scale" in told else 2**6)
+    _job(told, "--save", str(tmp_path / "halves"), "--train-iters", "3").fit()
+    half = _job(told, "--save", str(tmp_path / "halves"), "--resume")
+    half.fit()
+    assert half.curve == through.curve[3:]
+    assert _saved_scale(tmp_path / "halves", 6) == _saved_scale(tmp_path / "through", 6)
+
+
+def _saved_scale(run: Path, step: int) -> float:
+    state = json.loads((run / f"checkpoints/step-{step}/state.json").read_text())
+    return float(state["engine"]["loss_scale"]["scale"])
+
+
+def test_a_value_that_deepspeed_does_not_take_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _job({"hysteresis": "two"}, "--save", str(tmp_path)).fit()
+    assert "fp16.hysteresis cannot be 'two'" in refused.value.message
+    assert "integer" in str(refused.value.hint)
+    assert not any(tmp_path.iterdir())

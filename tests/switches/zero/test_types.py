@@ -1,0 +1,25 @@
+"""The forward that DeepSpeed gets in a narrow type is seen from outside as it was."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from rapidformer_templates.models.label_use import label_use
+from tests.support.jobs import CausalJob
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_how_a_model_takes_labels_is_found_out_in_every_type(dtype: torch.dtype) -> None:
+    from rapidformer_templates.switches.zero.engine import _compute_in
+
+    model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make()
+    takes = inspect.signature(model.forward)
+    _compute_in(model.to(dtype), dtype)
+    assert inspect.signature(model.forward) == takes
+    assert label_use(model).shifts

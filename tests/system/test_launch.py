@@ -1,0 +1,169 @@
+"""Local workers: all end together, the first error is told once, and SIGTERM saves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.errors import Interrupted, ReportedError
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.system import launch
+from rapidformer_templates.system.processes import Failure
+from tests.support.jobs import ClassJob
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from tests.support.jobs import ClassJob
+
+class Job(ClassJob):
+    def on_step_end(self, step, result):
+        if step == 3 and os.environ.get("FAIL") == os.environ.get("RANK", "0"):
+            raise ValueError("a bug in a hook")
+        if step == 3 and os.environ.get("KILL") == os.environ.get("RANK", "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(os.environ.get("NAP", "0")))
+
+Job.main(lr=1e-3, micro_batch_size=2, log_interval=1, save_interval=2)
+print("what follows")
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT.format(root=str(ROOT)))
+    return path
+
+
+def start(script: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(script), *flags],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(path: Path, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+@pytest.mark.distributed
+def test_error_of_one_worker_ends_all_and_is_told_once(script: Path, tmp_path: Path) -> None:
+    folder = ["--save", str(tmp_path / "run")]
+    process = start(script, "--nproc-per-node", "2", "--train-iters", "1000", *folder, FAIL="1")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert said.count("ValueError: a bug in a hook") == 1
+    assert "on_step_end" in said  # a bug is shown with its stack trace
+
+
+@pytest.mark.distributed
+def test_killed_worker_is_named(script: Path, tmp_path: Path) -> None:
+    folder = ["--save", str(tmp_path / "run")]
+    process = start(script, "--nproc-per-node", "2", "--train-iters", "1000", *folder, KILL="1")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "error: worker 1 was killed by SIGKILL" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.distributed
+def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ["--train-iters", "40", "--save", str(folder), "--nproc-per-node", "2"]
+    process = start(script, *flags, NAP="0.1")
+    wait_for(folder / "checkpoints" / "step-2")
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 75, said
+    assert "go on with --resume" in said
+    assert "Traceback" not in said
+    done = read_metrics(folder / "metrics.jsonl")[-1]["step"]
+    assert done < 40
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{done}\n"
+    process = start(script, *flags, "--resume")
+    printed, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert printed.count("what follows") == 1
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 41))
+
+
+def test_port_in_use_is_found_before_a_worker_starts(script: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        folder = ["--save", str(tmp_path / "run")]
+        process = start(script, "--nproc-per-node", "2", "--train-iters", "2", *folder, "--master-port", port)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"error: port {port} is in use on this machine" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.distributed
+def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        [*command, "--train-iters", "4", "--save", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
+    again = subprocess.run(
+        [*command, "--train-iters", "4", "--save", str(folder), "--nproc-per-node", "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert again.returncode != 0
+    assert "already holds a run" in again.stderr
+
+
+def test_second_run_does_not_overwrite_the_first(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ["--train-iters", "2", "--save", str(folder)]
+    ClassJob(flags, lr=1e-3, micro_batch_size=2).fit()
+    before = (folder / "metrics.jsonl").read_bytes()
+    process = start(script, *flags)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "already holds a run" in said
+    assert "--resume goes on with it, --overwrite empties it" in said
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def _failure(exit_status: int, told: dict[str, Any] | None = None) -> Failure:
+    return Failure(rank=0, status=exit_status, seen=100.0, told=told or {})
+
+
+def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:
+    """The launcher ends the others with SIGTERM; one that saves before it goes was not asked by the user."""
+    failures = [_failure(75), _failure(1, {"message": "error: out of memory", "told_at": 50.0})]
+    with pytest.raises(ReportedError, match="out of memory"):
+        launch._raise_first(failures, 0.0, asked=False)
+    with pytest.raises(Interrupted):
+        launch._raise_first(failures, 0.0, asked=True)
+    with pytest.raises(Interrupted):  # a scheduler that signals every process itself
+        launch._raise_first([_failure(75), _failure(75)], 0.0, asked=False)
