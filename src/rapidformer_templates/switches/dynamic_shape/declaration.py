@@ -37,6 +37,9 @@ OWN_BATCHES = {
 }
 
 
+_DYNAMIC = ("data_iterator", "dynamic-shape")
+
+
 @dataclass(frozen=True)
 class DynamicShapeFlags:
     """Acceleration"""
@@ -46,12 +49,19 @@ class DynamicShapeFlags:
         None,
         "dynamic shapes: most tokens of a micro batch with padding (default: micro batch × sequence length)",
         minimum=1,
+        only_with=_DYNAMIC,
     )
     max_shapes: int | None = flag(
-        None, f"dynamic shapes: most distinct shapes (default: {MAX_SHAPES}; 0: no limit)", minimum=0
+        None,
+        f"dynamic shapes: most distinct shapes (default: {MAX_SHAPES}; 0: no limit)",
+        minimum=0,
+        only_with=_DYNAMIC,
     )
     shape_multiple: int | None = flag(
-        None, f"dynamic shapes: lengths are padded to multiples of this (default: {MULTIPLE})", minimum=1
+        None,
+        f"dynamic shapes: lengths are padded to multiples of this (default: {MULTIPLE})",
+        minimum=1,
+        only_with=_DYNAMIC,
     )
 
 

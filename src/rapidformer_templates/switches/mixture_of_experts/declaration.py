@@ -9,7 +9,7 @@ from typing import Any
 from rapidformer_templates.models.facts import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.acted import divides_parameters
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -25,17 +25,25 @@ from rapidformer_templates.planning.switch import (
     always,
 )
 
+_EXPERTS = ("num_experts", 8)
+
 
 @dataclass(frozen=True)
 class MixtureOfExpertsFlags:
     """Acceleration"""
 
     num_experts: int | None = flag(None, "replace feed-forwards by this many gated experts", metavar="N", minimum=1)
-    moe_top_k: int | None = flag(None, "experts that each token visits (default: 2)", metavar="K", minimum=1)
-    moe_ffn_hidden_size: int | None = flag(
-        None, "inner width of an expert (default: that of the dense feed-forward)", metavar="N", minimum=1
+    moe_top_k: int | None = flag(
+        None, "experts that each token visits (default: 2)", metavar="K", minimum=1, only_with=_EXPERTS
     )
-    moe_layer_interval: int = flag(1, "experts in every K-th block", metavar="K", minimum=1)
+    moe_ffn_hidden_size: int | None = flag(
+        None,
+        "inner width of an expert (default: that of the dense feed-forward)",
+        metavar="N",
+        minimum=1,
+        only_with=_EXPERTS,
+    )
+    moe_layer_interval: int = flag(1, "experts in every K-th block", metavar="K", minimum=1, only_with=_EXPERTS)
     moe_loss_coeff: float | None = flag(
         None, "weight of the balance loss (default: 0.01; a pretrained mixture's own)", metavar="C", minimum=0
     )
@@ -43,7 +51,10 @@ class MixtureOfExpertsFlags:
         None, "weight of the router z loss (default: 0.001; of a pretrained mixture 0)", metavar="C", minimum=0
     )
     moe_capacity_factor: float | None = flag(
-        None, "room of an expert over an even load; what is more is dropped (default: nothing is)", metavar="F"
+        None,
+        "room of an expert over an even load; what is more is dropped (default: nothing is)",
+        metavar="F",
+        only_with=_EXPERTS,
     )
 
 
@@ -51,7 +62,9 @@ class MixtureOfExpertsFlags:
 class ExpertParallelFlags:
     """Acceleration"""
 
-    expert_parallel: bool = flag(False, "divide the experts over the data-parallel workers (all-to-all of tokens)")
+    expert_parallel: bool = flag(
+        False, "divide the experts over the data-parallel workers (all-to-all of tokens)", only_with=_EXPERTS
+    )
 
 
 OFF = {
@@ -134,18 +147,6 @@ def _own_experts_as_they_are(request: Request) -> list[Finding]:
     return [Finding(message, request.asked(*given), changes=(drop(given),))]
 
 
-def _whole_model_in_eager(request: Request) -> list[Finding]:
-    return [
-        Finding(
-            f"{name} does not work together with mixture-of-experts",
-            request.asked_for("mixture-of-experts", name),
-            switches=("mixture-of-experts", name),
-        )
-        for name in NOT_WITH
-        if name in request.active
-    ]
-
-
 def _room_for_a_token(request: Request) -> list[Finding]:
     factor = request.config.get("moe_capacity_factor")
     if factor is None or factor > 0:
@@ -172,20 +173,6 @@ def _experts_divide(request: Request) -> list[Finding]:
             switches=("expert-parallel",),
             changes=tuple(replace({"num_experts": n}) for n in (above, above - data) if n),
         )
-    ]
-
-
-def _copies_of_the_rest(request: Request) -> list[Finding]:
-    others = [s.name for s in request.of_family(PARTITIONING)] + [
-        n for n in ("cpu-offload", "nvme-offload") if n in request.active
-    ]
-    return [
-        Finding(
-            f"{name} does not work together with expert-parallel",
-            request.asked_for("expert-parallel", name),
-            switches=("expert-parallel", name),
-        )
-        for name in others
     ]
 
 
@@ -262,7 +249,7 @@ SWITCHES = (
                 "how many tokens an expert gets is known only when the gate has chosen, so there is no graph to export "
                 "beforehand; a balance loss knows nothing of tokens on other stages or in other shards",
                 "[rapidformer_templates]",
-                _whole_model_in_eager,
+                excludes("mixture-of-experts", NOT_WITH, TOGETHER_REVERSED),
                 Example("--num-experts 4 --onnx-runtime-training"),
             ),
             Rule(
@@ -310,7 +297,7 @@ SWITCHES = (
                 "switches that partition the states, or move them elsewhere, sum and gather every parameter over all "
                 "workers, and an expert's has only one",
                 "[rapidformer_templates]",
-                _copies_of_the_rest,
+                excludes("expert-parallel", (PARTITIONING, "offload"), TOGETHER_REVERSED),
                 Example("--num-experts 4 --expert-parallel --fsdp-memory-optimization --world-size 2"),
             ),
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.balance import cut
 from rapidformer_templates.planning.changes import drop, replace
+from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
 from rapidformer_templates.planning.switch import (
@@ -17,11 +18,12 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Reasons,
     Request,
-    Resource,
     Rule,
     Stage,
     Switch,
 )
+
+_PIPELINE = ("pipeline_model_parallel_size", 2)
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,17 @@ class PipelineParallelFlags:
 
     pipeline_model_parallel_size: int = flag(1, "stages that the blocks are cut into", metavar="N", minimum=1)
     virtual_pipeline_size: int = flag(
-        1, "stages that each worker of a pipeline has: above 1 they are interleaved", metavar="N", minimum=1
+        1,
+        "stages that each worker of a pipeline has: above 1 they are interleaved",
+        metavar="N",
+        minimum=1,
+        only_with=_PIPELINE,
     )
     pipeline_stages: str | None = flag(
-        None, "blocks of each stage, such as 3,5 (default: by parameters, embedding and head counted)", metavar="A,B"
+        None,
+        "blocks of each stage, such as 3,5 (default: by parameters, embedding and head counted)",
+        metavar="A,B",
+        only_with=_PIPELINE,
     )
 
 
@@ -90,18 +99,6 @@ def _one_run_of_blocks(request: Request) -> list[Finding]:
     message = "an encoder-decoder model cannot be cut into pipeline stages"
     asked = (*request.asked_for("pipeline-parallel"), *request.asked("task"))
     return [Finding(message, asked, switches=("pipeline-parallel",))]
-
-
-def _graph_is_whole(request: Request) -> list[Finding]:
-    return [
-        Finding(
-            f"{switch.name} does not work together with pipeline-parallel",
-            request.asked_for(switch.name, "pipeline-parallel"),
-            switches=(switch.name, "pipeline-parallel"),
-        )
-        for switch in request.active.values()
-        if Resource.GRAPH in switch.claims
-    ]
 
 
 def _acted(measured: Measured) -> str | None:
@@ -169,7 +166,7 @@ SWITCHES = (
                 "No switch that captures the model's graph together with a pipeline.",
                 "the forward of a stage ends in the middle of the model, which a captured graph has no way to do",
                 "[torch, onnxruntime]",
-                _graph_is_whole,
+                excludes("graph", "pipeline-parallel"),
                 Example("--torch-compile --pipeline-model-parallel-size 2 --world-size 2"),
             ),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
 from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
@@ -36,18 +37,6 @@ def _has_plan(request: Request) -> list[Finding]:
             (*request.asked_for("tensor-parallel"), f"architecture {kind}"),
             switches=("tensor-parallel",),
         )
-    ]
-
-
-def _not_captured(request: Request) -> list[Finding]:
-    graphs = request.of_family("graph")
-    return [
-        Finding(
-            f"{switch.name} does not work together with tensor-parallel",
-            request.asked_for(switch.name, "tensor-parallel"),
-            switches=(switch.name, "tensor-parallel"),
-        )
-        for switch in graphs
     ]
 
 
@@ -104,7 +93,7 @@ TENSOR_PARALLEL = Switch(
             "Captured graphs need the whole model in each worker.",
             "the exchanges between tensor-parallel workers stand inside the blocks, where a graph is captured",
             "[torch, onnxruntime]",
-            _not_captured,
+            excludes("graph", "tensor-parallel"),
             Example("--tensor-model-parallel-size 2 --onnx-runtime-training --world-size 2"),
         ),
     ),
