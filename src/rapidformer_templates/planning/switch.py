@@ -262,7 +262,11 @@ class Switch:
         needs_package: optional package that it needs.
         install: what to install for it, such as ``pip install rapidformer_templates[deepspeed]``.
         needs_cuda: whether it needs a GPU.
-        engine: ``module:Class`` of the engine that it asks for.
+        sizes: the fields of ``Sizes`` that its flags set, each with the flag: by how many it divides the model.
+        adopt: adds what a file of its own says to the flags, before anything is planned.
+        prepare: ``module:function`` that takes (flags, plan) before workers start: what only they could fail at later.
+        order: ``module:function`` that makes the order of the training samples from (template, samples).
+        engine: ``module:Class`` of the engine that it asks for; of several the first in the order of application.
         engine_options: what the engine must know of it: plain values, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
         exported: module that marks and reads folders of models that it has changed so that ``from_pretrained`` cannot.
@@ -294,6 +298,10 @@ class Switch:
     needs_package: str | None = None
     install: str | None = None
     needs_cuda: bool = False
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    adopt: Callable[[RunConfig], RunConfig] | None = None
+    prepare: str | None = None
+    order: str | None = None
     engine: str | None = None
     engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
     transform: str | None = None

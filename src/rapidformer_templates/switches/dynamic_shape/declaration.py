@@ -124,6 +124,7 @@ SWITCHES = (
         ),
         templates=("Pretrainer",),
         notes=_notes,
+        order="rapidformer_templates.switches.dynamic_shape.batches:order_of",
         receipt=("batch_shapes", "fill", "useful_tokens", "padded_tokens"),
         acted=_acted,
         changes_result=True,

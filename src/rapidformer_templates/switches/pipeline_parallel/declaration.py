@@ -9,7 +9,6 @@ from rapidformer_templates.planning.balance import cut
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
 from rapidformer_templates.planning.switch import (
     FORECAST,
     Example,
@@ -22,6 +21,7 @@ from rapidformer_templates.planning.switch import (
     Stage,
     Switch,
 )
+from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 
 _PIPELINE = ("pipeline_model_parallel_size", 2)
 
@@ -130,6 +130,7 @@ SWITCHES = (
             _interleaved,
         ),
         templates=("Trainer",),
+        sizes={"pipeline": "pipeline_model_parallel_size"},
         engine="rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine",
         transform="rapidformer_templates.switches.pipeline_parallel.transform:cut_into_stages",
         receipt=("parameter_bytes", "blocks"),

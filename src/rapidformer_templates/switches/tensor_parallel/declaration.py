@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
 from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 from rapidformer_templates.switches.tensor_parallel.sequence_switch import SEQUENCE_PARALLEL
 from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
 
@@ -74,6 +74,8 @@ TENSOR_PARALLEL = Switch(
     ),
     templates=("Trainer",),
     notes=_notes,
+    sizes={"tensor": "tensor_model_parallel_size"},
+    engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
     transform="rapidformer_templates.switches.tensor_parallel.transform:apply",
     receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:Division",
     receipt=("parameter_bytes", "parameter_bytes_whole", "tensor_parallel_size", "logits_columns"),

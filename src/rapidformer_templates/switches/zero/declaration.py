@@ -135,6 +135,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         templates=("Trainer",),
         rules=(ONLY_IN_TRAINER,),
         notes=_notes,
+        prepare="rapidformer_templates.switches.zero.values:prepare",
         engine="rapidformer_templates.switches.zero.engine:DeepSpeedEngine",
         engine_options=_engine_options,
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "gradient_bytes"),

@@ -156,6 +156,7 @@ DEEPSPEED_CONFIG = Switch(
     off={"deepspeed_config": None},
     predicts=Prediction({"activations": "a bucket of the file's size"}, _what_no_flag_knows),
     templates=("Trainer",),
+    adopt=deepspeed_file.adopt,
     needs_package=DEEPSPEED["needs_package"],
     install=DEEPSPEED["install"],
     notes=_notes,
