@@ -80,9 +80,6 @@ SWITCHES = (
         source="[R, D]",
         stage=Stage.SHARD,
         options=CpuOffloadFlags,
-        active=lambda options, sizes: options.cpu_offload,
-        on={"cpu_offload": True},
-        off={"cpu_offload": False},
         predicts=Prediction(
             {
                 "parameters": "of ZeRO-3 in host memory",

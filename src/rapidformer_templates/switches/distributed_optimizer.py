@@ -32,9 +32,6 @@ SWITCHES = (
         source="[M]",
         stage=Stage.SHARD,
         options=DistributedOptimizerFlags,
-        active=lambda options, sizes: options.use_distributed_optimizer,
-        on={"use_distributed_optimizer": True},
-        off={"use_distributed_optimizer": False},
         predicts=Prediction(
             {
                 "optimizer": "a share on each replica",

@@ -113,9 +113,7 @@ SWITCHES = (
         source="[R]",
         stage=Stage.DATA,
         options=DynamicShapeFlags,
-        active=lambda options, sizes: options.data_iterator == "dynamic-shape",
         on={"data_iterator": "dynamic-shape"},
-        off={"data_iterator": "static"},
         predicts=Prediction(
             unknown=always(
                 activations="the shapes of the batches follow from the data; --seq-length is taken for all",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,7 +48,7 @@ class FsdpOptionsFlags:
     )
 
 
-OFF = {"fsdp_reshard_after_forward": True, "fsdp_reduce_dtype": None}
+OFF = {declared.name: declared.default for declared in dataclasses.fields(FsdpOptionsFlags)}
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -113,9 +114,6 @@ SWITCHES = (
         source="[R]",
         stage=Stage.SHARD,
         options=FsdpFlags,
-        active=lambda options, sizes: options.fsdp_memory_optimization,
-        on={"fsdp_memory_optimization": True},
-        off={"fsdp_memory_optimization": False},
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each parameter")
             | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,15 +68,7 @@ class ExpertParallelFlags:
     )
 
 
-OFF = {
-    "num_experts": None,
-    "moe_top_k": None,
-    "moe_ffn_hidden_size": None,
-    "moe_layer_interval": 1,
-    "moe_loss_coeff": None,
-    "moe_z_loss_coeff": None,
-    "moe_capacity_factor": None,
-}
+OFF = {declared.name: declared.default for declared in dataclasses.fields(MixtureOfExpertsFlags)}
 SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
 NOT_WITH = ("tensor-parallel", "pipeline-parallel", "sequence-parallel", "onnx-runtime")
@@ -268,9 +261,7 @@ SWITCHES = (
         source="[S]",
         stage=Stage.SHARD,
         options=ExpertParallelFlags,
-        active=lambda options, sizes: options.expert_parallel,
         on={"expert_parallel": True, "num_experts": 8},
-        off={"expert_parallel": False},
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "of the experts a share"),
             always(

@@ -40,9 +40,6 @@ SWITCHES = (
         source="[R]",
         stage=Stage.SHARD,
         options=OssFlags,
-        active=lambda options, sizes: options.oss_memory_optimization,
-        on={"oss_memory_optimization": True},
-        off={"oss_memory_optimization": False},
         predicts=Prediction({"optimizer": "that of the parameters that a worker owns", "time": "sums, and weights"}),
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE}),
@@ -59,9 +56,6 @@ SWITCHES = (
         source="[R]",
         stage=Stage.SHARD,
         options=OssSdpFlags,
-        active=lambda options, sizes: options.oss_sdp_memory_optimization,
-        on={"oss_sdp_memory_optimization": True},
-        off={"oss_sdp_memory_optimization": False},
         predicts=Prediction(
             {
                 "gradients": "those of the parameters that a worker owns",

@@ -118,9 +118,7 @@ SWITCHES = (
         source="[R, M]",
         stage=Stage.PARTITION,
         options=PipelineParallelFlags,
-        active=lambda options, sizes: options.pipeline_model_parallel_size > 1,
         on={"pipeline_model_parallel_size": 2},
-        off={"pipeline_model_parallel_size": 1},
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
             | {

@@ -62,9 +62,7 @@ TENSOR_PARALLEL = Switch(
     source="[R, M]",
     stage=Stage.TENSOR,
     options=TensorParallelFlags,
-    active=lambda options, sizes: options.tensor_model_parallel_size > 1,
     on={"tensor_model_parallel_size": 2},
-    off={"tensor_model_parallel_size": 1},
     predicts=Prediction(
         dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each matrix")
         | {

@@ -117,7 +117,6 @@ _ACTED = {1: _STATES, 2: all_of(_STATES, _gradients), 3: all_of(_STATES, _gradie
 
 
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
-    name = f"zero_{level}_memory_optimization"
     own = {1: _under_3d("optimizer"), 2: _under_3d("gradients")}  # ZeRO-3 is refused under 3D
     package: Mapping[str, Any] = DEEPSPEED
     return Switch(
@@ -126,9 +125,6 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         source="[R, D]",
         stage=Stage.SHARD,
         options=options,
-        active=lambda options, sizes: getattr(options, name),
-        on={name: True},
-        off={name: False},
         predicts=PREDICTION,
         family=PARTITIONING,
         claims=claims,
