@@ -1,4 +1,4 @@
-"""Shapes of checks that several rules share."""
+"""Shapes of checks that several rules share, and of a note that several switches have."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
     if callable(side):
         return [(name, "") for name, switch in request.active.items() if side(switch)]
     return [found for name in side for found in _of_side(request, name)]
+
+
+def idle_alone(note: str) -> Callable[[Request], tuple[str, ...]]:
+    """The note of a switch that has nothing to do where there is one data-parallel worker."""
+    return lambda request: (note,) if request.sizes.data == 1 else ()
 
 
 def one_claim(*resources: Resource) -> Callable[[Request], list[Finding]]:

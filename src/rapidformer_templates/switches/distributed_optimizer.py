@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.acted import shared_out
-from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Prediction, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import Example, Prediction, Resource, Rule, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -18,11 +17,6 @@ class DistributedOptimizerFlags:
     use_distributed_optimizer: bool = flag(
         False, "shard the optimizer state over the data-parallel workers, also under 3D", choice=PARTITIONING
     )
-
-
-def _notes(request: Request) -> Sequence[str]:
-    idle = "distributed-optimizer: one data-parallel worker, so there is nothing to shard"
-    return (idle,) if request.sizes.data == 1 else ()
 
 
 SWITCHES = (
@@ -42,7 +36,7 @@ SWITCHES = (
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE}),
         templates=("Trainer",),
-        notes=_notes,
+        notes=idle_alone("distributed-optimizer: one data-parallel worker, so there is nothing to shard"),
         engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
         engine_options=lambda request: {"shard_over_data": "optimizer"},
         receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),

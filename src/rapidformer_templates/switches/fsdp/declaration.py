@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out, shown
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
@@ -49,10 +49,6 @@ class FsdpOptionsFlags:
 
 
 OFF = {declared.name: declared.default for declared in dataclasses.fields(FsdpOptionsFlags)}
-
-
-def _notes(request: Request) -> Sequence[str]:
-    return ("fsdp: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
 
 
 def _given(request: Request) -> dict[str, Any]:
@@ -123,7 +119,7 @@ SWITCHES = (
         ),
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS}),
-        notes=_notes,
+        notes=idle_alone("fsdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.fsdp.engine:FSDPEngine",
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
         acted=_SHARES,

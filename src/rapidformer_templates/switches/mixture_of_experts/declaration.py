@@ -10,7 +10,7 @@ from typing import Any
 from rapidformer_templates.models.facts import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.acted import divides_parameters
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes
+from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_alone
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -178,10 +178,6 @@ def _mixture_notes(request: Request) -> Sequence[str]:
     )
 
 
-def _parallel_notes(request: Request) -> Sequence[str]:
-    return ("expert-parallel: one worker, so there is nothing to divide",) if request.sizes.data == 1 else ()
-
-
 def _mixture_acted(measured: Measured) -> str | None:
     layers = measured["expert_load_by_layer"]
     if layers and all(any(layer) for layer in layers):
@@ -269,7 +265,7 @@ SWITCHES = (
                 time="the way of the tokens to the experts and back is not in the seconds",
             ),
         ),
-        notes=_parallel_notes,
+        notes=idle_alone("expert-parallel: one worker, so there is nothing to divide"),
         engine="rapidformer_templates.switches.mixture_of_experts.expert_parallel:ExpertParallelEngine",
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
         acted=divides_parameters,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out
-from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
@@ -61,10 +61,6 @@ ONLY_IN_TRAINER = Rule(
 
 def _engine_options(request: Request) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_file.effective(request, precision(request.config, request.environment))}
-
-
-def _notes(request: Request) -> Sequence[str]:
-    return ("ZeRO: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
 
 
 def _notes_under_3d(request: Request) -> Sequence[str]:
@@ -130,7 +126,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         claims=claims,
         templates=("Trainer",),
         rules=(ONLY_IN_TRAINER,),
-        notes=_notes,
+        notes=idle_alone("ZeRO: one worker, so there is nothing to shard"),
         prepare="rapidformer_templates.switches.zero.values:prepare",
         engine="rapidformer_templates.switches.zero.engine:DeepSpeedEngine",
         engine_options=_engine_options,
