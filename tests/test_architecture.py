@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,43 @@ def test_loop_and_templates_name_no_switch(name: str) -> None:
         switches | fields | {spelling(field) for field in fields} | {s.replace("-", "_") for s in switches}
     ) - EVERYDAY
     assert forbidden.isdisjoint(_words(_tree(SOURCE / name)))
+
+
+BELOW = ("planning", "system", "models", "data", "engines", "run")
+NAMING = {
+    "planning/peers.py": "the flags that other trainers have, and ours",
+    "planning/optimizers.py": "which switches cut what an optimizer must have whole",
+    "planning/request.py": "the precision, which every engine computes in; sizes of a model have names of flags",
+    "planning/switch.py": "sizes of a model have names of flags",
+    "planning/deepspeed_file": "a second place for flags: which key is which",
+    "models/architectures.py": "sizes of a model have names of flags",
+    "data/shapes.py": "a limit has the name of its flag",
+    "data/tasks/pretraining.py": "samples of dynamic shapes are documents, which is of the data",
+    "run/out_of_memory.py": "the ladder is one of flags",
+    "run/configure.py": "the automatic strategy chooses flags before there is a plan",
+}
+"""Modules below the switches, and of a run, that name one: why none of them can do without."""
+
+
+def _named_in(path: Path) -> set[str]:
+    """The switches and fields of flags that a module names, whole, in its code."""
+    names = {switch.name for switch in REGISTRY.switches} - EVERYDAY
+    fields = {field for switch in REGISTRY.switches for field in switch.fields} - EVERYDAY
+    named = names | fields | {spelling(field) for field in fields}
+    tree = _tree(path)
+    return named & set(_words(tree)) | {module for module in _imports(tree) if _room_of(module) == "switches"}
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_rooms_know_no_switch_by_name(room: str) -> None:
+    modules = {str(path.relative_to(SOURCE)): path for path in MODULES if _room(path) == room}
+    others = {name: path for name, path in modules.items() if not name.startswith(tuple(NAMING))}
+    assert {name: named for name, path in others.items() if (named := _named_in(path))} == {}
+
+
+@pytest.mark.parametrize("name", NAMING)
+def test_module_that_may_name_a_switch_does(name: str) -> None:
+    assert any(_named_in(path) for path in MODULES if str(path.relative_to(SOURCE)).startswith(name))
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
@@ -137,7 +175,12 @@ def test_tests_share_only_what_is_support(path: Path) -> None:
     assert [module for module in sorted(taken) if module.split(".")[:2] != ["tests", "support"]] == []
 
 
-OBJECTS = {named for switch in REGISTRY.switches for named in (switch.engine, switch.transform) if named}
+OBJECTS = {
+    named
+    for switch in REGISTRY.switches
+    for named in (switch.engine, switch.transform, switch.prepare, switch.order)
+    if named
+} | {facts.groups for facts in OPTIMIZERS.values() if facts.groups}
 
 
 @pytest.mark.parametrize("named", sorted(OBJECTS))

@@ -21,17 +21,25 @@ from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
-from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule, default_optimizer, schedule, undecayed
+from rapidformer_templates.engines.recipe import (
+    GroupOptions,
+    OptimizerSpec,
+    Schedule,
+    default_optimizer,
+    schedule,
+    undecayed,
+)
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.tasks import metrics_of
 from rapidformer_templates.run import configure
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.handover import at_the_door, is_asked_for
 from rapidformer_templates.run.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook
-from rapidformer_templates.switches.optimizer.muon import rule_by_shape, tables_of
 from rapidformer_templates.system import program
 
 
@@ -105,8 +113,7 @@ class Trainer:
     @hook("lr", "weight_decay", "optimizer")
     def build_optimizer(self) -> OptimizerSpec:
         """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr`` and ``--weight-decay``."""
-        options = rule_by_shape(self._tables) if self.plan.optimizer == "muon" else undecayed
-        return default_optimizer(self.plan, self.config.training, options)
+        return default_optimizer(self.plan, self.config.training, self._groups or undecayed)
 
     @hook("lr_decay_style", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction")
     def build_scheduler(self, total_steps: int) -> Schedule:
@@ -202,11 +209,12 @@ class Trainer:
                 self.__dict__.pop(name, None)
 
     _labels_are_shifted = False
-    _tables: frozenset[str] = frozenset()
+    _groups: GroupOptions | None = None
 
     def model_was_built(self, model: nn.Module) -> None:
-        """Note the model's tables; the library calls it with what ``build_model`` returned."""
-        self._tables = tables_of(model)
+        """Note which parameters the optimizer treats alike; the library calls it with what ``build_model`` returned."""
+        groups = OPTIMIZERS[self.plan.optimizer].groups
+        self._groups = load_object(groups)(model) if groups else None
         for module in model.modules():  # also one inside of a module of the user's own
             settings: Any = getattr(module, "config", None)
             if hasattr(settings, "use_cache"):

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split
-from rapidformer_templates.planning.deepspeed_file.file import adopt
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import Plan
@@ -148,7 +147,7 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
     asked: PlanFlags = config.user
     own = {field.name for field in dataclasses.fields(PlanFlags)}
     origins = {name: origin for name, origin in config.origins.items() if name not in own}
-    config = adopt(dataclasses.replace(config, user=None, origins=origins))
+    config = REGISTRY.adopt(dataclasses.replace(config, user=None, origins=origins))
     template, origin = choose_template(config)
     place = environment.detect(
         template,

@@ -92,9 +92,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, reader: StateReader
         _load_optimizer(tensors, optimizer, reader)
     for name, tensor in tensors.items():
         shape, offset = box_of(tensor)
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if all(shape):
-            local.detach().copy_(reader.read("weights", name, offset, shape))
+            local_part(tensor).detach().copy_(reader.read("weights", name, offset, shape))
 
 
 def check_weights(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
@@ -139,12 +138,7 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
     names = {id(tensor): name for name, tensor in tensors.items()}
     order = [p for group in optimizer.param_groups for p in group["params"]]
     # Not those of ``order``: where the state is sharded by whole parameters, this rank has only some of them.
-    unknown = set(saved) - {name for name, tensor in tensors.items() if tensor.requires_grad}
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint has optimizer state of what is not trained here: {', '.join(sorted(unknown)[:6])}",
-            hint="train the same parameters, or take the weights alone with --weights-only",
-        )
+    check_optimizer({name for name, tensor in tensors.items() if tensor.requires_grad}, reader.names("optimizer"))
     state: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(order):
         name = names[id(parameter)]

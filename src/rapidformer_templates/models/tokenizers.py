@@ -12,9 +12,9 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.system.files import key_of
 
 
-def padded_vocab_size(size: int, multiple: int = 128) -> int:
-    """The vocabulary size rounded up, as Megatron-LM does: 50257 → 50304."""
-    return -(-size // multiple) * multiple
+def padded_vocab_size(size: int) -> int:
+    """The vocabulary size rounded up to a multiple of 128, as Megatron-LM does: 50257 → 50304."""
+    return -(-size // 128) * 128
 
 
 def vocabulary_id(tokenizer: Tokenizer) -> str:

@@ -1,9 +1,9 @@
-"""Shapes of checks that several rules share."""
+"""Shapes of checks that several rules share, and of a note that several switches have."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rapidformer_templates.planning.changes import move
 from rapidformer_templates.planning.switch import TEMPLATES, Finding, Request, Resource, Switch
@@ -29,6 +29,45 @@ def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
         return [one(request, switch) for switch in wanted if request.environment.template not in switch.templates]
 
     return check
+
+
+Side = str | Resource | Callable[[Switch], bool] | tuple[str, ...] | Mapping[str, str]
+"""Of a pair: a switch or a family by name, who claims a resource, or whoever a function says; several names; or names,
+each with what it does that the other cannot bear."""
+
+
+TOGETHER, TOGETHER_REVERSED = "{0} does not work together with {1}", "{1} does not work together with {0}"
+
+
+def excludes(one: Side, other: Side, message: str = TOGETHER) -> Callable[[Request], list[Finding]]:
+    """No active switch of the one side works together with one of the other; the message has places for both."""
+
+    def check(request: Request) -> list[Finding]:
+        return [
+            Finding(message.format(a, b) + why, request.asked_for(a, b), switches=(a, b))
+            for a, _ in _of_side(request, one)
+            for b, why in _of_side(request, other)
+        ]
+
+    return check
+
+
+def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
+    """The active switches of a side by name, each with the words that tell why."""
+    if isinstance(side, str):
+        return [(name, "") for name, switch in request.active.items() if side in (name, switch.family)]
+    if isinstance(side, Resource):
+        return [(name, "") for name, switch in request.active.items() if side in switch.claims]
+    if isinstance(side, Mapping):
+        return [(name, f", which {why}") for name, why in side.items() if name in request.active]
+    if callable(side):
+        return [(name, "") for name, switch in request.active.items() if side(switch)]
+    return [found for name in side for found in _of_side(request, name)]
+
+
+def idle_alone(note: str) -> Callable[[Request], tuple[str, ...]]:
+    """The note of a switch that has nothing to do where there is one data-parallel worker."""
+    return lambda request: (note,) if request.sizes.data == 1 else ()
 
 
 def one_claim(*resources: Resource) -> Callable[[Request], list[Finding]]:

@@ -94,12 +94,15 @@ class RunConfig:
         declared = next(f for f in dataclasses.fields(kind) if f.name == name)
         return _checked(declared, field_types(kind)[name], value, origin)
 
-    def items(self) -> Iterable[tuple[str, Any]]:
-        """All (field name, value) pairs, section by section."""
+    def fields(self) -> Iterable[dataclasses.Field[Any]]:
+        """The declarations of all fields, section by section."""
         groups = [getattr(self, section) for section in SECTIONS] + list(self.switches.values())
         for group in [*groups, self.user] if self.user is not None else groups:
-            for f in dataclasses.fields(group):
-                yield f.name, getattr(group, f.name)
+            yield from dataclasses.fields(group)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """All (field name, value) pairs, section by section."""
+        return ((f.name, self.get(f.name)) for f in self.fields())
 
 
 def spelling(name: str) -> str:

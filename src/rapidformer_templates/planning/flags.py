@@ -19,6 +19,7 @@ def flag(
     minimum: float | None = None,
     maximum: float | None = None,
     choice: str | None = None,
+    only_with: tuple[str, Any] | None = None,
 ) -> Any:
     """Declare one flag as a dataclass field.
 
@@ -32,9 +33,10 @@ def flag(
         maximum: the greatest.
         choice: what it decides together with other flags that exclude it: one that is given on the command line
             takes the place of another that stands in a file or a script.
+        only_with: the field that it acts only together with, and a value to suggest for that.
     """
     metadata = {"help": help, "bare": bare, "alias": alias, "metavar": metavar, "minimum": minimum, "maximum": maximum}
-    return field(default=default, metadata=metadata | {"choice": choice})
+    return field(default=default, metadata=metadata | {"choice": choice, "only_with": only_with})
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,10 @@ class TrainingFlags:
     no_save: bool = flag(False, "train without --save, and throw the model away at the end", choice="save")
     overwrite: bool = flag(False, "empty a run folder that already holds a run")
     load: str | None = flag(None, "run folder or checkpoint to start from", metavar="DIR")
-    resume: bool = flag(False, "go on from the newest whole checkpoint in --save")
-    weights_only: bool = flag(False, "with --load: take the weights and start everything else anew")
+    resume: bool = flag(False, "go on from the newest whole checkpoint in --save", only_with=("save", "DIR"))
+    weights_only: bool = flag(
+        False, "with --load: take the weights and start everything else anew", only_with=("load", "DIR")
+    )
     lr: float | None = flag(None, "peak learning rate", minimum=0)
     lr_decay_style: Literal["linear", "cosine", "constant"] = flag("linear", "shape of the learning rate after warmup")
     min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)
@@ -189,7 +193,9 @@ class TrainingFlags:
         None, "metric by which the best checkpoint is kept (default: the task's)", metavar="NAME"
     )
     metric_for_best_mode: Literal["min", "max"] | None = flag(
-        None, "whether the least or the most of --metric-for-best is best (default: known by its name)"
+        None,
+        "whether the least or the most of --metric-for-best is best (default: known by its name)",
+        only_with=("metric_for_best", "NAME"),
     )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
     seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**32 - 1)

@@ -8,24 +8,6 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.optimizers import missing_package
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Resource, Rule
 
-# Flags that act only together with another one: (flag, its value when off, the other, a value to suggest for it).
-# The other is off when it is None, of a choice ``static``, of a size 1.
-ONLY_WITH = (
-    ("moe_top_k", None, "num_experts", 8),
-    ("moe_ffn_hidden_size", None, "num_experts", 8),
-    ("moe_layer_interval", 1, "num_experts", 8),
-    ("moe_capacity_factor", None, "num_experts", 8),
-    ("expert_parallel", False, "num_experts", 8),
-    ("weights_only", False, "load", "DIR"),
-    ("resume", False, "save", "DIR"),
-    ("metric_for_best_mode", None, "metric_for_best", "NAME"),
-    ("tokens_per_batch", None, "data_iterator", "dynamic-shape"),
-    ("max_shapes", None, "data_iterator", "dynamic-shape"),
-    ("shape_multiple", None, "data_iterator", "dynamic-shape"),
-    ("virtual_pipeline_size", 1, "pipeline_model_parallel_size", 2),
-    ("pipeline_stages", None, "pipeline_model_parallel_size", 2),
-)
-
 
 def _leave_out(*names: str) -> tuple[Change, ...]:
     """Leaving out either of the named flags."""
@@ -110,10 +92,12 @@ def _sequence_fits(request: Request) -> list[Finding]:
 
 
 def _has_companion(request: Request) -> list[Finding]:
+    defaults = {declared.name: declared.default for declared in request.config.fields()}
     findings = []
-    for name, off, other, value in ONLY_WITH:
-        if request.config.get(name) != off and request.config.get(other) in (None, "static", 1):
-            changes = (add({other: value}), drop({name: off}))
+    for declared in request.config.fields():
+        name, (other, value) = declared.name, declared.metadata.get("only_with") or (None, None)
+        if other and request.config.get(name) != declared.default and request.config.get(other) == defaults[other]:
+            changes = (add({other: value}), drop({name: declared.default}))
             message = f"{spelling(name)} acts only together with {spelling(other)}"
             findings.append(Finding(message, request.asked(name), changes=changes))
     return findings

@@ -24,6 +24,7 @@ class OptimizerFacts:
         stand_in: the class that makes the same update where package or GPU are absent.
         cpu_form: whether an offloaded state can be updated on the CPU.
         not_under: partitioning switches whose shards it cannot update.
+        groups: ``module:function`` from the built model to what parameters it treats alike, if not by decay alone.
     """
 
     implementation: str
@@ -35,6 +36,7 @@ class OptimizerFacts:
     stand_in: str | None = None
     cpu_form: bool = True
     not_under: frozenset[str] = frozenset()
+    groups: str | None = None
 
 
 APEX = "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)"
@@ -81,7 +83,12 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     ),
     "adamw_anyprecision": OptimizerFacts("rapidformer_templates.switches.optimizer.anyprecision.AnyPrecisionAdamW", 4),
     "lamb": OptimizerFacts(LAMB, 8, cpu_form=False, not_under=CUTS_PARAMETERS),
-    "muon": OptimizerFacts("rapidformer_templates.switches.optimizer.muon.Muon", 4, not_under=CUTS_PARAMETERS),
+    "muon": OptimizerFacts(
+        "rapidformer_templates.switches.optimizer.muon.Muon",
+        4,
+        not_under=CUTS_PARAMETERS,
+        groups="rapidformer_templates.switches.optimizer.muon:groups_of",
+    ),
 }
 
 TORCH_ADAM = {FUSED_ADAMW: "torch.optim.Adam (fused)", "torch.optim.AdamW": "torch.optim.Adam"}

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -74,6 +74,14 @@ class Registry:
         """The configuration with default options for each switch that it does not mention."""
         missing = {name: options() for name, options in self.options().items() if name not in config.switches}
         return dataclasses.replace(config, switches={**config.switches, **missing}) if missing else config
+
+    def adopt(self, config: RunConfig) -> RunConfig:
+        """The configuration with what files of the switches' own say; where no flag says it, the file is its origin.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        return reduce(lambda found, switch: switch.adopt(found) if switch.adopt else found, self.switches, config)
 
     def without(self, code: str) -> Registry:
         """This registry without the rule of that code: what the test of a rule compares with."""

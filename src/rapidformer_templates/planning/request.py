@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +35,27 @@ def build_request(
     model: ModelFacts | None = None,
 ) -> Request:
     """Gather the facts; ``model`` spares reading the model's ``config.json`` again."""
-    sizes = sizes_of(config, environment)
+    sizes = sizes_of(config, environment, switches)
     model = model or model_facts(config)
     asked = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
     active = {switch.name: switch.in_layout(sizes) for switch in asked}
     return Request(config, environment, active, sizes, model, training)
 
 
-def sizes_of(config: RunConfig, environment: Environment) -> Sizes:
+def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:
     """Workers and batches; what does not divide is rounded down, and a rule speaks about it."""
-    tensor = config.get("tensor_model_parallel_size")
-    pipeline = config.get("pipeline_model_parallel_size")
-    data = max(1, environment.world_size // (tensor * pipeline))
+    divided = {size: config.get(name) for switch in switches for size, name in switch.sizes.items()}
+    data = max(1, environment.world_size // math.prod(divided.values()))
     micro = config.data.micro_batch_size
     whole = config.data.global_batch_size or micro * data
     return Sizes(
         world=environment.world_size,
         local_world=environment.local_world_size,
-        tensor=tensor,
-        pipeline=pipeline,
         data=data,
         micro_batch=micro,
         global_batch=whole,
         accumulation=max(1, whole // (micro * data)),
+        **divided,
     )
 
 

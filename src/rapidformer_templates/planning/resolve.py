@@ -18,8 +18,6 @@ from rapidformer_templates.planning.switch import Request
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"
-PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
-PIPELINE_ENGINE = "rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine"
 
 
 def resolve(
@@ -73,14 +71,12 @@ def plan_of(request: Request, registry: Registry) -> Plan:
 
 
 def _engine(request: Request) -> str:
-    """The engine that owns the optimizer step: a layout's own, else the last that a switch asks for."""
-    if request.sizes.pipeline > 1:
-        return PIPELINE_ENGINE
-    if request.sizes.tensor > 1:
-        return PARALLEL_ENGINE
-    # The registry's order is that of the stages.
-    engines = [switch.engine for switch in request.active.values() if switch.engine]
-    return [DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE, *engines][-1]
+    """The engine that owns the optimizer step: the first that a switch asks for, in the order of the stages.
+
+    What divides the model comes before what divides its states, and its engine knows of both.
+    """
+    plain = DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE
+    return next((switch.engine for switch in request.active.values() if switch.engine), plain)
 
 
 def _notes(request: Request, registry: Registry) -> tuple[str, ...]:

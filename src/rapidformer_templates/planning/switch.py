@@ -232,6 +232,11 @@ def _never(model: ModelFacts) -> bool:
     return False
 
 
+def _first_flag_given(options: Any, sizes: Sizes) -> bool:
+    first = dataclasses.fields(options)[0]
+    return bool(getattr(options, first.name) != first.default)
+
+
 def _no_notes(request: Request) -> Sequence[str]:
     return ()
 
@@ -250,9 +255,6 @@ class Switch:
         source: where it is documented.
         stage: its place in the order of application.
         options: dataclass of its flags; flags, help and docs are derived from it.
-        active: whether the options (or, for gradient accumulation, the sizes) turn it on.
-        off: field values that turn it off, for suggestions.
-        on: field values that turn it on, for suggestions, tests and docs.
         predicts: what the planner makes of it.
         family: switches that can stand for one another, such as ``partitioning``.
         claims: resources that it takes for itself.
@@ -262,7 +264,11 @@ class Switch:
         needs_package: optional package that it needs.
         install: what to install for it, such as ``pip install rapidformer_templates[deepspeed]``.
         needs_cuda: whether it needs a GPU.
-        engine: ``module:Class`` of the engine that it asks for.
+        sizes: the fields of ``Sizes`` that its flags set, each with the flag: by how many it divides the model.
+        adopt: adds what a file of its own says to the flags, before anything is planned.
+        prepare: ``module:function`` that takes (flags, plan) before workers start: what only they could fail at later.
+        order: ``module:function`` that makes the order of the training samples from (template, samples).
+        engine: ``module:Class`` of the engine that it asks for; of several the first in the order of application.
         engine_options: what the engine must know of it: plain values, which the plan shows.
         transform: ``module:function`` that applies it to the built model.
         exported: module that marks and reads folders of models that it has changed so that ``from_pretrained`` cannot.
@@ -270,6 +276,10 @@ class Switch:
         receipt_hooks: ``module:Class`` of what measures those that are its own, an ``engines.receipt.Receipt``.
         acted: looks at the measurements of the first step: None, or, of a switch that did nothing, what should have
             been seen and was not. The run ends there.
+        active: whether the options (or, for gradient accumulation, the sizes) turn it on; by default its first flag
+            does, by another value than its default.
+        on: field values that turn it on, for suggestions, tests and docs; by default the first flag alone.
+        off: field values that turn it off, for suggestions; by default that flag's own.
         changes_result: whether it computes something else, and not only at another cost: a one-process run that is
             compared with has it, too.
         under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
@@ -281,11 +291,11 @@ class Switch:
     source: str
     stage: Stage
     options: type
-    active: Callable[[Any, Sizes], bool]
-    on: Mapping[str, Any]
-    off: Mapping[str, Any]
     predicts: Prediction
     acted: Callable[[Measured], str | None]
+    active: Callable[[Any, Sizes], bool] = _first_flag_given
+    on: Mapping[str, Any] = field(default_factory=dict)
+    off: Mapping[str, Any] = field(default_factory=dict)
     family: str | None = None
     claims: frozenset[Resource] = frozenset()
     templates: tuple[str, ...] = TEMPLATES
@@ -294,6 +304,10 @@ class Switch:
     needs_package: str | None = None
     install: str | None = None
     needs_cuda: bool = False
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    adopt: Callable[[RunConfig], RunConfig] | None = None
+    prepare: str | None = None
+    order: str | None = None
     engine: str | None = None
     engine_options: Callable[[Request], Mapping[str, Any]] = _no_options
     transform: str | None = None
@@ -303,6 +317,12 @@ class Switch:
     changes_result: bool = False
     under_3d: Mapping[str, Any] = field(default_factory=dict)
     implied: Callable[[ModelFacts], bool] = _never
+
+    def __post_init__(self) -> None:
+        first = next(iter(dataclasses.fields(self.options)), None)
+        if first is not None:
+            object.__setattr__(self, "on", self.on or {first.name: True})
+            object.__setattr__(self, "off", self.off or {first.name: first.default})
 
     def in_layout(self, sizes: Sizes) -> Switch:
         """This switch as it acts with these sizes."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, parse
-from rapidformer_templates.planning.deepspeed_file.file import adopt
 from rapidformer_templates.planning.environment import Environment, detect
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
@@ -57,7 +56,7 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
         )
     if config.launch.user_script:
         raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
-    config = with_template_defaults(adopt(config), name)
+    config = with_template_defaults(REGISTRY.adopt(config), name)
     return _with_best_layout(template, config) if config.get("auto_strategy") else config
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import RunFolder, read_metrics
 from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
@@ -44,7 +45,7 @@ def show_plan(plan: Plan) -> None:
     """The plan in a few lines."""
     sizes = plan.sizes
     batch = f"{sizes.global_batch} samples a step = {sizes.micro_batch} micro × {sizes.data} data-parallel"
-    if "dynamic-shape" in plan.switches:  # its batches are counted in tokens
+    if any(REGISTRY[name].order for name in plan.switches):  # its batches are counted in tokens
         batch = f"{sizes.data * sizes.accumulation} micro batches a step = {sizes.data} data-parallel"
     lines = [
         f"template   {plan.template} ({plan.values['template']['origin']})",

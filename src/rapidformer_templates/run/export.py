@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.switches.mixture_of_experts.exported import mark
+from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.system.files import new_folder
 from rapidformer_templates.system.workers import Workers
 
@@ -47,4 +48,6 @@ def _save_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor],
         skeleton = original(config)
     logging.disable_progress_bar()  # its bar would stand among our own lines
     skeleton.save_pretrained(folder, state_dict=weights)
-    mark(folder)
+    for switch in REGISTRY.switches:
+        if switch.exported:
+            import_module(switch.exported).mark(folder)

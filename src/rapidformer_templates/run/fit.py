@@ -43,8 +43,6 @@ from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
-from rapidformer_templates.switches.zero.compiled_parts import prepare
-from rapidformer_templates.switches.zero.values import check_values
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.system.random_state import seed_all
@@ -107,8 +105,9 @@ def _check(template: Template, folder: RunFolder | None) -> None:
         if not template.computes_own_metrics:
             check_metric(template.config)
         task.check()
-    prepare(template.plan)
-    check_values(template.config, template.plan)
+    for switch in (REGISTRY[name] for name in template.plan.switches):
+        if switch.prepare:
+            load_object(switch.prepare)(template.config, template.plan)
 
 
 def _check_overwritten(template: Template, folder: RunFolder) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
-from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.checks import PARTITIONING, excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS
 from rapidformer_templates.planning.switch import (
@@ -22,6 +22,7 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
+from rapidformer_templates.switches.zero.file_switch import partitions_without_zero
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,6 @@ def _acted(measured: Measured) -> str | None:
     if measured.plan.optimizer_implementation == CPU_ADAM and CPU_ADAM.rpartition(".")[2] not in str(measured[rule]):
         return f"updates by {CPU_ADAM} were expected; {measured[rule]} makes them"
     return None
-
-
-def _only_with_zero(request: Request) -> list[Finding]:
-    return [
-        Finding(
-            f"cpu-offload does not work together with {switch.name}",
-            request.asked_for("cpu-offload", switch.name),
-            switches=(switch.name, "cpu-offload"),
-        )
-        for switch in request.of_family(PARTITIONING)
-        if not switch.name.startswith("zero-")
-    ]
 
 
 def _optimizer_on_cpu(request: Request) -> list[Finding]:
@@ -91,9 +80,6 @@ SWITCHES = (
         source="[R, D]",
         stage=Stage.SHARD,
         options=CpuOffloadFlags,
-        active=lambda options, sizes: options.cpu_offload,
-        on={"cpu_offload": True},
-        off={"cpu_offload": False},
         predicts=Prediction(
             {
                 "parameters": "of ZeRO-3 in host memory",
@@ -114,7 +100,7 @@ SWITCHES = (
                 "CPU offload together with partitioning of the model's states: only ZeRO.",
                 "OSS, SDP, FSDP and the distributed optimizer keep their shards where the parameters are",
                 "[R]",
-                _only_with_zero,
+                excludes("cpu-offload", partitions_without_zero),
                 Example("--cpu-offload --fsdp-memory-optimization --world-size 2"),
             ),
             OPTIMIZER_HAS_CPU_FORM,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.acted import shared_out
-from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Prediction, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import Example, Prediction, Resource, Rule, Stage, Switch
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,6 @@ class DistributedOptimizerFlags:
     )
 
 
-def _notes(request: Request) -> Sequence[str]:
-    idle = "distributed-optimizer: one data-parallel worker, so there is nothing to shard"
-    return (idle,) if request.sizes.data == 1 else ()
-
-
 SWITCHES = (
     Switch(
         name="distributed-optimizer",
@@ -32,9 +26,6 @@ SWITCHES = (
         source="[M]",
         stage=Stage.SHARD,
         options=DistributedOptimizerFlags,
-        active=lambda options, sizes: options.use_distributed_optimizer,
-        on={"use_distributed_optimizer": True},
-        off={"use_distributed_optimizer": False},
         predicts=Prediction(
             {
                 "optimizer": "a share on each replica",
@@ -45,7 +36,7 @@ SWITCHES = (
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE}),
         templates=("Trainer",),
-        notes=_notes,
+        notes=idle_alone("distributed-optimizer: one data-parallel worker, so there is nothing to shard"),
         engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
         engine_options=lambda request: {"shard_over_data": "optimizer"},
         receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),

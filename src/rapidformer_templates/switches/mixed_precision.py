@@ -61,9 +61,7 @@ SWITCHES = (
         source="[R, S]",
         stage=Stage.PRECISION,
         options=MixedPrecisionFlags,
-        active=lambda options, sizes: options.mixed_precision is not None,
         on={"mixed_precision": "bf16"},
-        off={"mixed_precision": None},
         predicts=Prediction(
             {
                 "parameters": "of ZeRO in 16 bits",

@@ -63,9 +63,7 @@ SWITCHES = (
         source="[D]",
         stage=Stage.SHARD,
         options=NvmeOffloadFlags,
-        active=lambda options, sizes: options.nvme_path is not None,
         on={"nvme_path": "/local_nvme"},
-        off={"nvme_path": None},
         predicts=Prediction(
             {
                 "parameters": "in host memory on their way to the disk",

@@ -61,9 +61,6 @@ SWITCHES = (
         source="[S]",
         stage=Stage.KERNEL,
         options=Tf32Flags,
-        active=lambda options, sizes: options.tf32,
-        on={"tf32": True},
-        off={"tf32": False},
         predicts=Prediction(
             unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")
         ),

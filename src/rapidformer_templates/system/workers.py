@@ -17,6 +17,12 @@ from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.system.processes import end_with_launcher
 
+# Newer names first: the older ones warn where both are there.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""From (whole, share): fills the whole tensor with the shares of all workers of a group."""
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""From (share, partial): fills the share of this worker with the sum of all workers' partial tensors."""
+
 
 @dataclass(frozen=True)
 class Workers:
@@ -124,15 +130,6 @@ class Workers:
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
-
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Let the first worker of each node run the body before the others, who then find its caches."""
-        if self.local_rank != 0:
-            self.barrier()
-        yield
-        if self.local_rank == 0:
-            self.barrier()
 
 
 @contextmanager

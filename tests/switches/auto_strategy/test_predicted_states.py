@@ -16,16 +16,18 @@ from rapidformer_templates import Data, Pretrainer, Trainer
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS, TORCH_ADAM
+from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.suggest import nearest
 from rapidformer_templates.planning.switch import FORECAST, Switch
+from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, Layout
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES, Facts
-from rapidformer_templates.switches.auto_strategy.setting import layout_of, setting_of
+from rapidformer_templates.switches.auto_strategy.setting import setting_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
 from tests.support.worker_group import run_in_workers, why_no_nvme
 
@@ -196,11 +198,26 @@ def run_all(workers: Any, folder: str, names: list[str]) -> dict[str, list[Held]
     return {case[0]: run(case, folder) for case in CASES if case[0] in names}
 
 
+def _layout_of(plan: Plan) -> Layout:
+    """The layout of a resolved run."""
+    sizes = plan.sizes
+    return Layout(
+        sizes.tensor,
+        sizes.pipeline,
+        sizes.data,
+        sizes.micro_batch,
+        sizes.accumulation,
+        next((name for name in PARTITIONINGS if name in plan.switches), "none"),
+        recompute="checkpoint-activations" in plan.switches,
+        sequence_parallel="sequence-parallel" in plan.switches,
+    )
+
+
 def predicted(case: Case) -> list[Held]:
     _, workers, template, values = case
     job = JOBS[template]([*words(values, "run"), "--nproc-per-node", str(workers)])
     plan = resolve(job.config, detect(template, "test", device="cpu", world_size=workers))
-    return held_by_worker(shapes(job.config, plan), layout_of(plan), setting_of(plan))
+    return held_by_worker(shapes(job.config, plan), _layout_of(plan), setting_of(plan))
 
 
 @pytest.fixture(scope="module")

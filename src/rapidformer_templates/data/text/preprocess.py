@@ -16,6 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
@@ -26,8 +27,8 @@ from rapidformer_templates.data.text import fast_tokenizers
 from rapidformer_templates.data.text.encoding import Encoded, Encoder, Job, Recipe, start_worker, work
 from rapidformer_templates.data.text.fast_tokenizers import Differs, Way
 from rapidformer_templates.data.text.files import Row, Span, parquet_row_count, parquet_rows
-from rapidformer_templates.data.text.progress import TextProgress
 from rapidformer_templates.errors import DataError, WorkerFailed
+from rapidformer_templates.system.progress_bar import ProgressBar
 
 JOB_BYTES = 1 << 20
 """A part of a file ends with the line that reaches this size."""
@@ -150,7 +151,7 @@ class _Run:
         level = "sentence" if recipe.sentences else "document"
         made = Made(recipe.dtype, recipe.way, {key: f"{self.prefix}_{key}_{level}" for key in recipe.keys})
         made.empty = dict.fromkeys(recipe.keys, 0)
-        size = sum(file.stat().st_size for file in self.files)
+        size, began = sum(file.stat().st_size for file in self.files), time.perf_counter()
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(
@@ -161,7 +162,7 @@ class _Run:
                 for prefix in made.prefix.values()
             ]
             skipped = stack.enter_context(_SkippedFile(self.prefix))
-            progress = stack.enter_context(TextProgress(size))
+            progress = stack.enter_context(ProgressBar("preprocessing", size, counted=False))
             jobs = cut(self.files, recipe.keys, self.chunk_size, check_all=self.check_all)
             for job, done in encoded(jobs, recipe, self.workers):
                 for writer, key, column in zip(writers, recipe.keys, done.columns, strict=True):
@@ -169,7 +170,7 @@ class _Run:
                     made.empty[key] += column.empty
                 skipped.add(done.skipped)
                 made.compared += done.compared
-                progress.advance(job.bytes, writers)
+                progress.advance(job.bytes, partial(_speed, writers, began))
             self._refuse_empty(made, writers, skipped)
             for key, writer in zip(recipe.keys, writers, strict=True):
                 writer.seal()
@@ -184,6 +185,13 @@ class _Run:
                 left = f"{made.empty[key]} were empty, {skipped.count} lines were bad"
                 hint = f"check the files; {left}"
                 raise DataError(f"there is no document with text for the key '{key}'", where=prefix, hint=hint)
+
+
+def _speed(writers: Sequence[IndexedWriter], began: float) -> str:
+    """Tokens and documents a second since then."""
+    seconds = time.perf_counter() - began
+    tokens, documents = sum(writer.tokens for writer in writers), sum(writer.documents for writer in writers)
+    return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
 
 
 def cut(files: Sequence[Path], keys: Sequence[str], chunk_size: int, *, check_all: bool = False) -> Iterator[Job]:

@@ -7,7 +7,7 @@ ZeRO-1 and ZeRO-2 as Rajbhandari et al., 2020, describe them: each of N replicas
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,7 @@ from torch import nn
 
 from rapidformer_templates.engines.parallel.windows import Window, windows
 from rapidformer_templates.engines.pieces import local_part
-from rapidformer_templates.system.workers import Workers
-
-# Renamed in torch 2.13; the older names warn there.
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from rapidformer_templates.system.workers import Workers, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +167,7 @@ class DataShards:
         received, work = flat, None
         if self.sharded:
             received = flat.new_empty(window.share)
-            work = _reduce_scatter(received, flat, group=self.group, async_op=True)
+            work = reduce_scatter(received, flat, group=self.group, async_op=True)
         elif self.replicas > 1:
             work = dist.all_reduce(flat, group=self.group, async_op=True)
         self._finish()
@@ -246,7 +242,7 @@ class DataShards:
             for unit, place in runs:
                 share[place : place + unit.values.numel()] = unit.values
             flat = share.new_empty(window.share * window.ranks)
-            _all_gather(flat, share, group=self.group)
+            all_gather(flat, share, group=self.group)
             for (index, start, count), place in window.placed():
                 self.trained[index].local.view(-1)[start : start + count] = flat[place : place + count]
 

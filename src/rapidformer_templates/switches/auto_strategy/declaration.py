@@ -51,7 +51,6 @@ SWITCHES = (
         stage=Stage.DATA,
         options=AutoStrategyFlags,
         active=lambda options, sizes: options.auto_strategy or options.max_global_batch_size is not None,
-        on={"auto_strategy": True},
         off={"auto_strategy": False, "max_global_batch_size": None},
         predicts=Prediction(),
         templates=("Trainer",),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, Layout
 from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, How
 
@@ -53,19 +52,4 @@ def setting_of(plan: Plan) -> Setting:
         bucket=zero.get("reduce_bucket_size", REDUCE_BUCKET),
         divides_experts="expert-parallel" in plan.switches,
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
-    )
-
-
-def layout_of(plan: Plan) -> Layout:
-    """The layout of a resolved run."""
-    sizes = plan.sizes
-    return Layout(
-        sizes.tensor,
-        sizes.pipeline,
-        sizes.data,
-        sizes.micro_batch,
-        sizes.accumulation,
-        next((name for name in PARTITIONINGS if name in plan.switches), "none"),
-        recompute="checkpoint-activations" in plan.switches,
-        sequence_parallel="sequence-parallel" in plan.switches,
     )

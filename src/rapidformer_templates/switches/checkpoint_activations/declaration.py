@@ -31,9 +31,6 @@ SWITCHES = (
         source="[R, M, S]",
         stage=Stage.CHECKPOINT,
         options=CheckpointActivationsFlags,
-        active=lambda options, sizes: options.checkpoint_activations,
-        on={"checkpoint_activations": True},
-        off={"checkpoint_activations": False},
         predicts=Prediction(
             {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"}
         ),

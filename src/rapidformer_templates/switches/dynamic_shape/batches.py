@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from rapidformer_templates.data.collate import check_pads_to_shape
+from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import Request
 from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.shapes import Shape, share_out
+from rapidformer_templates.data.shapes import Shape, choose_shapes, share_out
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes, multiple
 
 
 class DynamicOrder:
@@ -128,3 +132,35 @@ class DynamicOrder:
             order = np.random.default_rng((self.seed, Stream.BATCHES, epoch)).permutation(self.batches)
             self._epochs[epoch] = (by_shape, order)
         return self._epochs[epoch]
+
+
+def order_of(template: Any, samples: Any) -> tuple[DynamicOrder, str]:
+    """The order of a run's training samples, and the line that tells its shapes.
+
+    Raises:
+        DataError: the samples cannot be batched by length.
+    """
+    config, sizes = template.config, template.plan.sizes
+    check_pads_to_shape(template.data.collate)
+    lengths = sample_lengths(samples, template.data, training=True)
+    if lengths is None or len(lengths) != len(samples):
+        count = "no" if lengths is None else f"{len(lengths):,}"
+        raise DataError(
+            f"there are {count} lengths for {len(samples):,} training samples",
+            where="--data-iterator dynamic-shape",
+            hint="give the length of each in Data.lengths: build_data()",
+        )
+    options = config.switches["dynamic-shape"]
+    longest = template.task.seq_length if template.uses_task else config.model.seq_length or int(lengths.max())
+    budget = options.tokens_per_batch or sizes.micro_batch * longest
+    shapes = choose_shapes(lengths, budget, max_shapes(options), multiple(options))
+    order = DynamicOrder(
+        lengths,
+        shapes,
+        sizes.data * sizes.accumulation,
+        config.training.seed,
+        by_epochs=config.training.epochs is not None,
+    )
+    shown = ", ".join(f"{shape.rows} × {shape.length}" for shape in shapes[:16]) + (", …" if len(shapes) > 16 else "")
+    line = f"shapes     {len(shapes)} (rows × tokens): {shown}; {order.fill:.1%} of the tokens are not padding"
+    return order, line

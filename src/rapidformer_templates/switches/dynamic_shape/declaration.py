@@ -37,6 +37,9 @@ OWN_BATCHES = {
 }
 
 
+_DYNAMIC = ("data_iterator", "dynamic-shape")
+
+
 @dataclass(frozen=True)
 class DynamicShapeFlags:
     """Acceleration"""
@@ -46,12 +49,19 @@ class DynamicShapeFlags:
         None,
         "dynamic shapes: most tokens of a micro batch with padding (default: micro batch × sequence length)",
         minimum=1,
+        only_with=_DYNAMIC,
     )
     max_shapes: int | None = flag(
-        None, f"dynamic shapes: most distinct shapes (default: {MAX_SHAPES}; 0: no limit)", minimum=0
+        None,
+        f"dynamic shapes: most distinct shapes (default: {MAX_SHAPES}; 0: no limit)",
+        minimum=0,
+        only_with=_DYNAMIC,
     )
     shape_multiple: int | None = flag(
-        None, f"dynamic shapes: lengths are padded to multiples of this (default: {MULTIPLE})", minimum=1
+        None,
+        f"dynamic shapes: lengths are padded to multiples of this (default: {MULTIPLE})",
+        minimum=1,
+        only_with=_DYNAMIC,
     )
 
 
@@ -103,9 +113,7 @@ SWITCHES = (
         source="[R]",
         stage=Stage.DATA,
         options=DynamicShapeFlags,
-        active=lambda options, sizes: options.data_iterator == "dynamic-shape",
         on={"data_iterator": "dynamic-shape"},
-        off={"data_iterator": "static"},
         predicts=Prediction(
             unknown=always(
                 activations="the shapes of the batches follow from the data; --seq-length is taken for all",
@@ -114,6 +122,7 @@ SWITCHES = (
         ),
         templates=("Pretrainer",),
         notes=_notes,
+        order="rapidformer_templates.switches.dynamic_shape.batches:order_of",
         receipt=("batch_shapes", "fill", "useful_tokens", "padded_tokens"),
         acted=_acted,
         changes_result=True,

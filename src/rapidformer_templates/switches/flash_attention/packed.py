@@ -121,9 +121,7 @@ def _on_cpu(
 
 
 @_on_cpu.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _like_output(query), _like_log_sums(query)
 
 
@@ -152,14 +150,7 @@ def _backward_on_cpu(
 
 @_backward_on_cpu.register_fake
 def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    log_sums: torch.Tensor,
-    borders: torch.Tensor,
-    scale: float,
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), value.new_empty(value.shape)
 

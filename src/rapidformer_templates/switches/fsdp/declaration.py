@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out, shown
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
@@ -47,11 +48,7 @@ class FsdpOptionsFlags:
     )
 
 
-OFF = {"fsdp_reshard_after_forward": True, "fsdp_reduce_dtype": None}
-
-
-def _notes(request: Request) -> Sequence[str]:
-    return ("fsdp: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
+OFF = {declared.name: declared.default for declared in dataclasses.fields(FsdpOptionsFlags)}
 
 
 def _given(request: Request) -> dict[str, Any]:
@@ -113,9 +110,6 @@ SWITCHES = (
         source="[R]",
         stage=Stage.SHARD,
         options=FsdpFlags,
-        active=lambda options, sizes: options.fsdp_memory_optimization,
-        on={"fsdp_memory_optimization": True},
-        off={"fsdp_memory_optimization": False},
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each parameter")
             | {
@@ -125,7 +119,7 @@ SWITCHES = (
         ),
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS}),
-        notes=_notes,
+        notes=idle_alone("fsdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.fsdp.engine:FSDPEngine",
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
         acted=_SHARES,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
 TASKS = ("causal_lm", "masked_lm", "seq2seq_lm", "pretraining")
-CUTS_THE_HEAD = ("tensor-parallel", "pipeline-parallel")
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,6 @@ def _scores_words(request: Request) -> list[Finding]:
     return [Finding(message, asked, switches=("fused-linear-cross-entropy",))]
 
 
-def _whole_head(request: Request) -> list[Finding]:
-    return [
-        Finding(
-            f"fused-linear-cross-entropy does not work together with {name}",
-            request.asked_for("fused-linear-cross-entropy", name),
-            switches=("fused-linear-cross-entropy", name),
-        )
-        for name in CUTS_THE_HEAD
-        if name in request.active
-    ]
-
-
 def _acted(measured: Measured) -> str | None:
     if any(measured.all("fused_loss_kernel")):
         return None
@@ -61,9 +49,6 @@ SWITCHES = (
         source="[Liger]",
         stage=Stage.KERNEL,
         options=FusedLossFlags,
-        active=lambda options, sizes: options.fused_linear_cross_entropy,
-        on={"fused_linear_cross_entropy": True},
-        off={"fused_linear_cross_entropy": False},
         predicts=Prediction({"activations": "logits of a chunk of tokens at a time"}, traced=True),
         notes=_notes,
         transform="rapidformer_templates.switches.fused_loss.transform:fuse_loss",
@@ -85,7 +70,7 @@ SWITCHES = (
                 "tensor parallelism cuts the vocabulary and has a loss of its own for that, and a pipeline hands the "
                 "last stage's logits to its schedule",
                 "[rapidformer_templates]",
-                _whole_head,
+                excludes("fused-linear-cross-entropy", ("tensor-parallel", "pipeline-parallel")),
                 Example("--fused-linear-cross-entropy --tensor-model-parallel-size 2 --world-size 2"),
             ),
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from rapidformer_templates.models.facts import CONVERTED, OWN_EXPERTS
 from rapidformer_templates.planning.acted import divides_parameters
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_alone
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -25,17 +26,25 @@ from rapidformer_templates.planning.switch import (
     always,
 )
 
+_EXPERTS = ("num_experts", 8)
+
 
 @dataclass(frozen=True)
 class MixtureOfExpertsFlags:
     """Acceleration"""
 
     num_experts: int | None = flag(None, "replace feed-forwards by this many gated experts", metavar="N", minimum=1)
-    moe_top_k: int | None = flag(None, "experts that each token visits (default: 2)", metavar="K", minimum=1)
-    moe_ffn_hidden_size: int | None = flag(
-        None, "inner width of an expert (default: that of the dense feed-forward)", metavar="N", minimum=1
+    moe_top_k: int | None = flag(
+        None, "experts that each token visits (default: 2)", metavar="K", minimum=1, only_with=_EXPERTS
     )
-    moe_layer_interval: int = flag(1, "experts in every K-th block", metavar="K", minimum=1)
+    moe_ffn_hidden_size: int | None = flag(
+        None,
+        "inner width of an expert (default: that of the dense feed-forward)",
+        metavar="N",
+        minimum=1,
+        only_with=_EXPERTS,
+    )
+    moe_layer_interval: int = flag(1, "experts in every K-th block", metavar="K", minimum=1, only_with=_EXPERTS)
     moe_loss_coeff: float | None = flag(
         None, "weight of the balance loss (default: 0.01; a pretrained mixture's own)", metavar="C", minimum=0
     )
@@ -43,7 +52,10 @@ class MixtureOfExpertsFlags:
         None, "weight of the router z loss (default: 0.001; of a pretrained mixture 0)", metavar="C", minimum=0
     )
     moe_capacity_factor: float | None = flag(
-        None, "room of an expert over an even load; what is more is dropped (default: nothing is)", metavar="F"
+        None,
+        "room of an expert over an even load; what is more is dropped (default: nothing is)",
+        metavar="F",
+        only_with=_EXPERTS,
     )
 
 
@@ -51,18 +63,12 @@ class MixtureOfExpertsFlags:
 class ExpertParallelFlags:
     """Acceleration"""
 
-    expert_parallel: bool = flag(False, "divide the experts over the data-parallel workers (all-to-all of tokens)")
+    expert_parallel: bool = flag(
+        False, "divide the experts over the data-parallel workers (all-to-all of tokens)", only_with=_EXPERTS
+    )
 
 
-OFF = {
-    "num_experts": None,
-    "moe_top_k": None,
-    "moe_ffn_hidden_size": None,
-    "moe_layer_interval": 1,
-    "moe_loss_coeff": None,
-    "moe_z_loss_coeff": None,
-    "moe_capacity_factor": None,
-}
+OFF = {declared.name: declared.default for declared in dataclasses.fields(MixtureOfExpertsFlags)}
 SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
 NOT_WITH = ("tensor-parallel", "pipeline-parallel", "sequence-parallel", "onnx-runtime")
@@ -134,18 +140,6 @@ def _own_experts_as_they_are(request: Request) -> list[Finding]:
     return [Finding(message, request.asked(*given), changes=(drop(given),))]
 
 
-def _whole_model_in_eager(request: Request) -> list[Finding]:
-    return [
-        Finding(
-            f"{name} does not work together with mixture-of-experts",
-            request.asked_for("mixture-of-experts", name),
-            switches=("mixture-of-experts", name),
-        )
-        for name in NOT_WITH
-        if name in request.active
-    ]
-
-
 def _room_for_a_token(request: Request) -> list[Finding]:
     factor = request.config.get("moe_capacity_factor")
     if factor is None or factor > 0:
@@ -175,20 +169,6 @@ def _experts_divide(request: Request) -> list[Finding]:
     ]
 
 
-def _copies_of_the_rest(request: Request) -> list[Finding]:
-    others = [s.name for s in request.of_family(PARTITIONING)] + [
-        n for n in ("cpu-offload", "nvme-offload") if n in request.active
-    ]
-    return [
-        Finding(
-            f"{name} does not work together with expert-parallel",
-            request.asked_for("expert-parallel", name),
-            switches=("expert-parallel", name),
-        )
-        for name in others
-    ]
-
-
 def _mixture_notes(request: Request) -> Sequence[str]:
     if request.config.get("num_experts") is None or _has_experts(request.model):
         return ()
@@ -196,10 +176,6 @@ def _mixture_notes(request: Request) -> Sequence[str]:
         "mixture-of-experts: export/ is read by rapidformer and rapidformer_templates.load_mixture, "
         "not by from_pretrained",
     )
-
-
-def _parallel_notes(request: Request) -> Sequence[str]:
-    return ("expert-parallel: one worker, so there is nothing to divide",) if request.sizes.data == 1 else ()
 
 
 def _mixture_acted(measured: Measured) -> str | None:
@@ -262,7 +238,7 @@ SWITCHES = (
                 "how many tokens an expert gets is known only when the gate has chosen, so there is no graph to export "
                 "beforehand; a balance loss knows nothing of tokens on other stages or in other shards",
                 "[rapidformer_templates]",
-                _whole_model_in_eager,
+                excludes("mixture-of-experts", NOT_WITH, TOGETHER_REVERSED),
                 Example("--num-experts 4 --onnx-runtime-training"),
             ),
             Rule(
@@ -281,9 +257,7 @@ SWITCHES = (
         source="[S]",
         stage=Stage.SHARD,
         options=ExpertParallelFlags,
-        active=lambda options, sizes: options.expert_parallel,
         on={"expert_parallel": True, "num_experts": 8},
-        off={"expert_parallel": False},
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "of the experts a share"),
             always(
@@ -291,7 +265,7 @@ SWITCHES = (
                 time="the way of the tokens to the experts and back is not in the seconds",
             ),
         ),
-        notes=_parallel_notes,
+        notes=idle_alone("expert-parallel: one worker, so there is nothing to divide"),
         engine="rapidformer_templates.switches.mixture_of_experts.expert_parallel:ExpertParallelEngine",
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
         acted=divides_parameters,
@@ -310,7 +284,7 @@ SWITCHES = (
                 "switches that partition the states, or move them elsewhere, sum and gather every parameter over all "
                 "workers, and an expert's has only one",
                 "[rapidformer_templates]",
-                _copies_of_the_rest,
+                excludes("expert-parallel", (PARTITIONING, "offload"), TOGETHER_REVERSED),
                 Example("--num-experts 4 --expert-parallel --fsdp-memory-optimization --world-size 2"),
             ),
         ),

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from rapidformer_templates.engines.pieces import local_part
+
 GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """What torch's grouped product can multiply."""
 
@@ -66,21 +68,18 @@ class Experts(nn.Module):
             member = _members(counts, len(tokens))
 
         def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
-            product = grouped_product(inputs, local(getattr(self, name)), counts, all_taken=all_taken)
+            product = grouped_product(inputs, local_part(getattr(self, name)), counts, all_taken=all_taken)
             offset = getattr(self, f"{name}_bias")
             # A product, so that the sums of its backward have an order, also on a GPU.
-            return product if member is None else product + member.to(product.dtype) @ local(offset).to(product.dtype)
+            return (
+                product if member is None else product + member.to(product.dtype) @ local_part(offset).to(product.dtype)
+            )
 
         if self.gate is not None:
             inner = self.activation(project(tokens, "gate")) * project(tokens, "up")
         else:
             inner = self.activation(project(tokens, "up"))
         return project(inner, "down")
-
-
-def local(parameter: Any) -> torch.Tensor:
-    """What this worker has of a parameter, with its gradient."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _members(counts: torch.Tensor, rows: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
@@ -38,30 +39,6 @@ class OnnxRuntimeFlags:
     """Acceleration"""
 
     onnx_runtime_training: bool = flag(False, "run forward and backward graphs in ONNX Runtime", choice="graph")
-
-
-def _needs_whole_parameters(request: Request) -> list[Finding]:
-    return [
-        Finding(
-            f"onnx-runtime does not work together with {switch.name}",
-            request.asked_for("onnx-runtime", switch.name),
-            switches=("onnx-runtime", switch.name),
-        )
-        for switch in request.active.values()
-        if Resource.PARAMETERS in switch.claims
-    ]
-
-
-def _needs_plain_blocks(request: Request) -> list[Finding]:
-    return [
-        Finding(
-            f"onnx-runtime does not work together with {name}, which {why}",
-            request.asked_for("onnx-runtime", name),
-            switches=("onnx-runtime", name),
-        )
-        for name, why in OTHERS_BLOCKS.items()
-        if name in request.active
-    ]
 
 
 def _generates(request: Request) -> list[Finding]:
@@ -122,9 +99,6 @@ SWITCHES = (
         source="[R]",
         stage=Stage.GRAPH,
         options=OnnxRuntimeFlags,
-        active=lambda options, sizes: options.onnx_runtime_training,
-        on={"onnx_runtime_training": True},
-        off={"onnx_runtime_training": False},
         predicts=Prediction(
             unknown=always(
                 activations="what ONNX Runtime keeps and frees is its own; those of torch are predicted",
@@ -146,7 +120,7 @@ SWITCHES = (
                 "ONNX Runtime needs whole parameters: no FSDP, no ZeRO-3.",
                 "the exported graphs take whole parameters, which these gather and free outside the graph",
                 "[onnxruntime, torch]",
-                _needs_whole_parameters,
+                excludes("onnx-runtime", Resource.PARAMETERS),
                 Example("--onnx-runtime-training --fsdp-memory-optimization --world-size 2"),
             ),
             Rule(
@@ -154,7 +128,7 @@ SWITCHES = (
                 "ONNX Runtime captures plain blocks: no tensor or pipeline parallelism, flash attention or experts.",
                 "a graph is made of the operators of a block as it was built",
                 "[onnxruntime, torch]",
-                _needs_plain_blocks,
+                excludes("onnx-runtime", OTHERS_BLOCKS),
                 Example("--onnx-runtime-training --tensor-model-parallel-size 2 --world-size 2"),
             ),
             Rule(

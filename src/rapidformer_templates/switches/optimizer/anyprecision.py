@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.switches.optimizer.adam_like import AdamLike
 
 TURN = 40503
@@ -43,19 +43,20 @@ class AnyPrecisionAdamW(AdamLike):
         state = self._state_of(parameter)
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
-        gradient = _local(parameter.grad).float()
-        kept_first, kept_second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        assert parameter.grad is not None
+        gradient = local_part(parameter.grad).float()
+        kept_first, kept_second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         first = kept_first.float().lerp_(gradient, 1 - beta1)
         second = kept_second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
         update = torch.div(first, root, out=root).mul_(group["lr"] / (1 - beta1**step))
         kept_first.copy_(_round(first, step))
         kept_second.copy_(_round(second, step))
-        decay, weight = 1 - group["lr"] * group["weight_decay"], _local(parameter)
+        decay, weight = 1 - group["lr"] * group["weight_decay"], local_part(parameter)
         if "compensation" not in state:
             weight.mul_(decay).sub_(update)
             return
-        compensation = _local(state["compensation"])
+        compensation = local_part(state["compensation"])
         exact = weight.float().add_(compensation).mul_(decay).sub_(update)
         weight.copy_(exact)
         compensation.copy_(exact.sub_(weight))
@@ -66,8 +67,3 @@ def _round(values: torch.Tensor, step: int) -> torch.Tensor:
     bits = values.view(torch.int32)
     bits.add_(step * TURN % 65536).bitwise_and_(-65536)
     return values
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """What this worker holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

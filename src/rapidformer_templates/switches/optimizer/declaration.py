@@ -93,7 +93,6 @@ SWITCHES = (
         options=OptimizerFlags,
         active=lambda options, sizes: True,  # every run has one, and the plan shows which class it is
         on={"optimizer": "lamb"},
-        off={"optimizer": "apex_adam"},
         predicts=Prediction({"optimizer": "by the shapes of the parameters, as each optimizer keeps its state"}),
         notes=_notes,
         receipt=("optimizer_class", "optimizer_is_fused", "optimizer_state_bytes"),

@@ -78,6 +78,11 @@ def tables_of(model: nn.Module) -> frozenset[str]:
     return frozenset(canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in ids)
 
 
+def groups_of(model: nn.Module) -> GroupOptions:
+    """The group options of a model as it was built."""
+    return rule_by_shape(tables_of(model))
+
+
 def rule_by_shape(tables: frozenset[str]) -> GroupOptions:
     """Group options that leave all but matrices to AdamW, and the named tables too."""
 

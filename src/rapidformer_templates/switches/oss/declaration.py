@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.acted import shared_out
-from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Prediction, Request, Resource, Stage, Switch
+from rapidformer_templates.planning.switch import Prediction, Resource, Stage, Switch
 
 INSTALL = "pip install 'rapidformer_templates[fairscale]'"
 
@@ -29,10 +28,6 @@ class OssSdpFlags:
     )
 
 
-def _notes(name: str) -> Callable[[Request], Sequence[str]]:
-    return lambda request: (f"{name}: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
-
-
 SWITCHES = (
     Switch(
         name="oss",
@@ -40,15 +35,12 @@ SWITCHES = (
         source="[R]",
         stage=Stage.SHARD,
         options=OssFlags,
-        active=lambda options, sizes: options.oss_memory_optimization,
-        on={"oss_memory_optimization": True},
-        off={"oss_memory_optimization": False},
         predicts=Prediction({"optimizer": "that of the parameters that a worker owns", "time": "sums, and weights"}),
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE}),
         needs_package="fairscale",
         install=INSTALL,
-        notes=_notes("oss"),
+        notes=idle_alone("oss: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.oss.engine:OSSEngine",
         receipt=("optimizer_state_bytes",),
         acted=shared_out(updated_elements="optimizer state"),
@@ -59,9 +51,6 @@ SWITCHES = (
         source="[R]",
         stage=Stage.SHARD,
         options=OssSdpFlags,
-        active=lambda options, sizes: options.oss_sdp_memory_optimization,
-        on={"oss_sdp_memory_optimization": True},
-        off={"oss_sdp_memory_optimization": False},
         predicts=Prediction(
             {
                 "gradients": "those of the parameters that a worker owns",
@@ -74,7 +63,7 @@ SWITCHES = (
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS}),
         needs_package="fairscale",
         install=INSTALL,
-        notes=_notes("oss-sdp"),
+        notes=idle_alone("oss-sdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.oss.engine:SDPEngine",
         receipt=("optimizer_state_bytes", "gradient_bytes"),
         acted=shared_out(updated_elements="optimizer state", gradient_elements="gradients"),

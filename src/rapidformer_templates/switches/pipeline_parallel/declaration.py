@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.balance import cut
 from rapidformer_templates.planning.changes import drop, replace
+from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
 from rapidformer_templates.planning.switch import (
     FORECAST,
     Example,
@@ -17,11 +17,13 @@ from rapidformer_templates.planning.switch import (
     Prediction,
     Reasons,
     Request,
-    Resource,
     Rule,
     Stage,
     Switch,
 )
+from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
+
+_PIPELINE = ("pipeline_model_parallel_size", 2)
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,17 @@ class PipelineParallelFlags:
 
     pipeline_model_parallel_size: int = flag(1, "stages that the blocks are cut into", metavar="N", minimum=1)
     virtual_pipeline_size: int = flag(
-        1, "stages that each worker of a pipeline has: above 1 they are interleaved", metavar="N", minimum=1
+        1,
+        "stages that each worker of a pipeline has: above 1 they are interleaved",
+        metavar="N",
+        minimum=1,
+        only_with=_PIPELINE,
     )
     pipeline_stages: str | None = flag(
-        None, "blocks of each stage, such as 3,5 (default: by parameters, embedding and head counted)", metavar="A,B"
+        None,
+        "blocks of each stage, such as 3,5 (default: by parameters, embedding and head counted)",
+        metavar="A,B",
+        only_with=_PIPELINE,
     )
 
 
@@ -92,18 +101,6 @@ def _one_run_of_blocks(request: Request) -> list[Finding]:
     return [Finding(message, asked, switches=("pipeline-parallel",))]
 
 
-def _graph_is_whole(request: Request) -> list[Finding]:
-    return [
-        Finding(
-            f"{switch.name} does not work together with pipeline-parallel",
-            request.asked_for(switch.name, "pipeline-parallel"),
-            switches=(switch.name, "pipeline-parallel"),
-        )
-        for switch in request.active.values()
-        if Resource.GRAPH in switch.claims
-    ]
-
-
 def _acted(measured: Measured) -> str | None:
     """Workers of one stage have the same blocks, and no block is on two stages."""
     stages = {tuple(blocks) for blocks in measured.all("blocks")}
@@ -121,9 +118,7 @@ SWITCHES = (
         source="[R, M]",
         stage=Stage.PARTITION,
         options=PipelineParallelFlags,
-        active=lambda options, sizes: options.pipeline_model_parallel_size > 1,
         on={"pipeline_model_parallel_size": 2},
-        off={"pipeline_model_parallel_size": 1},
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "those of a stage")
             | {
@@ -133,6 +128,7 @@ SWITCHES = (
             _interleaved,
         ),
         templates=("Trainer",),
+        sizes={"pipeline": "pipeline_model_parallel_size"},
         engine="rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine",
         transform="rapidformer_templates.switches.pipeline_parallel.transform:cut_into_stages",
         receipt=("parameter_bytes", "blocks"),
@@ -169,7 +165,7 @@ SWITCHES = (
                 "No switch that captures the model's graph together with a pipeline.",
                 "the forward of a stage ends in the middle of the model, which a captured graph has no way to do",
                 "[torch, onnxruntime]",
-                _graph_is_whole,
+                excludes("graph", "pipeline-parallel"),
                 Example("--torch-compile --pipeline-model-parallel-size 2 --world-size 2"),
             ),
         ),

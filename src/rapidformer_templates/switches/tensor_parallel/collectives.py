@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Newer names first: the older ones warn where both are there.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from rapidformer_templates.system.workers import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Peers:
         step = -(-length // self.size)
         shard = _padded(shard, dim, step).movedim(dim, 0).contiguous()
         whole = shard.new_empty(step * self.size, *shard.shape[1:])
-        _all_gather(whole, shard, group=self.group)
+        all_gather(whole, shard, group=self.group)
         return whole[:length].movedim(0, dim).contiguous()
 
     def sum_share(self, partial: torch.Tensor, dim: int, step: int) -> torch.Tensor:
@@ -65,7 +63,7 @@ class Peers:
             partial = partial.float()  # gloo scatters sums of 32 and 64 bits only
         partial = _padded(partial, dim, step * self.size).movedim(dim, 0).contiguous()
         share = partial.new_empty(step, *partial.shape[1:])
-        _reduce_scatter(share, partial, group=self.group)
+        reduce_scatter(share, partial, group=self.group)
         return share.to(kind).movedim(0, dim).contiguous()
 
     def own_share(self, whole: torch.Tensor, dim: int, step: int | None = None) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.layout_rules import LAYOUT_RULES
 from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 from rapidformer_templates.switches.tensor_parallel.sequence_switch import SEQUENCE_PARALLEL
 from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
 
@@ -39,18 +40,6 @@ def _has_plan(request: Request) -> list[Finding]:
     ]
 
 
-def _not_captured(request: Request) -> list[Finding]:
-    graphs = request.of_family("graph")
-    return [
-        Finding(
-            f"{switch.name} does not work together with tensor-parallel",
-            request.asked_for(switch.name, "tensor-parallel"),
-            switches=(switch.name, "tensor-parallel"),
-        )
-        for switch in graphs
-    ]
-
-
 def _notes(request: Request) -> Sequence[str]:
     sizes = request.sizes
     if sizes.tensor <= sizes.local_world:
@@ -73,9 +62,7 @@ TENSOR_PARALLEL = Switch(
     source="[R, M]",
     stage=Stage.TENSOR,
     options=TensorParallelFlags,
-    active=lambda options, sizes: options.tensor_model_parallel_size > 1,
     on={"tensor_model_parallel_size": 2},
-    off={"tensor_model_parallel_size": 1},
     predicts=Prediction(
         dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each matrix")
         | {
@@ -85,6 +72,8 @@ TENSOR_PARALLEL = Switch(
     ),
     templates=("Trainer",),
     notes=_notes,
+    sizes={"tensor": "tensor_model_parallel_size"},
+    engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
     transform="rapidformer_templates.switches.tensor_parallel.transform:apply",
     receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:Division",
     receipt=("parameter_bytes", "parameter_bytes_whole", "tensor_parallel_size", "logits_columns"),
@@ -104,7 +93,7 @@ TENSOR_PARALLEL = Switch(
             "Captured graphs need the whole model in each worker.",
             "the exchanges between tensor-parallel workers stand inside the blocks, where a graph is captured",
             "[torch, onnxruntime]",
-            _not_captured,
+            excludes("graph", "tensor-parallel"),
             Example("--tensor-model-parallel-size 2 --onnx-runtime-training --world-size 2"),
         ),
     ),

@@ -105,13 +105,23 @@ class OnLocalParameters:
             attributes["_parameters"] = parameters
 
 
-class Region:
-    """A module whose inputs go into divided layers that it contains."""
+class Divided:
+    """A forward in the place of a module's own, at the border of a divided region or within it."""
 
     def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.regions = regions
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+class Region(Divided):
+    """A module whose inputs go into divided layers that it contains."""
+
+    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+        super().__init__(module, forward, regions)
         self.first = first_argument(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,13 +134,8 @@ class Region:
         return self.forward(**kwargs)
 
 
-class EnteringColumn:
+class EnteringColumn(Divided):
     """A column-parallel layer of a module of which nothing is known: a region begins at the layer itself."""
-
-    def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
-        self.regions = regions
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.regions.streams.apart:
@@ -138,26 +143,16 @@ class EnteringColumn:
         return self.forward(enter(x, self.regions.peers))
 
 
-class AroundColumns:
+class AroundColumns(Divided):
     """A module that contains such layers: it begins on the shared stream of random numbers."""
-
-    def __init__(self, module: nn.Module, forward: Forward, regions: Regions) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
-        self.regions = regions
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.regions.streams.forget()
         return self.forward(*args, **kwargs)
 
 
-class Experts:
+class Experts(Divided):
     """Experts of which each worker has a share of every one's features: inputs and weights are whole."""
-
-    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
-        self.regions = regions
 
     def __call__(self, *args: Any) -> Any:
         peers = self.regions.peers
@@ -165,14 +160,13 @@ class Experts:
         return sum_partial(self.forward(*entered), peers)
 
 
-class Row:
+class Row(Divided):
     """A layer of which each worker has a share of the input features. It ends a region; its bias follows the sum."""
 
     def __init__(self, module: nn.Module, forward: OnLocalParameters, regions: Regions) -> None:
-        functools.update_wrapper(self, forward)
+        super().__init__(module, forward, regions)
         self.own = forward
         self.transposed = isinstance(module, nn.Linear)
-        self.regions = regions
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.own.parts()
@@ -189,25 +183,22 @@ class SplitRow(Row):
         return super().__call__(own_share(x, self.regions.peers, -1, even=False))
 
 
-class GatheredColumn:
+class GatheredColumn(Divided):
     """A column-parallel layer that gives whole activations."""
 
     def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
-        self.regions = regions
+        super().__init__(module, forward, regions)
         self.features = module.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return gather(self.forward(enter(x, self.regions.peers)), self.regions.peers, -1, self.features, partial=False)
 
 
-class VocabularyEmbedding:
+class VocabularyEmbedding(Divided):
     """An embedding of which each worker has the rows of some tokens."""
 
     def __init__(self, module: nn.Embedding, forward: Forward, regions: Regions) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
+        super().__init__(module, forward, regions)
         self.peers = regions.peers
         self.vocabulary = module.num_embeddings
         self.begin, self.end = self.peers.share(self.vocabulary)
@@ -222,7 +213,7 @@ class VocabularyEmbedding:
         return sum_partial(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.peers)
 
 
-class VocabularyHead:
+class VocabularyHead(Divided):
     """The layer of the logits, of which each worker has the columns of some tokens.
 
     In training its output stays divided; see :class:`DividedLogits`. In evaluation it is whole.
@@ -232,9 +223,8 @@ class VocabularyHead:
     """
 
     def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
-        functools.update_wrapper(self, forward)
+        super().__init__(module, forward, regions)
         self.module = module
-        self.forward = forward
         self.peers = regions.peers
         self.vocabulary = module.weight.shape[0]
         self.columns: tuple[int, int] | None = None

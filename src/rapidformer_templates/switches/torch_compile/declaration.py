@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.changes import replace
+from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.environment import compile_backends
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -92,14 +93,6 @@ def _what_is_missing(request: Request) -> str | None:
     return None
 
 
-def _cut_parameters(request: Request) -> list[Finding]:
-    if "zero-3" not in request.active:
-        return []
-    asked = request.asked_for("torch-compile", "zero-3")
-    message = "torch-compile does not work together with zero-3"
-    return [Finding(message, asked, switches=("torch-compile", "zero-3"))]
-
-
 def _checkpointed_experts(request: Request) -> list[Finding]:
     if not request.active.keys() >= set(WHOLE):
         return []
@@ -123,9 +116,7 @@ SWITCHES = (
         source="[S]",
         stage=Stage.COMPILE,
         options=TorchCompileFlags,
-        active=lambda options, sizes: options.torch_compile is not None,
         on={"torch_compile": DEFAULT},
-        off={"torch_compile": None},
         predicts=Prediction(
             unknown=always(
                 activations="the compiler fuses operations and computes some again; the eager model is predicted",
@@ -163,7 +154,7 @@ SWITCHES = (
                 "DeepSpeed gathers and frees parameters in hooks on the modules inside of a block, and each of them "
                 "breaks the block's graph",
                 "[deepspeed, torch]",
-                _cut_parameters,
+                excludes("torch-compile", "zero-3"),
                 Example("--torch-compile --zero-3-memory-optimization --world-size 2"),
             ),
             Rule(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out
-from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
@@ -63,10 +63,6 @@ def _engine_options(request: Request) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_file.effective(request, precision(request.config, request.environment))}
 
 
-def _notes(request: Request) -> Sequence[str]:
-    return ("ZeRO: one worker, so there is nothing to shard",) if request.sizes.data == 1 else ()
-
-
 def _notes_under_3d(request: Request) -> Sequence[str]:
     what = "the product's own sharding over the data-parallel workers takes DeepSpeed's place under 3D parallelism"
     idle = "; there is one of them, so there is nothing to shard" if request.sizes.data == 1 else ""
@@ -117,7 +113,6 @@ _ACTED = {1: _STATES, 2: all_of(_STATES, _gradients), 3: all_of(_STATES, _gradie
 
 
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
-    name = f"zero_{level}_memory_optimization"
     own = {1: _under_3d("optimizer"), 2: _under_3d("gradients")}  # ZeRO-3 is refused under 3D
     package: Mapping[str, Any] = DEEPSPEED
     return Switch(
@@ -126,15 +121,13 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         source="[R, D]",
         stage=Stage.SHARD,
         options=options,
-        active=lambda options, sizes: getattr(options, name),
-        on={name: True},
-        off={name: False},
         predicts=PREDICTION,
         family=PARTITIONING,
         claims=claims,
         templates=("Trainer",),
         rules=(ONLY_IN_TRAINER,),
-        notes=_notes,
+        notes=idle_alone("ZeRO: one worker, so there is nothing to shard"),
+        prepare="rapidformer_templates.switches.zero.values:prepare",
         engine="rapidformer_templates.switches.zero.engine:DeepSpeedEngine",
         engine_options=_engine_options,
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "gradient_bytes"),

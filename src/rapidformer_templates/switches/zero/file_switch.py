@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.changes import add
-from rapidformer_templates.planning.checks import PARTITIONING, needs_template
+from rapidformer_templates.planning.checks import PARTITIONING, excludes, needs_template
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.deepspeed_file import keys as deepspeed_keys
 from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
@@ -45,19 +45,16 @@ def _pipeline_inside_deepspeed(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for(*clash), switches=clash)]
 
 
+def partitions_without_zero(switch: Switch) -> bool:
+    return switch.family == PARTITIONING and not switch.name.startswith("zero-")
+
+
+_NEEDS_TRAINER = needs_template("deepspeed-config")
+_OTHER_ENGINES = excludes("deepspeed-config", partitions_without_zero)
+
+
 def _needs_deepspeed_engine(request: Request) -> list[Finding]:
-    others = [switch.name for switch in request.of_family(PARTITIONING) if not switch.name.startswith("zero-")]
-    return [
-        *needs_template("deepspeed-config")(request),
-        *(
-            Finding(
-                f"deepspeed-config does not work together with {name}",
-                request.asked_for("deepspeed-config", name),
-                switches=("deepspeed-config", name),
-            )
-            for name in others
-        ),
-    ]
+    return [*_NEEDS_TRAINER(request), *_OTHER_ENGINES(request)]
 
 
 def _needs_a_stage(request: Request) -> list[Finding]:
@@ -154,11 +151,10 @@ DEEPSPEED_CONFIG = Switch(
     source="[D]",
     stage=Stage.SHARD,
     options=DeepSpeedConfigFlags,
-    active=lambda options, sizes: options.deepspeed_config is not None,
     on={"deepspeed_config": "ds.json"},
-    off={"deepspeed_config": None},
     predicts=Prediction({"activations": "a bucket of the file's size"}, _what_no_flag_knows),
     templates=("Trainer",),
+    adopt=deepspeed_file.adopt,
     needs_package=DEEPSPEED["needs_package"],
     install=DEEPSPEED["install"],
     notes=_notes,

@@ -1,4 +1,4 @@
-"""The values of a DeepSpeed file as DeepSpeed's own models take them, before a worker starts."""
+"""What is tried of DeepSpeed before a worker starts: its compiled parts, and the values of a DeepSpeed file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.deepspeed_file.file import read
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.zero import compiled_parts
+
+
+def prepare(config: RunConfig, plan: Plan) -> None:
+    """Build the compiled parts that the run needs, and look at the file's values.
+
+    Raises:
+        PartError: a part cannot be built.
+        ConfigError: a value of the file cannot be used.
+    """
+    compiled_parts.prepare(plan)
+    check_values(config, plan)
 
 
 def check_values(config: RunConfig, plan: Plan) -> None:
-    """Give the sections of a run with a DeepSpeed file to DeepSpeed's models; to be called after ``prepare``.
+    """Give the sections of a run with a DeepSpeed file to DeepSpeed's models, which it says where its parts lie first.
 
     Raises:
         ConfigError: a value is of another kind, or out of its range.

@@ -1,0 +1,72 @@
+"""A progress bar on standard error, on a terminal only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+REFRESH_SECONDS = 0.2
+
+
+class ProgressBar:
+    """How much of some work is done, with a text beside it. Where nobody is looking it does nothing.
+
+    Args:
+        name: of the work.
+        total: steps or bytes in all.
+        done: of them when it begins.
+        counted: whether people see the numbers, and not their share in percent.
+        show: whether this process is the one that shows it.
+    """
+
+    def __init__(self, name: str, total: int, done: int = 0, *, counted: bool = True, show: bool = True) -> None:
+        self._bar: Any = _bar(counted) if show and sys.stderr.isatty() else None
+        self._pending = 0
+        self._shown = time.perf_counter()
+        if self._bar:
+            self._task = self._bar.add_task(name, total=total, completed=done, text="")
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.update(self._task, advance=self._pending)
+            self._bar.stop()
+
+    def advance(self, count: int, text: Callable[[], str]) -> None:
+        """So much more is done. The text is asked for when it is shown, at most five times a second."""
+        if self._bar is None:
+            return
+        self._pending += count
+        now = time.perf_counter()
+        if now - self._shown >= REFRESH_SECONDS:
+            self._bar.update(self._task, advance=self._pending, text=text())
+            self._pending, self._shown = 0, now
+
+
+def _bar(counted: bool) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn() if counted else TaskProgressColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
