@@ -44,7 +44,7 @@ NEEDS_GPU = ("apex", "bitsandbytes", "flash_attn")
 
 PROBE = """
 import importlib, json, sys
-from rapidformer_templates.system.private_names import missing
+from rapidformer_templates.commands.private_names import missing
 def tell(**facts): print("\\n" + json.dumps(facts), file=told, flush=True)
 told, sys.stdout = sys.stdout, sys.stderr
 for name, module in json.loads(sys.argv[1]).items():

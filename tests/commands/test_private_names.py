@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from rapidformer_templates.system import private_names
-from rapidformer_templates.system.private_names import PRIVATE_NAMES, PrivateName, has, missing
+from rapidformer_templates.commands import private_names
+from rapidformer_templates.commands.private_names import PRIVATE_NAMES, PrivateName, has, missing
 
 SOURCE = Path(private_names.__file__).parents[1]
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != Path(private_names.__file__)]
