@@ -44,9 +44,14 @@ commands:
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
   rapidformer doctor            what this machine has, what does not work, and what to do about it
   rapidformer data …            make, join and check data sets for pretraining
+  rapidformer export RUN --merge  the whole model of a run that has trained adapters
   rapidformer bench …           measure
 
 Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
+
+
+OTHERS = ("data", "export", "bench")
+"""Commands with a parser of their own."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,10 @@ def _dispatch(words: list[str]) -> int:
         from rapidformer_templates.commands.data import main as data
 
         return data(rest)
+    if command == "export":
+        from rapidformer_templates.commands.export import main as export
+
+        return export(rest)
     if command == "--version":
         print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
         return 0
@@ -116,7 +125,7 @@ def _dispatch(words: list[str]) -> int:
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
-        near = difflib.get_close_matches(command, [*commands, "data", "bench"], n=1)
+        near = difflib.get_close_matches(command, [*commands, *OTHERS], n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join([*commands, 'data', 'bench'])}"
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     from rapidformer_templates.commands.train import run
@@ -127,7 +136,7 @@ def _dispatch(words: list[str]) -> int:
 def help_text() -> str:
     """Commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
-    parser.usage = "rapidformer [plan | switches | explain | doctor | data | bench] [flags]"
+    parser.usage = "rapidformer [plan | switches | explain | doctor | data | export | bench] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser.format_help()
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.switches.mixture_of_experts.exported import mark
 from rapidformer_templates.system.files import new_folder
 from rapidformer_templates.system.workers import Workers
@@ -28,13 +31,22 @@ def export_model(engine: Engine, template: Template, folder: Path, workers: Work
     weights = engine.full_weights()
     if weights is None:
         return
+    own = _own_writer(engine.model)
     with new_folder(folder) as temporary:
-        if isinstance(engine.model, PreTrainedModel):
+        if own:
+            own.write(engine.model, weights, temporary)
+        elif isinstance(engine.model, PreTrainedModel):
             _save_transformers(engine.model, weights, temporary)
         else:
             save_file(weights, temporary / "model.safetensors")
         if template.tokenizer is not None:
             template.tokenizer.save_pretrained(temporary)
+
+
+def _own_writer(model: nn.Module) -> Any:
+    """The module of the switch that must write a model which it has changed; None for all others."""
+    modules = (import_module(switch.exported) for switch in REGISTRY.switches if switch.exported)
+    return next((module for module in modules if hasattr(module, "writes") and module.writes(model)), None)
 
 
 def _save_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
