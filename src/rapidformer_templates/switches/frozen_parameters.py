@@ -100,7 +100,7 @@ SWITCHES = (
         stage=Stage.STRUCTURE,
         options=FrozenFlags,
         active=lambda options, sizes: options.freeze is not None or options.train_only is not None,
-        on={"freeze": "wte|wpe"},
+        on={"freeze": "embed|wte|wpe"},
         off=OFF,
         predicts=Prediction(
             {"gradients": "of what is trained", "optimizer": "of what is trained", "activations": "of what is trained"},

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,6 +20,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase, fingerprint, identity_of, set_frozen_base
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.system.replaced_functions import install
 from rapidformer_templates.system.workers import Workers
 
 ADAPTER = "default"
@@ -49,8 +50,8 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
         use_dora=options.lora_variant == "dora",
         fan_in_fan_out=False,
     )
-    identity = _identity(model, building.workers)
-    with warnings.catch_warnings():
+    identity = _identity(model, building.workers) if building.has_values else ""
+    with warnings.catch_warnings(), nullcontext() if building.has_values else _in_place():
         warnings.simplefilter("ignore")  # that Conv1D has its matrix the other way round, which peft then heeds
         try:
             inject_adapter_in_model(config, model, ADAPTER)
@@ -60,11 +61,26 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
                 where="--lora-target-modules",
                 hint="name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj",
             ) from error
-    _initialise(model, torch.initial_seed())
+    if building.has_values:
+        _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
     set_frozen_base(model, FrozenBase(frozen, identity))
     vars(model)[CONFIG] = config
     return model
+
+
+_planned: ContextVar[bool] = ContextVar("adapters of a model without data", default=False)
+
+
+@contextmanager
+def _in_place() -> Iterator[None]:
+    """Of a model whose shapes are planned: torch cannot move fake tensors, and they are where they belong already."""
+    install(nn.Module, "to", lambda to, module, *args, **kw: module if _planned.get() else to(module, *args, **kw))
+    token = _planned.set(True)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def _trained_whole(model: nn.Module, asked: str | None) -> list[str]:
@@ -154,8 +170,3 @@ def _initialise(model: nn.Module, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little"))
             layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-
-
-def trained_whole(model: nn.Module) -> list[str]:
-    """Names of the modules that are trained whole beside the adapters."""
-    return [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
