@@ -43,6 +43,17 @@ FLAGS = [
 ]
 
 
+ADAPTERS = [
+    "--lora-rank",
+    "--lora-alpha",
+    "--lora-dropout",
+    "--lora-target-modules",
+    "--lora-modules-to-save",
+    "--lora-variant",
+    "--freeze",
+    "--train-only",
+]
+
 TUNING = [
     "--expert-parallel",
     "--fsdp-reduce-dtype",
@@ -70,7 +81,7 @@ def _fields() -> list[str]:
 
 
 def test_every_flag_of_the_specification_is_declared_once() -> None:
-    assert sorted(map(spelling, _fields())) == sorted(FLAGS + TUNING)
+    assert sorted(map(spelling, _fields())) == sorted(FLAGS + ADAPTERS + TUNING)
     others = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
     assert others.isdisjoint(_fields())
 

@@ -83,7 +83,11 @@ def test_auto_strategy_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "message", "hint"),
     [
         ("pln --tf32", "error: unknown command 'pln'", "did you mean plan?"),
-        ("train", "error: unknown command 'train'", "commands: plan, switches, explain, doctor, data, bench, demo"),
+        (
+            "train",
+            "error: unknown command 'train'",
+            "commands: plan, switches, explain, doctor, data, export, bench, demo",
+        ),
         ("plan --tf31", "error: unknown flag --tf31", "did you mean --tf32?"),
         ("explain RF999", "error: there is no rule RF999", "RF001, RF002"),
         ("explain", "error: which rule?", "rapidformer explain CODE"),

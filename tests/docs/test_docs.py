@@ -16,6 +16,7 @@ from benchmarks.__main__ import _parser as evidence_parser
 from rapidformer_templates.commands.bench.cli import _parser as bench_parser
 from rapidformer_templates.commands.data import _parser as data_parser
 from rapidformer_templates.commands.demo import _parser as demo_parser
+from rapidformer_templates.commands.export import build_parser as export_parser
 from rapidformer_templates.commands.main import PlanFlags, main
 from rapidformer_templates.planning.config import build_parser
 from rapidformer_templates.planning.registry import switch_options
@@ -89,7 +90,7 @@ def test_flags_exist(page: Path) -> None:
     own = build_parser("rapidformer", switch_options().values(), PlanFlags, "")
     known = {
         flag
-        for parser in (own, bench_parser(), evidence_parser(), data_parser(), demo_parser())
+        for parser in (own, bench_parser(), evidence_parser(), data_parser(), demo_parser(), export_parser())
         for flag in _flags(parser)
     }
     known |= {flag for flags in OTHERS.values() for flag in flags}

@@ -27,7 +27,9 @@ def _value(declared: dataclasses.Field[Any]) -> Any:
     """A value of the field that is not its default."""
     if declared.default is False:
         return True
-    return "1,1" if declared.name == "pipeline_stages" else {None: 1, 1: 2}[declared.default]
+    words = {"pipeline_stages": "1,1", "lora_target_modules": "q_proj", "lora_modules_to_save": "head"}
+    words |= {"lora_variant": "dora"}
+    return words.get(declared.name) or {None: 1, 1: 2, 0.0: 0.5}[declared.default]
 
 
 @pytest.mark.parametrize(("declared", "other", "value"), COMPANIONS, ids=lambda x: getattr(x, "name", ""))

@@ -22,7 +22,7 @@ from rapidformer_templates.planning.config import RunConfig, build_parser, parse
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.tasks import check_data_flags, check_task_flags
 from rapidformer_templates.planning.templates import choose_template, with_template_defaults
@@ -43,10 +43,20 @@ commands:
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
   rapidformer doctor            what this machine has, what does not work, and what to do about it
   rapidformer data …            make, join and check data sets for pretraining
+  rapidformer export RUN --merge  the whole model of a run that has trained adapters
   rapidformer bench …           measure
   rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
 
 Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
+
+
+OTHERS = {
+    "data": "rapidformer_templates.commands.data",
+    "export": "rapidformer_templates.commands.export",
+    "bench": "rapidformer_templates.commands.bench.cli",
+    "demo": "rapidformer_templates.commands.demo",
+}
+"""Commands with a parser of their own, each with its module."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +108,9 @@ def _read_no_further() -> Iterator[None]:
 
 def _dispatch(words: list[str]) -> int:
     command, rest = words[0] if words else "--help", words[1:]
-    if command == "bench":
-        from rapidformer_templates.commands.bench.cli import main as bench
-
-        return bench(rest)
-    if command == "data":
-        from rapidformer_templates.commands.data import main as data
-
-        return data(rest)
-    if command == "demo":
-        from rapidformer_templates.commands.demo import main as demo
-
-        return demo(rest)
+    if command in OTHERS:
+        run_other: Callable[[Sequence[str]], int] = load_object(f"{OTHERS[command]}:main")
+        return run_other(rest)
     if command == "--version":
         print(f"rapidformer_templates {importlib.metadata.version('rapidformer_templates')}")
         return 0
@@ -120,7 +121,7 @@ def _dispatch(words: list[str]) -> int:
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
-        known = [*commands, "data", "bench", "demo"]
+        known = [*commands, *OTHERS]
         near = difflib.get_close_matches(command, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(known)}"
         raise ConfigError(f"unknown command '{command}'", hint=hint)
@@ -132,7 +133,7 @@ def _dispatch(words: list[str]) -> int:
 def help_text() -> str:
     """Commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
-    parser.usage = "rapidformer [plan | switches | explain | doctor | data | bench | demo] [flags]"
+    parser.usage = "rapidformer [plan | switches | explain | doctor | data | export | bench | demo] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser.format_help()
 

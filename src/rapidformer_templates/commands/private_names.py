@@ -127,6 +127,8 @@ PRIVATE_NAMES = (
         "whether the attention of a model can be chosen", "--flash-attention"),
     _of("transformers.configuration_utils:PretrainedConfig", "_attn_implementation",
         "which attention a model calls", "--flash-attention, --pack-sequences"),
+    _of("transformers.configuration_utils:PretrainedConfig", "_name_or_path",
+        "the folder that a model was read from", "naming the base of exported adapters"),
     _of("transformers:PreTrainedModel", "_can_record_outputs", "the routers of a mixture",
         "the balance of mixtures of transformers' own"),
     _of("transformers.integrations.moe", "_apply_gate", "what is between the two products of an expert",

@@ -23,6 +23,7 @@ class Building:
         plan: what the run will do.
         workers: this process among its peers.
         try_loss: the user's loss of one sample, with the given model: how a transform can see what the model does.
+        has_values: False where the shapes of the model are planned, and its tensors have no data.
     """
 
     layout: ModelLayout
@@ -30,3 +31,4 @@ class Building:
     plan: Plan
     workers: Workers
     try_loss: Callable[[nn.Module], Any]
+    has_values: bool = True

@@ -14,13 +14,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rapidformer_templates.engines import group_values
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.system.workers import Workers
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by canonical name; tied ones once, under their first name."""
-    tensors: dict[str, torch.Tensor] = {canonical_name(n): p for n, p in model.named_parameters()}
+    """Parameters and persistent buffers by canonical name; tied ones once, under their first name.
+
+    Of a model with adapters without the base that they stand on.
+    """
+    base = frozen_base_of(model)
+    left_out = base.names if base else frozenset()
+    named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
+    tensors: dict[str, torch.Tensor] = {name: parameter for name, parameter in named if name not in left_out}
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         if name in persistent:

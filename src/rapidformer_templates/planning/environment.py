@@ -22,6 +22,7 @@ OPTIONAL_PACKAGES = (
     "onnx",
     "onnxruntime",
     "onnxscript",
+    "peft",
     "torch_xla",
     "torchao",
     "triton",

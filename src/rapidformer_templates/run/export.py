@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,13 +29,21 @@ def export_model(engine: Engine, template: Template, folder: Path, workers: Work
     weights = engine.full_weights()
     if weights is None:
         return
+    own = next((module for module in _exported() if hasattr(module, "writes") and module.writes(engine.model)), None)
     with new_folder(folder) as temporary:
-        if isinstance(engine.model, PreTrainedModel):
+        if own:
+            own.write(engine.model, weights, temporary)
+        elif isinstance(engine.model, PreTrainedModel):
             _save_transformers(engine.model, weights, temporary)
         else:
             save_file(weights, temporary / "model.safetensors")
         if template.tokenizer is not None:
             template.tokenizer.save_pretrained(temporary)
+
+
+def _exported() -> list[Any]:
+    """Modules of switches that know models which transformers does not: they write such a one, or mark its folder."""
+    return [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
 
 
 def _save_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -48,6 +56,6 @@ def _save_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor],
         skeleton = original(config)
     logging.disable_progress_bar()  # its bar would stand among our own lines
     skeleton.save_pretrained(folder, state_dict=weights)
-    for switch in REGISTRY.switches:
-        if switch.exported:
-            import_module(switch.exported).mark(folder)
+    for module in _exported():
+        if hasattr(module, "mark"):
+            module.mark(folder)

@@ -43,6 +43,7 @@ class Position:
         samples, tokens: consumed since the start of the run.
         best: step and value of the best evaluation so far, if a best one is kept.
         data: what the order of the data depends on; a resumed run must have the same.
+        base: identity of the frozen weights under adapters, which are not in the checkpoint; None of other models.
     """
 
     step: int = 0
@@ -50,6 +51,7 @@ class Position:
     tokens: int = 0
     best: dict[str, Any] | None = None
     data: dict[str, Any] = field(default_factory=dict)
+    base: str | None = None
 
 
 @dataclass

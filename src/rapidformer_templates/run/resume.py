@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.tasks import sample_flags
 from rapidformer_templates.run.checkpoint.check import newest_whole, problem_of, problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
@@ -30,7 +31,8 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
         CheckpointError: no checkpoint is whole, or it does not fit this run.
     """
     training = template.config.training
-    fresh = Position(data=order.depends_on() | sample_flags(template.config))
+    base = frozen_base_of(engine.model)
+    fresh = Position(data=order.depends_on() | sample_flags(template.config), base=base.identity if base else None)
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:
@@ -39,11 +41,13 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
         path = _to_load(Path(training.load), workers)
     if path is None or weights_only:
         if path is not None:
+            _check_base(Reader(path), fresh, path)
             engine.load(Reader(path), optimizer=False)
         seed_all(training.seed + 1 + workers.stream)
         return fresh
     reader = Reader(path)
-    saved = Position(**{name: reader.state[name] for name in Position.__dataclass_fields__})
+    known = Position.__dataclass_fields__.keys() & reader.state.keys()  # an older version knew fewer
+    saved = Position(**{name: reader.state[name] for name in known})
     _check_fit(reader, engine, saved, fresh, path)
     saved.best = _own_best(saved, path, folder, workers)
     engine.load(reader, optimizer=True)
@@ -138,6 +142,7 @@ def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Wo
 
 def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position, path: Path) -> None:
     """Refuse a checkpoint whose run would go on otherwise than it began."""
+    _check_base(reader, fresh, path)
     changed = [
         f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}"
         for name in fresh.data | saved.data
@@ -156,6 +161,21 @@ def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position,
             where=str(path),
             hint="use the same --optimizer, or take the weights alone with --load … --weights-only",
         )
+
+
+def _check_base(reader: Reader, fresh: Position, path: Path) -> None:
+    """Refuse adapters that were trained beside other weights."""
+    base = reader.state.get("base")
+    if base == fresh.base:
+        return
+    if base and fresh.base:
+        what = f"the adapters in it were trained beside other weights ({base}) than those of this model ({fresh.base})"
+        hint = "name the base that they were trained with"
+    elif base:
+        what, hint = "it holds adapters, and this model has none", "train with the same --lora-rank"
+    else:
+        what, hint = "it holds a whole model, and this run trains adapters", "export it, and train beside that folder"
+    raise CheckpointError(what, where=str(path), hint=hint)
 
 
 def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers) -> None:

@@ -133,6 +133,7 @@ BY_OPTIMIZER = [(f"{name}, alone", 1, "Trainer", {"optimizer": name}) for name i
 ]
 ZERO_3 = {"zero_3_memory_optimization": True}
 TENSOR = {"tensor_model_parallel_size": 2}
+LORA = {"lora_rank": 3} if _installed("peft") else {"freeze": "mlp"}
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
 TOGETHER: list[Case] = [
     ("zero-2, one worker", 1, "Trainer", {"zero_2_memory_optimization": True}),
@@ -151,6 +152,17 @@ TOGETHER: list[Case] = [
     ("tensor, sharded over data", 4, "Trainer", {**TENSOR, "zero_1_memory_optimization": True}),
     ("pipeline, sharded over data", 4, "Trainer",
      {**PIPELINE, "zero_2_memory_optimization": True, "optimizer": "adamw_anyprecision"}),
+    *((f"lora, {how}", 2, "Trainer", {**LORA, **REGISTRY[how].on}) for how in PARTITIONED),
+    ("lora, zero-3, bf16, small ones cut", 2, "Trainer",
+     {**ZERO_3, **LORA, "mixed_precision": "bf16", "zero_3_param_persistence_threshold": 1000}),
+    ("lora, zero-2, offload", 2, "Trainer", {**LORA, "zero_2_memory_optimization": True, "cpu_offload": True}),
+    ("lora, zero-3, offload", 2, "Trainer", {**LORA, **ZERO_3, "cpu_offload": True}),
+    ("lora, tensor, sharded over data", 4, "Trainer", {**LORA, **TENSOR, "zero_1_memory_optimization": True}),
+    ("lora, pipeline, sharded over data", 4, "Trainer", {**LORA, **PIPELINE, "zero_2_memory_optimization": True}),
+    ("lora, tensor, pipeline", 4, "Trainer", {**LORA, **TENSOR, **PIPELINE}),
+    ("dora, fsdp", 2, "Trainer", {**LORA, "lora_variant": "dora", "fsdp_memory_optimization": True}),
+    ("frozen, fsdp", 2, "Trainer", {"freeze": "mlp", "fsdp_memory_optimization": True}),
+    ("frozen, zero-2", 2, "Trainer", {"freeze": "mlp", "zero_2_memory_optimization": True}),
     ("tensor, pipeline", 4, "Trainer", {**TENSOR, **PIPELINE, "sequence_parallel": True}),
 ]  # fmt: skip
 CASES = [*SWITCHES, *BY_OPTIMIZER, *TOGETHER]
@@ -158,6 +170,7 @@ QUICK = {
     *(case[0] for case in SWITCHES if case[0] != "torch-compile"),  # half a minute of imports
     *(case[0] for case in CASES if case[1] == 1),
     *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts, fsdp"),
+    *("lora, fsdp", "lora, zero-2", "lora, tensor, sharded over data", "lora, pipeline, sharded over data"),
 }
 """The others are asked for by -m exhaustive."""
 PARAMETERS = [pytest.param(c, id=c[0], marks=() if c[0] in QUICK else pytest.mark.exhaustive) for c in CASES]

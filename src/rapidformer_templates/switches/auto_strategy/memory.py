@@ -100,7 +100,11 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
         ]
     formula = divided_experts if setting.divides_experts else FORMULAS[setting.offload][layout.partitioning]
     width = 2 if variant_of(layout, setting).narrow_parameters and layout.partitioning != "fsdp" else FP32
-    return formula(list(model.parameters.values()), layout.data, width, setting.how)
+    trained, frozen = (
+        formula([p for p in model.all_parameters.values() if p.is_trained == kind], layout.data, width, setting.how)
+        for kind in (True, False)
+    )
+    return [mine.beside(other) for mine, other in zip(trained, frozen, strict=True)]
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:
@@ -188,14 +192,14 @@ def _update(layout: Layout, held: Held) -> Moment:
 
 def _gathered_by_zero(model: ModelShapes, setting: Setting, width: int) -> int:
     """Whole parameters that ZeRO-3 holds: all of them, until there are 10^9 elements, and what they arrive in."""
-    return 2 * width * sum(p.count for p in model.parameters.values() if p.count >= setting.how.kept_whole)
+    return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count >= setting.how.kept_whole)
 
 
 def _gathered_by_fsdp(model: ModelShapes, setting: Setting, phase: Phase, width: int) -> int:
     """Whole parameters that FSDP holds: of the root, of the block at work, and of the next one on its way."""
     if not setting.reshards:
-        gradients = 2 * FP32 * model.largest_block if phase.name == "backward" else 0
-        return width * sum(p.count for p in model.parameters.values()) + gradients
+        gradients = 2 * FP32 * model.most_trained_in_a_block if phase.name == "backward" else 0
+        return width * sum(p.count for p in model.all_parameters.values()) + gradients
     block = width * model.largest_block
     root = width * model.outside_blocks
     if phase.name in ("begin", "end"):
@@ -203,5 +207,5 @@ def _gathered_by_fsdp(model: ModelShapes, setting: Setting, phase: Phase, width:
     if phase.name == "backward":
         # The block's gradient, and its copy in the order in which it is sent.
         arriving = block if width < FP32 else 0  # parameters of a narrow type are copied once more
-        return root + 2 * block + arriving + 2 * FP32 * model.largest_block
+        return root + 2 * block + arriving + 2 * FP32 * model.most_trained_in_a_block
     return root + 2 * block

@@ -58,7 +58,7 @@ class Subject:
         stages = [int(word) for word in asked.split(",")] if asked else None
         self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages)
         self.facts = Facts(
-            parameters=sum(facts.count for facts in self.shapes.parameters.values()),
+            parameters=sum(facts.count for facts in self.shapes.all_parameters.values()),
             blocks=sum(self.shapes.depths.values()),
             hidden=self._model_config.hidden_size,
             tokens=self._tokens,
@@ -106,7 +106,7 @@ def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> nn.Module:
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.predicts.traced and switch.transform:
             options = config.switches[switch.name]
-            building = Building(find_layout(model), options, plan, alone, no_loss)
+            building = Building(find_layout(model), options, plan, alone, no_loss, has_values=False)
             with AnswersAboutData(dense=True):
                 model = load_object(switch.transform)(model, building)
     return model

@@ -97,20 +97,29 @@ class ModelShapes:
             return self.build(None)
 
     @cached_property
-    def parameters(self) -> dict[str, Facts]:
-        """The trained parameters by canonical name; tied ones once."""
+    def all_parameters(self) -> dict[str, Facts]:
+        """Trained and frozen parameters by canonical name; tied ones once."""
         tables, experts = tables_of(self.whole), _expert_parameters(self.whole)
-        trained = {canonical_name(name): p for name, p in self.whole.named_parameters() if p.requires_grad}
         return {
-            name: Facts(tuple(p.shape), p.ndim >= 2, is_table=name in tables, is_expert=id(p) in experts)
-            for name, p in trained.items()
+            name: Facts(
+                tuple(p.shape),
+                p.ndim >= 2,
+                is_table=name in tables,
+                is_expert=id(p) in experts,
+                is_trained=p.requires_grad,
+            )
+            for name, p in ((canonical_name(name), p) for name, p in self.whole.named_parameters())
         }
 
     @cached_property
+    def parameters(self) -> dict[str, Facts]:
+        """The trained ones."""
+        return {name: facts for name, facts in self.all_parameters.items() if facts.is_trained}
+
+    @cached_property
     def buffer_bytes(self) -> int:
-        """Bytes of what is neither trained nor computed anew: buffers and frozen parameters."""
-        frozen = [p for p in self.whole.parameters() if not p.requires_grad]
-        return sum(tensor.nbytes for tensor in (*frozen, *self.whole.buffers()))
+        """Bytes of the buffers."""
+        return sum(tensor.nbytes for tensor in self.whole.buffers())
 
     @cached_property
     def blocks(self) -> dict[str, tuple[str, int]]:
@@ -127,9 +136,12 @@ class ModelShapes:
 
     @cached_property
     def block_elements(self) -> dict[str, int]:
-        """Elements of the trained parameters of each block; a parameter that two blocks share counts in the first."""
+        """Elements of the parameters of each block; a parameter that two blocks share counts in the first."""
+        return self._by_block(self.all_parameters)
+
+    def _by_block(self, parameters: Mapping[str, Facts]) -> dict[str, int]:
         elements = dict.fromkeys(self.blocks, 0)
-        for name, facts in self.parameters.items():
+        for name, facts in parameters.items():
             home = self.block_of(name)
             if home:
                 elements[home] += facts.count
@@ -142,7 +154,7 @@ class ModelShapes:
     @cached_property
     def _block_of(self) -> dict[str, str]:
         homes = {}
-        for name in self.parameters:
+        for name in self.all_parameters:
             parts = name.split(".")
             outer = (".".join(parts[:depth]) for depth in range(1, len(parts)))
             home = next((block for block in outer if block in self.blocks), None)
@@ -167,9 +179,14 @@ class ModelShapes:
         return max(self.block_elements.values(), default=0)
 
     @cached_property
+    def most_trained_in_a_block(self) -> int:
+        """Trained elements of the block that has most of them."""
+        return max(self._by_block(self.parameters).values(), default=0)
+
+    @cached_property
     def outside_blocks(self) -> int:
         """Elements of what stands in no block: embeddings, last norm, head."""
-        return sum(facts.count for facts in self.parameters.values()) - sum(self.block_elements.values())
+        return sum(facts.count for facts in self.all_parameters.values()) - sum(self.block_elements.values())
 
     @cached_property
     def _repeats(self) -> bool:
@@ -246,13 +263,13 @@ class ModelShapes:
                 )
 
     def local_parameters(self, tensor: int, peer: int = 0) -> dict[str, Facts]:
-        """The parameters as ``tensor`` workers share them: those of one of the workers; the first has most.
+        """All parameters as ``tensor`` workers share them: those of one of the workers; the first has most.
 
         Raises:
             ModelError: the model cannot be divided so.
         """
         if (tensor, peer) not in self._local:
-            self._local[tensor, peer] = local_parameters(self.whole, self.parameters, tensor, peer)
+            self._local[tensor, peer] = local_parameters(self.whole, self.all_parameters, tensor, peer)
         return self._local[tensor, peer]
 
     def stage_sizes(self, pipeline: int) -> list[int]:
@@ -264,9 +281,9 @@ class ModelShapes:
         if self.stages is not None and len(self.stages) == pipeline:
             return list(self.stages)
         if pipeline not in self._sizes:
-            outside = [name for name in self.parameters if self.block_of(name) is None]
+            outside = [name for name in self.all_parameters if self.block_of(name) is None]
             front, back = (
-                float(sum(self.parameters[name].count for name in outside if end in self.ends_of(name)))
+                float(sum(self.all_parameters[name].count for name in outside if end in self.ends_of(name)))
                 for end in ("first", "last")
             )
             blocks = [float(count) for count in self.block_elements.values()]
@@ -274,11 +291,18 @@ class ModelShapes:
         return self._sizes[pipeline]
 
     def stage_parameters(self, place: Place) -> dict[str, Facts]:
-        """What a worker of a stage has of the parameters, by name and in the model's order.
+        """What a worker of a stage has of the trained parameters, by name and in the model's order.
 
         Raises:
             ModelError: the model cannot be divided or cut so.
         """
+        return {name: facts for name, facts in self._everything_of_stage(place).items() if facts.is_trained}
+
+    def stage_frozen(self, place: Place) -> list[Facts]:
+        """What a worker of a stage has of the others."""
+        return [facts for facts in self._everything_of_stage(place).values() if not facts.is_trained]
+
+    def _everything_of_stage(self, place: Place) -> dict[str, Facts]:
         if place not in self._stages:
             self._stages[place] = self._parameters_of_stage(place)
         return self._stages[place]
@@ -330,9 +354,10 @@ class ModelShapes:
         Raises:
             ModelError: the model cannot be cut into stages.
         """
-        with fake_tensors(), AnswersAboutData(dense=True), without_warnings():
+        with fake_tensors(), without_warnings():
             model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
-            return ends_of(model, lambda model: model(**self.batch(1)).loss)
+            with AnswersAboutData(dense=True):
+                return ends_of(model, lambda model: model(**self.batch(1)).loss)
 
 
 def _expert_parameters(model: nn.Module) -> frozenset[int]:

@@ -30,12 +30,14 @@ class Facts:
         decays: whether it does; those that do not are a group of their own.
         is_table: whether it is read by row: an embedding, or the head that scores the words.
         is_expert: whether its first dimension counts experts, which expert parallelism divides.
+        is_trained: whether it has a gradient and optimizer state.
     """
 
     shape: tuple[int, ...]
     decays: bool
     is_table: bool = False
     is_expert: bool = False
+    is_trained: bool = True
 
     @property
     def count(self) -> int:

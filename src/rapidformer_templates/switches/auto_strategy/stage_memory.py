@@ -60,7 +60,7 @@ class Stage:
 
     @property
     def parameters(self) -> dict[str, Facts]:
-        """Its parameters by name.
+        """Its trained parameters by name.
 
         Raises:
             ModelError: the model cannot be cut or divided in this way.
@@ -84,12 +84,13 @@ class Stage:
         mine = list(self.parameters.values())
         if self.layout.partitioning != "none" and self.layout.data > 1:
             mine = runs(self.model.runs(self.place, self.layout.data, replica))
+        parameters = self._bytes + FP32 * sum(facts.count for facts in self.model.stage_frozen(self.place))
         gradients = self._share_bytes if self._sums_early else self._bytes
         optimizer = self.setting.how.optimizer.bytes_of(mine)
         if not self.setting.offload:
-            return Held(self._bytes, gradients, optimizer)
+            return Held(parameters, gradients, optimizer)
         copies = 2 * FP32 * sum(part.count for part in mine)  # of weights and gradients, for the update on the host
-        return Held(self._bytes, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
+        return Held(parameters, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
 
     @cached_property
     def _bytes(self) -> int:

@@ -38,6 +38,11 @@ class Held:
     def per_parameter(self, count: int) -> tuple[float, float, float]:
         return self.parameters / count, self.gradients / count, self.optimizer / count
 
+    def beside(self, frozen: Held) -> Held:
+        """With parameters that are not trained, of which there are neither gradients nor state."""
+        away = (self.on_host[0] + frozen.on_host[0], *self.on_host[1:])
+        return replace(self, parameters=self.parameters + frozen.parameters, on_host=away)
+
     @property
     def on_gpu(self) -> Held:
         """What of it lies in the memory of a GPU."""

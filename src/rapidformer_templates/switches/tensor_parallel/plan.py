@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.adapters import adapter_parts
 from rapidformer_templates.models.stand_ins import Elsewhere
 from rapidformer_templates.switches.tensor_parallel.styles import (
     COLUMN,
@@ -60,6 +61,7 @@ class TensorPlan:
         partial: names of whole parameters of which each worker computes a part of the gradient.
         local_sizes: attributes of regions that are to be divided.
         given: it is the model's own ``tensor_plan``, which promises nothing of what stands beside divided layers.
+        adapted: the layer that a styled part belongs to, by the name of the part, of layers with adapters.
     """
 
     styles: Mapping[str, str]
@@ -67,10 +69,12 @@ class TensorPlan:
     partial: frozenset[str]
     local_sizes: tuple[str, ...] = ()
     given: bool = False
+    adapted: Mapping[str, str] = field(default_factory=dict)
 
     def parents(self, styles: frozenset[str]) -> list[str]:
-        """Names of the modules that contain one with such a style."""
-        return sorted({name.rpartition(".")[0] for name, style in self.styles.items() if style in styles})
+        """Names of the modules that contain a layer with such a style."""
+        layers = (self.adapted.get(name, name) for name, style in self.styles.items() if style in styles)
+        return sorted({layer.rpartition(".")[0] for layer in layers})
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
@@ -90,7 +94,15 @@ def plan_of(model: nn.Module) -> TensorPlan:
         ModelError: it has none, or one that cannot be followed: a style or a layer that is not known here, or a
             parameter that is shared by layers which divide it differently.
     """
-    styles = _styles_of(model)
+    styles, adapted = _beside_adapters(model, _styles_of(model))
+    given = bool(getattr(model, "tensor_plan", None))
+    if given and adapted:
+        raise ModelError(
+            "adapters beside divided layers need a plan of the architecture, and the model brings a tensor_plan of "
+            "its own",
+            where=_WHERE,
+            hint="leave out --lora-rank or --tensor-model-parallel-size",
+        )
     cuts: dict[int, Cut] = {}
     partial: set[int] = set()
     for name, style in styles.items():
@@ -105,7 +117,8 @@ def plan_of(model: nn.Module) -> TensorPlan:
         {name: cuts[id(p)] for name, p in named if id(p) in cuts},
         frozenset(name for name, p in named if id(p) in partial),
         LOCAL_SIZES.get(_type_of(model), ()),
-        given=bool(getattr(model, "tensor_plan", None)),
+        given,
+        adapted,
     )
 
 
@@ -163,6 +176,27 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
     if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
         raise _no_plan(model)
     return styles | _vocabulary(model)
+
+
+def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The styles with those of the parts of adapted layers in their place, and the layer of each such part.
+
+    Beside columns the first matrix is whole, and each worker has a part of its gradient; the second is divided as the
+    layer is. Beside rows the first is divided as the layer is, and their sum goes through a whole second one.
+    """
+    found, layers = dict(styles), {}
+    for name, module in model.named_modules():
+        parts = adapter_parts(module)
+        if parts is None:
+            continue
+        style = found.pop(name, REPLICATED)
+        down, up = {**dict.fromkeys(COLUMN, (PARTIAL, style)), **dict.fromkeys(ROW, (style, REPLICATED))}.get(
+            style, (REPLICATED, REPLICATED)
+        )
+        for part, its_style in ((parts.base, style), (parts.down, down), (parts.up, up)):
+            found[f"{name}.{part}"] = its_style
+            layers[f"{name}.{part}"] = name
+    return found, layers
 
 
 def _patterns_of(model: nn.Module) -> Mapping[str, str]:

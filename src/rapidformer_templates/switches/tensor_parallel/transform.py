@@ -157,7 +157,7 @@ def _install_regions(model: nn.Module, modules: dict[str, nn.Module], plan: Tens
 def _regions_of(plan: TensorPlan, modules: dict[str, nn.Module]) -> list[str]:
     """Names of the modules whose inputs go into column-parallel layers."""
     columns = {name for name, style in plan.styles.items() if name in modules and style in tensor_styles.COLUMN}
-    return sorted({name.rpartition(".")[0] for name in columns})
+    return sorted({plan.adapted.get(name, name).rpartition(".")[0] for name in columns})
 
 
 def _run_whole(plan: TensorPlan) -> list[str]:
@@ -190,7 +190,7 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
     named = dict(model.named_parameters(remove_duplicate=False))
     found = {name for name, p in named.items() if id(p) in inside and name not in plan.cuts}
-    matrices = sorted(name for name in found if named[name].ndim > 1)
+    matrices = sorted(n for n in found if named[n].ndim > 1 and n.rpartition(".")[0] not in plan.adapted)
     if matrices:
         raise ModelError(
             f"the tensor plan leaves {', '.join(matrices[:3])} whole, which may need the whole sequence",

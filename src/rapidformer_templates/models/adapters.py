@@ -1,0 +1,85 @@
+"""What is known of models with adapters: the parts of an adapted layer, and the frozen base.
+
+The base's tensors stay out of checkpoints, which name it instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_ATTRIBUTE = "frozen_base"
+SAMPLED = 65_536
+"""Elements of a tensor whose order is looked at, too; of the others the sum alone."""
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """What of a model is never trained, and is found again where the model was found.
+
+    Attributes:
+        names: its tensors, by canonical name.
+        identity: a digest of their names, shapes and values.
+    """
+
+    names: frozenset[str]
+    identity: str
+
+
+@dataclass(frozen=True)
+class AdapterParts:
+    """Names of the modules in an adapted layer: what it was, and the two matrices beside it.
+
+    Attributes:
+        base: the layer itself.
+        down, up: to the rank and back, as ``base(x) + up(down(x))``.
+    """
+
+    base: str
+    down: str
+    up: str
+
+
+def adapter_parts(module: nn.Module) -> AdapterParts | None:
+    """The parts of an adapted layer of peft; None of any other module."""
+    children = dict(module.named_children())
+    if not {"base_layer", "lora_A", "lora_B"} <= children.keys():
+        return None
+    (name,) = dict(children["lora_A"].named_children())
+    return AdapterParts("base_layer", f"lora_A.{name}", f"lora_B.{name}")
+
+
+def frozen_base_of(model: nn.Module) -> FrozenBase | None:
+    """The base of a model whose adapters alone are kept; None of all others."""
+    base: FrozenBase | None = vars(model).get(_ATTRIBUTE)
+    return base
+
+
+def set_frozen_base(model: nn.Module, base: FrozenBase) -> None:
+    """Note the base in the model that stands on it."""
+    vars(model)[_ATTRIBUTE] = base
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """Of shape, type and values: the sum of all their bits, and the CRC-32 of evenly spaced ones.
+
+    A changed element changes the sum; a changed order is seen in the sample. As fast as memory is read.
+    """
+    flat = tensor.detach().flatten()
+    whole = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    words = whole[: len(whole) // 4 * 4].view(torch.int32)
+    total = int(words.sum(dtype=torch.int64)) + int(whole[len(words) * 4 :].sum(dtype=torch.int64))
+    step = max(1, flat.numel() // SAMPLED)
+    sample = zlib.crc32(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return f"{tuple(tensor.shape)} {tensor.dtype} {total} {sample}"
+
+
+def identity_of(fingerprints: Mapping[str, str]) -> str:
+    """One digest of the fingerprints of all tensors by name."""
+    told = "\n".join(f"{name} {value}" for name, value in sorted(fingerprints.items()))
+    return hashlib.sha256(told.encode()).hexdigest()[:16]

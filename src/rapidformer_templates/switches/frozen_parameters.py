@@ -1,0 +1,141 @@
+"""Parameters that are left as they are: by their names, or all but some."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rapidformer_templates.planning.changes import drop
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer_templates.engines.model_building import Building
+
+
+@dataclass(frozen=True)
+class FrozenFlags:
+    """Adapters"""
+
+    freeze: str | None = flag(
+        None, "leave parameters as they are in whose name this regular expression is found", metavar="REGEX"
+    )
+    train_only: str | None = flag(None, "leave all parameters as they are but those", metavar="REGEX")
+
+
+OFF = {"freeze": None, "train_only": None}
+
+
+def _asked(request: Request) -> list[str]:
+    return [name for name in OFF if request.config.get(name) is not None]
+
+
+def _one_of_two(request: Request) -> list[Finding]:
+    if len(_asked(request)) < 2:
+        return []
+    changes = tuple(drop({name: None}) for name in OFF)
+    return [Finding("--freeze and --train-only exclude each other", request.asked(*OFF), changes=changes)]
+
+
+def _regular(request: Request) -> list[Finding]:
+    findings = []
+    for name in _asked(request):
+        try:
+            re.compile(request.config.get(name))
+        except re.error as error:
+            message = f"{spelling(name)} is no regular expression: {error}"
+            findings.append(Finding(message, request.asked(name), changes=(drop({name: None}),)))
+    return findings
+
+
+def _adapters_decide(request: Request) -> list[Finding]:
+    if "lora" not in request.active:
+        return []
+    message = "adapters leave all weights as they are; what is trained whole beside them is --lora-modules-to-save"
+    return [Finding(message, request.asked_for("lora"), switches=("frozen-parameters", "lora"))]
+
+
+def freeze(model: nn.Module, building: Building) -> nn.Module:
+    """Take the gradient from parameters, by their names.
+
+    Raises:
+        ModelError: the expression finds no parameter, or leaves none to train.
+    """
+    from rapidformer_templates.errors import ModelError
+    from rapidformer_templates.models.blocks import canonical_name
+    from rapidformer_templates.models.placement import placement_of
+
+    options = building.options
+    field = "freeze" if options.freeze is not None else "train_only"
+    expression = re.compile(getattr(options, field))
+    whole_name = placement_of(model).whole_name
+    named = {whole_name(canonical_name(name)): parameter for name, parameter in model.named_parameters()}
+    everywhere = sorted(set().union(*building.workers.gather(list(named))))  # a stage of a pipeline has only some
+    found = {name for name in everywhere if expression.search(name)}
+    hint = f"names begin with {', '.join(sorted({name.partition('.')[0] for name in everywhere}))}"
+    if not found:
+        raise ModelError(f"no parameter's name contains {expression.pattern}", where=spelling(field), hint=hint)
+    frozen = found if field == "freeze" else set(everywhere) - found
+    if frozen == set(everywhere):
+        raise ModelError("no parameter is left to train", where=spelling(field), hint=hint)
+    for name in frozen & named.keys():
+        named[name].requires_grad_(False)
+    return model
+
+
+def _acted(measured: Measured) -> str | None:
+    frozen = measured["frozen_parameters"]
+    return None if frozen else "parameters that are left as they are were expected; all are trained"
+
+
+SWITCHES = (
+    Switch(
+        name="frozen-parameters",
+        summary="Leaves parameters as they are, by their names.",
+        source="[rapidformer_templates]",
+        stage=Stage.STRUCTURE,
+        options=FrozenFlags,
+        active=lambda options, sizes: options.freeze is not None or options.train_only is not None,
+        on={"freeze": "embed|wte|wpe"},
+        off=OFF,
+        predicts=Prediction(
+            {"gradients": "of what is trained", "optimizer": "of what is trained", "activations": "of what is trained"},
+            traced=True,
+        ),
+        transform="rapidformer_templates.switches.frozen_parameters:freeze",
+        receipt_hooks="rapidformer_templates.engines.trained_parameters:TrainedAndFrozen",
+        receipt=("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
+        acted=_acted,
+        changes_result=True,
+        rules=(
+            Rule(
+                "RF123",
+                "Parameters are named either by what is frozen or by what is trained.",
+                "each says of all parameters what becomes of them",
+                "[rapidformer_templates]",
+                _one_of_two,
+                Example("--freeze wte --train-only head"),
+            ),
+            Rule(
+                "RF124",
+                "Parameters are named by a regular expression.",
+                "it is looked for in each parameter's name",
+                "[rapidformer_templates]",
+                _regular,
+                Example("--freeze ["),
+            ),
+            Rule(
+                "RF125",
+                "Adapters decide what is frozen.",
+                "they leave all weights as they are but what is trained whole beside them",
+                "[peft]",
+                _adapters_decide,
+                Example("--freeze wte --lora-rank 8", {"packages": {"peft": "0.17"}}),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,143 @@
+"""Adapters: small matrices are trained beside frozen weights (Hu et al., 2021), through peft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rapidformer_templates.planning.changes import add, drop
+from rapidformer_templates.planning.checks import excludes
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+
+WHOLE_WEIGHTS = ("zero-3", "tensor-parallel")
+
+
+@dataclass(frozen=True)
+class LoraFlags:
+    """Adapters"""
+
+    lora_rank: int | None = flag(None, "train adapters of this rank beside frozen weights", metavar="N", minimum=1)
+    lora_alpha: float | None = flag(
+        None,
+        "the adapters' output is multiplied by ALPHA / rank (default: twice the rank)",
+        metavar="ALPHA",
+        only_with=("lora_rank", 8),
+    )
+    lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1, only_with=("lora_rank", 8))
+    lora_target_modules: str = flag(
+        "all-linear",
+        "layers that get adapters: all-linear, or ends of their names with commas",
+        metavar="NAMES",
+        only_with=("lora_rank", 8),
+    )
+    lora_modules_to_save: str | None = flag(
+        None,
+        "modules that are trained whole beside them (default: a new head)",
+        metavar="NAMES",
+        only_with=("lora_rank", 8),
+    )
+    lora_variant: Literal["lora", "rslora", "dora"] = flag(
+        "lora",
+        "rslora divides by the root of the rank; dora trains the length of each output, too",
+        only_with=("lora_rank", 8),
+    )
+
+
+def _pretrained(request: Request) -> list[Finding]:
+    model = request.config.model
+    if model.model_type is None or model.pretrained_model_name_or_path:
+        return []
+    message = "adapters are trained beside weights that somebody has trained, and --model-type starts from scratch"
+    changes = (add({"pretrained_model_name_or_path": "FOLDER"}), drop({"lora_rank": None}))
+    return [Finding(message, request.asked("lora_rank", "model_type"), changes=changes)]
+
+
+def _dora_reads_whole_weights(request: Request) -> list[Finding]:
+    if request.config.get("lora_variant") != "dora":
+        return []
+    message = "dora reads the whole weights of a layer beside its forward, and {} divides them"
+    return [
+        Finding(
+            message.format(name),
+            (*request.asked("lora_variant"), *request.asked_for(name)),
+            switches=(name,),
+            changes=(drop({"lora_variant": "lora"}),),
+        )
+        for name in WHOLE_WEIGHTS
+        if name in request.active
+    ]
+
+
+def _notes(request: Request) -> Sequence[str]:
+    return (
+        "lora: export/ holds the adapters, which peft loads; rapidformer export RUN --merge writes the whole model",
+    )
+
+
+def _acted(measured: Measured) -> str | None:
+    trained, frozen = measured["trained_parameters"], measured["frozen_parameters"]
+    if trained and frozen and measured["adapted_layers"]:
+        return None
+    return "adapters beside frozen weights were expected; " + (
+        "no layer has one"
+        if not measured["adapted_layers"]
+        else f"{trained:,} elements are trained, {frozen:,} are not"
+    )
+
+
+SWITCHES = (
+    Switch(
+        name="lora",
+        summary="Trains small matrices beside frozen weights.",
+        source="[peft]",
+        stage=Stage.STRUCTURE,
+        options=LoraFlags,
+        on={"lora_rank": 8},
+        predicts=Prediction(
+            {
+                "parameters": "frozen weights and adapters",
+                "gradients": "of the adapters alone",
+                "optimizer": "of the adapters alone",
+                "activations": "of adapted layers",
+            },
+            traced=True,
+        ),
+        notes=_notes,
+        needs_package="peft",
+        install="pip install 'rapidformer_templates[peft]'",
+        transform="rapidformer_templates.switches.lora.transform:add_adapters",
+        exported="rapidformer_templates.switches.lora.exported",
+        receipt_hooks="rapidformer_templates.switches.lora.receipt:TrainedBesideFrozen",
+        receipt=("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes", "adapted_layers"),
+        acted=_acted,
+        changes_result=True,
+        rules=(
+            Rule(
+                "RF120",
+                "Adapters stand on pretrained weights.",
+                "a product of two small matrices corrects what is there; it cannot stand for weights that nobody has",
+                "[peft]",
+                _pretrained,
+                Example("--lora-rank 8 --model-type gpt2", {"packages": {"peft": "0.17"}}),
+            ),
+            Rule(
+                "RF121",
+                "Adapters stand beside linear layers.",
+                "experts are one matrix for all of them, and ONNX Runtime puts graphs in the place of layers",
+                "[rapidformer_templates]",
+                excludes("lora", ("mixture-of-experts", "expert-parallel", "onnx-runtime")),
+                Example("--lora-rank 8 --onnx-runtime-training", {"packages": {"peft": "0.17"}}),
+            ),
+            Rule(
+                "RF122",
+                "DoRA needs the weights whole.",
+                "it divides by the length of each output's weights, in each forward",
+                "[peft]",
+                _dora_reads_whole_weights,
+                Example("--lora-rank 8 --lora-variant dora --zero-3-memory-optimization"),
+            ),
+        ),
+    ),
+)

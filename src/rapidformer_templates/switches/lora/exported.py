@@ -1,0 +1,106 @@
+"""A folder of adapters, as peft writes and reads it, beside the configuration of the model that they belong to.
+
+It is looked at in every run, with and without adapters, so that peft is imported where there are some.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.adapters import frozen_base_of
+
+CONFIG = "adapter_config"
+"""Of an adapted model: peft's configuration of its adapters."""
+SETTINGS = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What a ``PeftModel`` puts before the names of the model inside it."""
+
+
+def writes(model: nn.Module) -> bool:
+    """Whether it is this module that must write a model."""
+    return frozen_base_of(model) is not None
+
+
+def write(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write adapters in the format of peft.
+
+    Args:
+        weights: whole ones by name: adapters, modules that were trained whole, buffers.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    config: Any = vars(model)[CONFIG]
+    base = getattr(getattr(model, "config", None), "_name_or_path", "") or None
+    config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).exists() else base
+    config.inference_mode = True
+    adapters = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
+    save_file(
+        {PREFIX + name: tensor.contiguous() for name, tensor in adapters.items()},
+        folder / WEIGHTS,
+        metadata={"format": "pt"},
+    )
+    config.save_pretrained(str(folder))
+    config.inference_mode = False
+    if isinstance(model, PreTrainedModel):
+        model.config.save_pretrained(folder)
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether a folder holds adapters."""
+    return (folder / SETTINGS).is_file()
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of the model that the adapters belong to."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return config
+
+
+def base_of(folder: Path) -> str:
+    """The folder of the base, as the adapters name it.
+
+    Raises:
+        ModelError: they name none, or one that is not there.
+    """
+    named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not named:
+        raise ModelError(
+            f"the adapters in {folder} name no base",
+            where=str(folder / SETTINGS),
+            hint="their model was built by code: build it again and load them with peft.PeftModel.from_pretrained",
+        )
+    return str(named)
+
+
+def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+    """The base with the adapters merged into it, and what ``from_pretrained`` told of loading the base.
+
+    Args:
+        factory: transformers' class for the task, such as ``AutoModelForCausalLM``.
+        folder: of adapters.
+        config: from :func:`read_config`.
+    """
+    from peft import PeftModel
+
+    base, info = factory.from_pretrained(
+        base_of(folder),
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,  # a head that was trained beside the adapters comes with them
+        output_loading_info=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = PeftModel.from_pretrained(base, str(folder))
+    return adapted.merge_and_unload(), {**info, "missing_keys": set(), "mismatched_keys": set()}

@@ -1,0 +1,38 @@
+"""The whole model of a folder of adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import transformers
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.lora.exported import read_config, read_model
+from rapidformer_templates.system.files import new_folder
+
+
+def merge(adapters: Path, output: Path) -> None:
+    """Add adapters to the weights of their base, in fp32, and write the model as transformers reads it.
+
+    Raises:
+        ModelError: the base is not there, or its class is none of transformers'.
+    """
+    config = read_config(adapters)
+    name = (config.architectures or [""])[0]
+    factory = getattr(transformers, name, None)
+    if factory is None:
+        raise ModelError(
+            f"transformers has no class {name or 'for this model'}",
+            where=str(adapters / "config.json"),
+            hint="load the model by its own code and merge with peft: PeftModel.merge_and_unload()",
+        )
+    model, _ = read_model(factory, adapters, config)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = True  # it is off in training alone
+    logging.disable_progress_bar()
+    with new_folder(output) as temporary:
+        model.save_pretrained(temporary)
+        if (adapters / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(adapters, local_files_only=True).save_pretrained(temporary)

@@ -1,0 +1,109 @@
+"""Adapters under every engine that divides a model follow one process, and go from each to the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.jobs import OTHERS
+from tests.support.parallel_jobs import begin, train_all
+from tests.support.worker_group import run_in_workers
+
+pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
+pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
+
+TENSOR, PIPELINE = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+LORA = "--lora-rank 3 --lora-alpha 24"
+STEPS = f"--train-iters 6 --eval-interval 3 --global-batch-size 8 --clip-grad 0.1 --no-export-model {LORA}"
+LAYOUTS = {
+    "tp2-pp2": ("gpt2-4-tied", True, f"--micro-batch-size 4 {TENSOR} {PIPELINE}"),
+    "tp2-dp2-sequence": ("llama-4-tied", False, f"--micro-batch-size 4 {TENSOR} --sequence-parallel"),
+    "tp2-dp2-zero-2": ("bert-4-untied", True, f"--micro-batch-size 2 {TENSOR} --zero-2-memory-optimization"),
+    "pp2-dp2": ("neox-4-untied", True, f"--micro-batch-size 2 {PIPELINE} --use-distributed-optimizer"),
+    "dp4-rslora": ("gpt2-4-tied", True, "--micro-batch-size 2 --lora-variant rslora --fsdp-memory-optimization"),
+    "dp4-dora": ("gpt2-4-tied", True, "--micro-batch-size 2 --lora-variant dora --fsdp-memory-optimization"),
+}
+RESUMED = f"--train-iters 10 --save-interval 2 --global-batch-size 8 --lr 1e-2 --no-export-model {LORA}"
+LAST = "--micro-batch-size 2 --resume"
+CHAINS = {
+    "gpt2-8-double": (
+        (f"--micro-batch-size 4 {TENSOR} {PIPELINE}", 3),
+        ("--micro-batch-size 2 --fsdp-memory-optimization --resume", 5),
+        ("--micro-batch-size 2 --use-distributed-optimizer --resume", 7),
+        (f"--micro-batch-size 4 {PIPELINE} --resume", 9),
+    ),
+    "gpt2-8-tied": (
+        ("--micro-batch-size 2 --fsdp-memory-optimization", 3),
+        ("--micro-batch-size 2 --zero-3-memory-optimization --resume", 5),
+        ("--micro-batch-size 1 --zero-1-memory-optimization --resume", 7),
+        ("--micro-batch-size 2 --oss-memory-optimization --resume", 9),
+    ),
+}
+OTHERS["gpt2-8-double"] = type("Double", (OTHERS["gpt2-8-tied"],), {"double": True})
+
+
+def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:
+    """In one process, in micro batches of the same size."""
+    words = case[2].split()
+    variant = f"--lora-variant {words[words.index('--lora-variant') + 1]}" if "--lora-variant" in words else ""
+    size = words[words.index("--micro-batch-size") + 1]
+    return case[0], case[1], f"{STEPS} --micro-batch-size {size} {variant}"
+
+
+def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
+    cases = {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in LAYOUTS.items()}
+    runs = train_all(workers, folder, cases)
+    for job, chain in CHAINS.items():
+        curve: list[tuple[float, float]] = []
+        for flags, dies_after in chain:  # each part begins where the last checkpoint was, one step before the death
+            curve = [*curve[:-1], *begin(job, f"{folder}/{job}", f"{RESUMED} {flags}", dies_after)]
+        runs[job] = curve
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("layouts"))
+    return {**run_in_workers(4, _four_workers, folder)[0], "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train_all(None, str(tmp_path_factory.mktemp("whole")), {name: _whole(c) for name, c in LAYOUTS.items()})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> None:
+    found, wanted = runs[layout], references[layout]
+    double = LAYOUTS[layout][1]
+    tolerance = {"rtol": 1e-9, "atol": 1e-11} if double else {"rtol": 1e-5, "atol": 1e-6}
+    for key in ("curve", "evaluations"):
+        torch.testing.assert_close(
+            *(torch.tensor(run[key], dtype=torch.float64) for run in (found, wanted)), **tolerance
+        )
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, weight in wanted["weights"].items():
+        assert "lora" in name
+        torch.testing.assert_close(
+            found["weights"][name], weight, **(tolerance if double else {"rtol": 1e-5, "atol": 1e-5})
+        )
+    counts = [run["summary"]["receipts"]["trained_parameters"] for run in (found, wanted)]
+    assert 0 < counts[0] <= counts[1]  # a stage of a pipeline has some of them
+
+
+def test_references_learn(references: Any) -> None:
+    for reference in references.values():
+        assert len({loss for loss, _ in reference["curve"]}) == 6
+        assert all(float(weight.abs().sum()) > 0 for weight in reference["weights"].values())
+
+
+@pytest.mark.parametrize("job", CHAINS)
+def test_adapters_go_from_any_engine_to_any_other(job: str, runs: Any, tmp_path: Path) -> None:
+    whole = begin(job, str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
+    curve = torch.tensor([*runs[job][:-1], *begin(job, f"{runs['folder']}/{job}", f"{RESUMED} {LAST}")])
+    # Gradients of the first matrices begin at zero, and Adam's first steps divide rounding by its own size.
+    limits = {"rtol": 1e-9, "atol": 1e-11} if job.endswith("double") else {"rtol": 1e-3, "atol": 1e-6}
+    torch.testing.assert_close(curve, torch.tensor(whole), **limits)
