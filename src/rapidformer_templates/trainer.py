@@ -102,9 +102,9 @@ class Trainer:
         """
         return count_targets(batch, shifted=self._labels_are_shifted)
 
-    @hook("lr", "weight_decay", "optimizer")
+    @hook("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon")
     def build_optimizer(self) -> OptimizerSpec:
-        """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr`` and ``--weight-decay``."""
+        """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr``, ``--weight-decay``, ``--adam-…``."""
         options = rule_by_shape(self._tables) if self.plan.optimizer == "muon" else undecayed
         return default_optimizer(self.plan, self.config.training, options)
 

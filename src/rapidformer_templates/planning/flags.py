@@ -164,6 +164,15 @@ class TrainingFlags:
         None, "warmup as a share of the decay steps", minimum=0, maximum=1, choice="warmup"
     )
     weight_decay: float = flag(0.01, "decoupled weight decay; biases and norms are left out", minimum=0)
+    adam_beta1: float | None = flag(
+        None, "decay of Adam's first moment, below 1 (default: the optimizer's, 0.9)", minimum=0
+    )
+    adam_beta2: float | None = flag(
+        None, "decay of Adam's second moment, below 1 (default: the optimizer's, 0.999)", minimum=0
+    )
+    adam_epsilon: float | None = flag(
+        None, "added to the root of Adam's second moment (default: the optimizer's, 1e-8; of LAMB 1e-6)", minimum=0
+    )
     clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")

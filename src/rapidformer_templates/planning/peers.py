@@ -56,7 +56,9 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("min-learning-rate lr-min eta-min", "--min-lr", ""),
     ("max-grad-norm gradient-clipping gradient-clip-val grad-clip clip-grad-norm", "--clip-grad", ""),
     ("optim", "--optimizer", ""),
-    ("adam-beta1 adam-beta2 adam-epsilon adam-eps adam-betas optim-args", "", _BY_HOOK),
+    ("adam-eps", "--adam-epsilon", ""),
+    ("adam-betas betas", "--adam-beta1 0.9", "and --adam-beta2 0.999"),
+    ("optim-args", "", _BY_HOOK),
     ("label-smoothing-factor label-smoothing", "", "write it in compute_loss() of a script of your own"),
     ("data-seed manual-seed random-seed", "--seed", ""),
     # Numbers.

@@ -8,6 +8,7 @@ from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
 from rapidformer_templates.planning.metrics import direction_of
+from rapidformer_templates.planning.optimizers import betas_reach_one, has_no_betas
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
 from rapidformer_templates.planning.tasks import metrics_of
 
@@ -68,6 +69,10 @@ def _schedule_fits(request: Request) -> list[Finding]:
     return findings
 
 
+def _adam_fits(request: Request) -> list[Finding]:
+    return [*has_no_betas(request), *betas_reach_one(request)]
+
+
 IN_A_FOLDER = {"overwrite": False, "async_save": False, "save_interval": None, "keep_best": None}
 """Flags that act on a run folder alone, with their values when off."""
 
@@ -118,5 +123,13 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _leaves_something,
         Example("--lr 5e-5 --epochs 3", training=True),
+    ),
+    Rule(
+        "RF110",
+        "Adam's decays are below 1, and they and its epsilon go to an optimizer that has them.",
+        "adafactor keeps means of rows and columns, no moments; with a decay of 1 a moment takes in nothing",
+        "[torch]",
+        _adam_fits,
+        Example("--optimizer adafactor --adam-beta2 0.99"),
     ),
 )
