@@ -26,6 +26,7 @@ from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerEr
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.schedules import OF_SCHEDULES
 from rapidformer_templates.planning.tasks import metrics_of
 from rapidformer_templates.run import configure
 from rapidformer_templates.run import fit as run
@@ -108,7 +109,7 @@ class Trainer:
         options = rule_by_shape(self._tables) if self.plan.optimizer == "muon" else undecayed
         return default_optimizer(self.plan, self.config.training, options)
 
-    @hook("lr_decay_style", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction")
+    @hook(*OF_SCHEDULES)
     def build_scheduler(self, total_steps: int) -> Schedule:
         """A function from the step (from 0) to a share of the peak learning rate."""
         return schedule(self.config.training, total_steps, self.plan.schedule)

@@ -163,7 +163,7 @@ def asked_by(tmp_path: Path, bert_folder: Path) -> Callable[[str], set[str]]:
         f"--task sequence_classification --model-type bert {files}",
         f"--task pretraining --model-type gpt2 {corpus}",
         f"--task pretraining --model-type bert {corpus}",
-        f"--task pretraining --model-type t5 {corpus}",
+        f"--task pretraining --model-type t5 {corpus} --lr-decay-style warmup_stable_decay",
     ]
 
     def runs() -> Iterator[tuple[str, Trainer, set[str]]]:

@@ -156,13 +156,30 @@ class TrainingFlags:
     resume: bool = flag(False, "go on from the newest whole checkpoint in --save")
     weights_only: bool = flag(False, "with --load: take the weights and start everything else anew")
     lr: float | None = flag(None, "peak learning rate", minimum=0)
-    lr_decay_style: Literal["linear", "cosine", "constant"] = flag("linear", "shape of the learning rate after warmup")
+    lr_decay_style: Literal[
+        "linear",
+        "cosine",
+        "constant",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ] = flag("linear", "shape of the learning rate after warmup; from the fourth on transformers' own")
     min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_iters: int | None = flag(None, "steps over which it decays (default: all)", minimum=1)
     lr_warmup_iters: int | None = flag(None, "steps of warmup", minimum=0, choice="warmup")
     lr_warmup_fraction: float | None = flag(
         None, "warmup as a share of the decay steps", minimum=0, maximum=1, choice="warmup"
     )
+    lr_num_cycles: int = flag(1, "falls of cosine_with_restarts from the peak to zero", minimum=1)
+    lr_power: float = flag(1.0, "exponent of the polynomial decay", minimum=0)
+    lr_wsd_decay_iters: int | None = flag(
+        None, "last steps of warmup_stable_decay, in which it decays (default: a tenth of all)", metavar="N", minimum=1
+    )
+    lr_wsd_decay_style: Literal["cosine", "linear", "1-sqrt"] = flag("cosine", "how warmup_stable_decay decays in them")
     weight_decay: float = flag(0.01, "decoupled weight decay; biases and norms are left out", minimum=0)
     adam_beta1: float | None = flag(
         None, "decay of Adam's first moment, below 1 (default: the optimizer's, 0.9)", minimum=0
