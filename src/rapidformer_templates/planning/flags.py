@@ -217,6 +217,9 @@ class TrainingFlags:
     metric_for_best_mode: Literal["min", "max"] | None = flag(
         None, "whether the least or the most of --metric-for-best is best (default: known by its name)"
     )
+    early_stopping_patience: int | None = flag(
+        None, "end after N evaluations in a row without a better one by --metric-for-best", metavar="N", minimum=1
+    )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
     seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**32 - 1)
 
@@ -227,8 +230,9 @@ class TrainingFlags:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best checkpoint is kept; who names its metric asks for it."""
-        return self.fine_tunes or self.metric_for_best is not None if self.keep_best is None else self.keep_best
+        """Whether the best checkpoint is kept; who names its metric, or stops by it, asks for it."""
+        asked = self.metric_for_best is not None or self.early_stopping_patience is not None
+        return self.fine_tunes or asked if self.keep_best is None else self.keep_best
 
 
 SECTIONS: dict[str, type] = {

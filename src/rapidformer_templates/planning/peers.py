@@ -139,6 +139,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("save-total-limit save-top-k checkpoints-total-limit", "--keep-checkpoints", ""),
     ("load-best-model-at-end", "--keep-best", ""),
     ("metric-for-best-model monitor", "--metric-for-best", ""),
+    ("patience early-stopping", "--early-stopping-patience 3", "evaluations without a better one"),
     ("greater-is-better", "--metric-for-best-mode max", ""),
     ("eval-steps val-check-interval evaluate-every", "--eval-interval", ""),
     ("eval-strategy evaluation-strategy", "--eval-interval", _INTERVAL),

@@ -42,6 +42,27 @@ def _best_is_known(request: Request) -> list[Finding]:
     return findings
 
 
+def _stops_early(request: Request) -> list[Finding]:
+    training = request.config.training
+    if training.early_stopping_patience is None:
+        return []
+    findings = []
+    if training.keep_best is False:
+        changes = (drop({"keep_best": None}), drop({"early_stopping_patience": None}))
+        message = "--early-stopping-patience acts only where a best checkpoint is kept"
+        findings.append(Finding(message, request.asked("early_stopping_patience", "keep_best"), changes=changes))
+    if training.train_iters is not None and training.eval_interval is None:
+        changes = (
+            add({"eval_interval": max(1, training.train_iters // 10)}, "steps between evaluations"),
+            drop({"early_stopping_patience": None}),
+        )
+        message = (
+            "--early-stopping-patience has nothing to act on: a run by --train-iters is evaluated at its end alone"
+        )
+        findings.append(Finding(message, request.asked("early_stopping_patience", "train_iters"), changes=changes))
+    return findings
+
+
 def _shaping_nothing(request: Request) -> list[Finding]:
     """Flags that do not act on the schedule that was chosen."""
     training = request.config.training
@@ -151,6 +172,14 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _leaves_something,
         Example("--lr 5e-5 --epochs 3", training=True),
+    ),
+    Rule(
+        "RF111",
+        "A run that may stop early is evaluated on its way, and keeps its best checkpoint.",
+        "it stops when no evaluation is better than the best one, whose weights are exported",
+        "[rapidformer_templates]",
+        _stops_early,
+        Example("--early-stopping-patience 3 --no-keep-best --epochs 20"),
     ),
     Rule(
         "RF110",

@@ -43,9 +43,12 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
         seed_all(training.seed + 1 + workers.stream)
         return fresh
     reader = Reader(path)
-    saved = Position(**{name: reader.state[name] for name in Position.__dataclass_fields__})
+    state = {"waited": 0} | reader.state  # older checkpoints have no such count
+    saved = Position(**{name: state[name] for name in Position.__dataclass_fields__})
     _check_fit(reader, engine, saved, fresh, path)
     saved.best = _own_best(saved, path, folder, workers)
+    if saved.best is None:
+        saved.waited = 0
     engine.load(reader, optimizer=True)
     engine.load_state(reader.state["engine"])
     _restore_random_state(reader, training.seed, saved.step, workers)
