@@ -23,6 +23,7 @@ from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule, default_optimizer, schedule, undecayed
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
+from rapidformer_templates.models.label_smoothing import smoothed_labels
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
@@ -89,10 +90,11 @@ class Trainer:
         self.uses_task, self.tokenizer = True, self.task.tokenizer
         return data
 
-    @hook()
+    @hook("label_smoothing")
     def compute_loss(self, model: Any, batch: Batch) -> Any:
         """The mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
-        return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
+        with smoothed_labels(self.config.training.label_smoothing):
+            return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
 
     @hook()
     def count_targets(self, batch: Batch) -> float:

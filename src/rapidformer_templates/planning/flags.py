@@ -191,6 +191,9 @@ class TrainingFlags:
         None, "added to the root of Adam's second moment (default: the optimizer's, 1e-8; of LAMB 1e-6)", minimum=0
     )
     clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
+    label_smoothing: float = flag(
+        0.0, "share of each target that is spread over all classes while training", minimum=0, maximum=1
+    )
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")
     log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)

@@ -61,7 +61,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("adam-eps", "--adam-epsilon", ""),
     ("adam-betas betas", "--adam-beta1 0.9", "and --adam-beta2 0.999"),
     ("optim-args", "", _BY_HOOK),
-    ("label-smoothing-factor label-smoothing", "", "write it in compute_loss() of a script of your own"),
+    ("label-smoothing-factor", "--label-smoothing", ""),
     ("data-seed manual-seed random-seed", "--seed", ""),
     # Numbers.
     ("bf16 bf16-full-eval", "--mixed-precision bf16", ""),

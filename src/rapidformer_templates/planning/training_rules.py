@@ -11,7 +11,7 @@ from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.optimizers import betas_reach_one, has_no_betas
 from rapidformer_templates.planning.schedules import SHAPING, STYLES
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
-from rapidformer_templates.planning.tasks import metrics_of
+from rapidformer_templates.planning.tasks import SMOOTHED, metrics_of
 
 
 def _best_is_known(request: Request) -> list[Finding]:
@@ -61,6 +61,16 @@ def _stops_early(request: Request) -> list[Finding]:
         )
         findings.append(Finding(message, request.asked("early_stopping_patience", "train_iters"), changes=changes))
     return findings
+
+
+def _smooths(request: Request) -> list[Finding]:
+    training = request.config.training
+    if not training.label_smoothing or (training.task in SMOOTHED and not request.config.data.sentence_pairs):
+        return []
+    what = "sentence pairs" if training.task in SMOOTHED else training.task or "a loss of no task"
+    changes = (drop({"label_smoothing": 0.0}), *(() if training.task else (add({"task": "causal_lm"}),)))
+    message = f"--label-smoothing is for the cross-entropies of --task {', '.join(SMOOTHED)}, not for {what}"
+    return [Finding(message, request.asked("label_smoothing", "task"), changes=changes)]
 
 
 def _shaping_nothing(request: Request) -> list[Finding]:
@@ -180,6 +190,14 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _stops_early,
         Example("--early-stopping-patience 3 --no-keep-best --epochs 20"),
+    ),
+    Rule(
+        "RF112",
+        "Labels are smoothed where the loss is one cross-entropy over classes or words.",
+        "positions in a text are no classes, and what a loss of one's own is made of is not known here",
+        "[torch, transformers]",
+        _smooths,
+        Example("--task question_answering --label-smoothing 0.1"),
     ),
     Rule(
         "RF110",
