@@ -23,7 +23,7 @@ LABELS = ["negative", "neutral", "positive"]
 class SentimentFlags:
     """Sentiment"""
 
-    label_smoothing: float = flag(0.0, "share of each target that is spread over all labels", minimum=0)
+    temperature: float = flag(1.0, "what the logits are divided by in the loss")
 
 
 class Sentiment(Finetuner):
@@ -52,7 +52,7 @@ class Sentiment(Finetuner):
 
     def compute_loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return cross_entropy(logits, batch["labels"], label_smoothing=self.flags.label_smoothing)
+        return cross_entropy(logits / self.flags.temperature, batch["labels"])
 
 
 if __name__ == "__main__":

@@ -30,11 +30,13 @@ from rapidformer_templates.engines.recipe import (
     undecayed,
 )
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
+from rapidformer_templates.models.label_smoothing import smoothed_labels
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import load_object
+from rapidformer_templates.planning.schedules import OF_SCHEDULES
 from rapidformer_templates.planning.tasks import metrics_of
 from rapidformer_templates.run import configure
 from rapidformer_templates.run import fit as run
@@ -96,10 +98,11 @@ class Trainer:
         self.uses_task, self.tokenizer = True, self.task.tokenizer
         return data
 
-    @hook()
+    @hook("label_smoothing")
     def compute_loss(self, model: Any, batch: Batch) -> Any:
         """The mean loss of the batch as a scalar tensor, or (sum of losses, number of targets)."""
-        return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
+        with smoothed_labels(self.config.training.label_smoothing):
+            return self.task.compute_loss(model, batch) if self.uses_task else model(**batch).loss
 
     @hook()
     def count_targets(self, batch: Batch) -> float:
@@ -110,12 +113,12 @@ class Trainer:
         """
         return count_targets(batch, shifted=self._labels_are_shifted)
 
-    @hook("lr", "weight_decay", "optimizer")
+    @hook("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon")
     def build_optimizer(self) -> OptimizerSpec:
-        """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr`` and ``--weight-decay``."""
+        """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr``, ``--weight-decay``, ``--adam-…``."""
         return default_optimizer(self.plan, self.config.training, self._groups or undecayed)
 
-    @hook("lr_decay_style", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction")
+    @hook(*OF_SCHEDULES)
     def build_scheduler(self, total_steps: int) -> Schedule:
         """A function from the step (from 0) to a share of the peak learning rate."""
         return schedule(self.config.training, total_steps, self.plan.schedule)

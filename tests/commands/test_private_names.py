@@ -23,6 +23,7 @@ OF_PYTHON = {
     "_fields": "collections.namedtuple",  # documented
     "_actions": "argparse",
     "_action_groups": "argparse",
+    "_option_string_actions": "argparse",
     "_MISSING_TYPE": "dataclasses",
 }
 LISTED = {name for entry in PRIVATE_NAMES for name in (*re.split("[.:]", entry.owner), *entry.names)}

@@ -40,7 +40,7 @@ OTHERS = {  # flags of other programs, and those that examples declare
         "--nproc-per-node",
     ],
     "docs/bench.md": ["--tiny"],
-    "docs/white-box.md": ["--label-smoothing"],
+    "docs/white-box.md": ["--temperature"],
 }
 
 

@@ -108,12 +108,12 @@ def test_own_flag_acts(tweets: Path, tmp_path: Path) -> None:
     job = f"--task sequence_classification --pretrained-model-name-or-path {tweets / 'model'} --device cpu --lr 1e-3"
     small = f"--data-dir {tweets} --data-name tweets --train-iters 2 --micro-batch-size 4 --log-interval 1"
     losses = {}
-    for smoothing in ("0", "0.5"):
-        run = tmp_path / smoothing
-        words = [*job.split(), *small.split(), "--label-smoothing", smoothing, "--save", str(run)]
+    for temperature in ("1", "0.5"):
+        run = tmp_path / temperature
+        words = [*job.split(), *small.split(), "--temperature", temperature, "--save", str(run)]
         assert main(["--user-script", str(EXAMPLES / "sentiment.py"), *words]) == 0
-        losses[smoothing] = [line["loss"] for line in _metrics(run) if "loss" in line]
-    assert losses["0"] != losses["0.5"]
+        losses[temperature] = [line["loss"] for line in _metrics(run) if "loss" in line]
+    assert losses["1"] != losses["0.5"]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.schedules import rates
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.schedules import STYLES
 
 Schedule = Callable[[int], float]
 """The learning rate of a step (from 0) as a share of the peak."""
@@ -99,9 +100,9 @@ def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions
 
 
 def schedule(training: TrainingFlags, total_steps: int, asked: Mapping[str, Any] | None = None) -> Schedule:
-    """Warmup from zero, then linear, cosine or constant decay to ``--min-lr``.
+    """Warmup from zero, then linear, cosine or constant decay to ``--min-lr``, or a schedule of transformers.
 
-    Step ``s`` of ``w`` warmup steps runs at ``(s + 1) / w`` of the peak, so no step is wasted at a
+    Of the first three, step ``s`` of ``w`` warmup steps runs at ``(s + 1) / w`` of the peak, so no step is wasted at a
     rate of zero; the decay ends at ``--lr-decay-iters`` (by default the last step).
 
     Args:
@@ -110,6 +111,7 @@ def schedule(training: TrainingFlags, total_steps: int, asked: Mapping[str, Any]
     Raises:
         ConfigError: the warmup is longer than the decay or the run.
     """
+    style = training.lr_decay_style
     decay_steps = training.lr_decay_iters or total_steps
     warmup = training.lr_warmup_iters or 0
     if training.lr_warmup_fraction is not None:
@@ -123,12 +125,16 @@ def schedule(training: TrainingFlags, total_steps: int, asked: Mapping[str, Any]
             flag = "lr_warmup_iters" if training.lr_warmup_fraction is None else "lr_warmup_fraction"
             message = f"a warmup of {warmup} steps is longer than the {what} of {steps} steps"
             raise ConfigError(message, where=spelling(flag))
+    if STYLES[style].of_transformers:
+        from rapidformer_templates.engines.transformers_schedules import schedule_of_transformers
+
+        return schedule_of_transformers(training, warmup, decay_steps)
     floor = training.min_lr / training.lr if training.lr else 0.0
     shape = {
         "linear": lambda done: 1.0 - done,
         "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
         "constant": lambda done: 1.0,
-    }[training.lr_decay_style]
+    }[style]
 
     def factor(step: int) -> float:
         if step < warmup:

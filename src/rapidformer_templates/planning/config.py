@@ -162,10 +162,23 @@ def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
 def build_parser(
     prog: str, switch_options: Iterable[type], user: type | None, description: str
 ) -> argparse.ArgumentParser:
-    """The parser of every flag, grouped by topic."""
+    """The parser of every flag, grouped by topic.
+
+    Raises:
+        ConfigError: a flag of the user's own has the name of one of the library's.
+    """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for options in (*SECTIONS.values(), *switch_options, *([user] if user else [])):
+    for options in (*SECTIONS.values(), *switch_options):
         _add_flags(parser, options)
+    if user:
+        taken = [
+            spelling(f.name) for f in dataclasses.fields(user) if spelling(f.name) in parser._option_string_actions
+        ]
+        if taken:
+            raise ConfigError(
+                f"{taken[0]} is a flag of the library's", where=user.__name__, hint="rename your own flag"
+            )
+        _add_flags(parser, user)
     return parser
 
 

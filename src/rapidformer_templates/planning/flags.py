@@ -160,15 +160,44 @@ class TrainingFlags:
         False, "with --load: take the weights and start everything else anew", only_with=("load", "DIR")
     )
     lr: float | None = flag(None, "peak learning rate", minimum=0)
-    lr_decay_style: Literal["linear", "cosine", "constant"] = flag("linear", "shape of the learning rate after warmup")
+    lr_decay_style: Literal[
+        "linear",
+        "cosine",
+        "constant",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ] = flag("linear", "shape of the learning rate after warmup; from the fourth on transformers' own")
     min_lr: float = flag(0.0, "learning rate at the end of the decay", minimum=0)
     lr_decay_iters: int | None = flag(None, "steps over which it decays (default: all)", minimum=1)
     lr_warmup_iters: int | None = flag(None, "steps of warmup", minimum=0, choice="warmup")
     lr_warmup_fraction: float | None = flag(
         None, "warmup as a share of the decay steps", minimum=0, maximum=1, choice="warmup"
     )
+    lr_num_cycles: int = flag(1, "falls of cosine_with_restarts from the peak to zero", minimum=1)
+    lr_power: float = flag(1.0, "exponent of the polynomial decay", minimum=0)
+    lr_wsd_decay_iters: int | None = flag(
+        None, "last steps of warmup_stable_decay, in which it decays (default: a tenth of all)", metavar="N", minimum=1
+    )
+    lr_wsd_decay_style: Literal["cosine", "linear", "1-sqrt"] = flag("cosine", "how warmup_stable_decay decays in them")
     weight_decay: float = flag(0.01, "decoupled weight decay; biases and norms are left out", minimum=0)
+    adam_beta1: float | None = flag(
+        None, "decay of Adam's first moment, below 1 (default: the optimizer's, 0.9)", minimum=0
+    )
+    adam_beta2: float | None = flag(
+        None, "decay of Adam's second moment, below 1 (default: the optimizer's, 0.999)", minimum=0
+    )
+    adam_epsilon: float | None = flag(
+        None, "added to the root of Adam's second moment (default: the optimizer's, 1e-8; of LAMB 1e-6)", minimum=0
+    )
     clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
+    label_smoothing: float = flag(
+        0.0, "share of each target that is spread over all classes while training", minimum=0, maximum=1
+    )
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")
     log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)
@@ -197,6 +226,9 @@ class TrainingFlags:
         "whether the least or the most of --metric-for-best is best (default: known by its name)",
         only_with=("metric_for_best", "NAME"),
     )
+    early_stopping_patience: int | None = flag(
+        None, "end after N evaluations in a row without a better one by --metric-for-best", metavar="N", minimum=1
+    )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
     seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**32 - 1)
 
@@ -207,8 +239,9 @@ class TrainingFlags:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best checkpoint is kept; who names its metric asks for it."""
-        return self.fine_tunes or self.metric_for_best is not None if self.keep_best is None else self.keep_best
+        """Whether the best checkpoint is kept; who names its metric, or stops by it, asks for it."""
+        asked = self.metric_for_best is not None or self.early_stopping_patience is not None
+        return self.fine_tunes or asked if self.keep_best is None else self.keep_best
 
 
 SECTIONS: dict[str, type] = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rapidformer_templates.planning.changes import replace
-from rapidformer_templates.planning.deepspeed_file.recipe import decays_in_the_gradient, file_options
+from rapidformer_templates.planning.changes import drop, replace
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.deepspeed_file.recipe import decays_in_the_gradient
 from rapidformer_templates.planning.switch import Finding, Request, Resource
 
 
@@ -25,6 +26,7 @@ class OptimizerFacts:
         cpu_form: whether an offloaded state can be updated on the CPU.
         not_under: partitioning switches whose shards it cannot update.
         groups: ``module:function`` from the built model to what parameters it treats alike, if not by decay alone.
+        has_betas: whether it takes Adam's decays and epsilon, as ``betas`` and ``eps``.
     """
 
     implementation: str
@@ -37,6 +39,7 @@ class OptimizerFacts:
     cpu_form: bool = True
     not_under: frozenset[str] = frozenset()
     groups: str | None = None
+    has_betas: bool = True
 
 
 APEX = "Nvidia apex from its source (github.com/NVIDIA/apex; the package 'apex' in the public index is something else)"
@@ -58,7 +61,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         "apex.optimizers.FusedAdam", 8, "apex", APEX, needs_cuda=True, cpu_form=False, not_under=frozenset({"fsdp"})
     ),
     # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes for each element of a vector.
-    "adafactor": OptimizerFacts("torch.optim.Adafactor", 0.01, not_under=CUTS_PARAMETERS),
+    "adafactor": OptimizerFacts("torch.optim.Adafactor", 0.01, not_under=CUTS_PARAMETERS, has_betas=False),
     "adamw_bnb_8bit": OptimizerFacts(
         "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
         2.03,
@@ -91,6 +94,9 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     ),
 }
 
+ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+DEFAULT_BETAS = (0.9, 0.999)
+"""Those of every optimizer that has betas."""
 TORCH_ADAM = {FUSED_ADAMW: "torch.optim.Adam (fused)", "torch.optim.AdamW": "torch.optim.Adam"}
 """Adam with the weight decay in the gradient, for those whose class is AdamW."""
 ADAM_W_MODE = {CPU_ADAM: "adamw_mode", "apex.optimizers.FusedAdam": "adam_w_mode"}
@@ -110,8 +116,14 @@ def implementation(request: Request) -> str:
 
 
 def optimizer_options(request: Request) -> dict[str, Any]:
-    """The options of that class beside the learning rate and the weight decay: those of a DeepSpeed file."""
-    options = file_options(request)
+    """The options of that class beside the learning rate and the weight decay; what is not asked for is its own."""
+    training = request.config.training
+    options: dict[str, Any] = {}
+    if training.adam_beta1 is not None or training.adam_beta2 is not None:
+        given = zip((training.adam_beta1, training.adam_beta2), DEFAULT_BETAS, strict=True)
+        options["betas"] = tuple(default if beta is None else beta for beta, default in given)
+    if training.adam_epsilon is not None:
+        options["eps"] = training.adam_epsilon
     switch = ADAM_W_MODE.get(implementation(request))
     return options | {switch: False} if switch and decays_in_the_gradient(request) else options
 
@@ -140,6 +152,30 @@ def refusal(request: Request, message: str, *switches: str) -> Finding:
     """A finding against the chosen optimizer; the default one runs everywhere."""
     asked = (*request.asked("optimizer"), *request.asked_for(*switches))
     return Finding(message, asked, switches=switches, changes=(replace({"optimizer": "apex_adam"}),))
+
+
+def has_no_betas(request: Request) -> list[Finding]:
+    """Adam's decays and epsilon, for an optimizer that has none of them."""
+    name = request.config.get("optimizer")
+    given = [field for field in ADAM_FLAGS if request.config.get(field) is not None]
+    if OPTIMIZERS[name].has_betas or not given:
+        return []
+    message = f"{name} has no {' and no '.join(map(spelling, given))}"
+    changes = (replace({"optimizer": "apex_adam"}), drop(dict.fromkeys(given)))
+    return [Finding(message, request.asked("optimizer", *given), changes=changes)]
+
+
+def betas_reach_one(request: Request) -> list[Finding]:
+    """A decay of 1, with which a moment would never take in a gradient."""
+    return [
+        Finding(
+            f"{spelling(name)} must be below 1, not {value:g}",
+            request.asked(name),
+            changes=(replace({name: default}), drop({name: None})),
+        )
+        for name, default in zip(ADAM_FLAGS, DEFAULT_BETAS, strict=False)
+        if (value := request.config.get(name)) is not None and not value < 1
+    ]
 
 
 def missing_package(request: Request) -> list[Finding]:

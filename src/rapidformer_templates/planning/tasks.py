@@ -59,6 +59,9 @@ METRICS_OF = {
 }
 """What the ``compute_metrics`` of each task gives."""
 
+SMOOTHED = tuple(task for task in TASKS if task != "question_answering")
+"""Those whose loss is a cross-entropy over classes or words; of sentence pairs it is a sum of two losses."""
+
 _LANGUAGE = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
 
 

@@ -8,8 +8,10 @@ from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
 from rapidformer_templates.planning.metrics import direction_of
+from rapidformer_templates.planning.optimizers import betas_reach_one, has_no_betas
+from rapidformer_templates.planning.schedules import SHAPING, STYLES
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
-from rapidformer_templates.planning.tasks import metrics_of
+from rapidformer_templates.planning.tasks import SMOOTHED, metrics_of
 
 
 def _best_is_known(request: Request) -> list[Finding]:
@@ -40,6 +42,55 @@ def _best_is_known(request: Request) -> list[Finding]:
     return findings
 
 
+def _stops_early(request: Request) -> list[Finding]:
+    training = request.config.training
+    if training.early_stopping_patience is None:
+        return []
+    findings = []
+    if training.keep_best is False:
+        changes = (drop({"keep_best": None}), drop({"early_stopping_patience": None}))
+        message = "--early-stopping-patience acts only where a best checkpoint is kept"
+        findings.append(Finding(message, request.asked("early_stopping_patience", "keep_best"), changes=changes))
+    if training.train_iters is not None and training.eval_interval is None:
+        changes = (
+            add({"eval_interval": max(1, training.train_iters // 10)}, "steps between evaluations"),
+            drop({"early_stopping_patience": None}),
+        )
+        message = (
+            "--early-stopping-patience has nothing to act on: a run by --train-iters is evaluated at its end alone"
+        )
+        findings.append(Finding(message, request.asked("early_stopping_patience", "train_iters"), changes=changes))
+    return findings
+
+
+def _smooths(request: Request) -> list[Finding]:
+    training = request.config.training
+    if not training.label_smoothing or (training.task in SMOOTHED and not request.config.data.sentence_pairs):
+        return []
+    what = "sentence pairs" if training.task in SMOOTHED else training.task or "a loss of no task"
+    changes = (drop({"label_smoothing": 0.0}), *(() if training.task else (add({"task": "causal_lm"}),)))
+    message = f"--label-smoothing is for the cross-entropies of --task {', '.join(SMOOTHED)}, not for {what}"
+    return [Finding(message, request.asked("label_smoothing", "task"), changes=changes)]
+
+
+def _shaping_nothing(request: Request) -> list[Finding]:
+    """Flags that do not act on the schedule that was chosen."""
+    training = request.config.training
+    name = training.lr_decay_style
+    why = "a constant rate does not decay" if name == "constant" else f"{name} does not take it"
+    findings = []
+    for flag, off in SHAPING.items():
+        # A share of the decay steps is still one of them where nothing decays.
+        shares = flag == "lr_decay_iters" and training.lr_warmup_fraction is not None
+        if flag in STYLES[name].takes or shares or request.config.get(flag) == off:
+            continue
+        other = next(style for style, facts in STYLES.items() if flag in facts.takes)
+        changes = (drop({flag: off}), replace({"lr_decay_style": other}))
+        message = f"{spelling(flag)} has nothing to act on: {why}"
+        findings.append(Finding(message, request.asked(flag, "lr_decay_style"), changes=changes))
+    return findings
+
+
 def _schedule_fits(request: Request) -> list[Finding]:
     if deepspeed_recipe.schedule(request) is not None:
         return []  # the file's own, for which RF103 and RF105 speak; DeepSpeed's warmups may be longer than a run
@@ -49,15 +100,11 @@ def _schedule_fits(request: Request) -> list[Finding]:
         message = f"--min-lr {training.min_lr:g} is above --lr {training.lr:g}: the rate would rise to it"
         changes = (replace({"min_lr": training.lr / 10}), drop({"min_lr": 0.0}))
         findings.append(Finding(message, request.asked("min_lr", "lr"), changes=changes))
-    if training.lr_decay_style == "constant":
-        # A share of the decay steps is still one of them where nothing decays.
-        idle: dict[str, float | None] = {"min_lr": 0.0} if training.min_lr else {}
-        if training.lr_decay_iters is not None and training.lr_warmup_fraction is None:
-            idle["lr_decay_iters"] = None
-        for name, off in idle.items():
-            message = f"{spelling(name)} has nothing to act on: a constant rate does not decay"
-            changes = (drop({name: off}), replace({"lr_decay_style": "linear"}))
-            findings.append(Finding(message, request.asked(name, "lr_decay_style"), changes=changes))
+    elif training.lr_decay_style == "polynomial" and training.lr and training.lr == training.min_lr:
+        message = f"--min-lr {training.min_lr:g} is --lr: polynomial has nothing to decay to"
+        changes = (drop({"min_lr": 0.0}), replace({"lr_decay_style": "constant", "min_lr": 0.0}))
+        findings.append(Finding(message, request.asked("min_lr", "lr", "lr_decay_style"), changes=changes))
+    findings += _shaping_nothing(request)
     warmup, ends = training.lr_warmup_iters, ("lr_decay_iters", "train_iters")
     for name in ends if warmup is not None else ():
         end = request.config.get(name)
@@ -65,7 +112,24 @@ def _schedule_fits(request: Request) -> list[Finding]:
             message = f"a warmup of {warmup} steps is longer than the {end} steps of {spelling(name)}"
             changes = (replace({"lr_warmup_iters": end // 10}), drop({"lr_warmup_iters": None}))
             findings.append(Finding(message, request.asked("lr_warmup_iters", name), changes=changes))
-    return findings
+    return findings + _stages_fit(request)
+
+
+def _stages_fit(request: Request) -> list[Finding]:
+    """The last stage of warmup_stable_decay begins after the warmup."""
+    training = request.config.training
+    ends = [request.config.get(name) for name in ("lr_decay_iters", "train_iters")]
+    end = next((steps for steps in ends if steps is not None), None)
+    last, warmup = training.lr_wsd_decay_iters, training.lr_warmup_iters or 0
+    if end is None or last is None or warmup + last <= end or warmup > end:
+        return []
+    message = f"a warmup of {warmup} steps and a decay of {last} are longer than the {end} steps of the schedule"
+    changes = (replace({"lr_wsd_decay_iters": max(1, end - warmup)}), drop({"lr_wsd_decay_iters": None}))
+    return [Finding(message, request.asked("lr_wsd_decay_iters", "lr_warmup_iters"), changes=changes)]
+
+
+def _adam_fits(request: Request) -> list[Finding]:
+    return [*has_no_betas(request), *betas_reach_one(request)]
 
 
 IN_A_FOLDER = {"overwrite": False, "async_save": False, "save_interval": None, "keep_best": None}
@@ -118,5 +182,29 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _leaves_something,
         Example("--lr 5e-5 --epochs 3", training=True),
+    ),
+    Rule(
+        "RF111",
+        "A run that may stop early is evaluated on its way, and keeps its best checkpoint.",
+        "it stops when no evaluation is better than the best one, whose weights are exported",
+        "[rapidformer_templates]",
+        _stops_early,
+        Example("--early-stopping-patience 3 --no-keep-best --epochs 20"),
+    ),
+    Rule(
+        "RF112",
+        "Labels are smoothed where the loss is one cross-entropy over classes or words.",
+        "positions in a text are no classes, and what a loss of one's own is made of is not known here",
+        "[torch, transformers]",
+        _smooths,
+        Example("--task question_answering --label-smoothing 0.1"),
+    ),
+    Rule(
+        "RF110",
+        "Adam's decays are below 1, and they and its epsilon go to an optimizer that has them.",
+        "adafactor keeps means of rows and columns, no moments; with a decay of 1 a moment takes in nothing",
+        "[torch]",
+        _adam_fits,
+        Example("--optimizer adafactor --adam-beta2 0.99"),
     ),
 )

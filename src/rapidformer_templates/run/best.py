@@ -68,7 +68,10 @@ def best_metric(template: Template) -> BestMetric | None:
     if not training.keeps_best:
         return None
     if valid is None or len(valid) == 0:
-        asked = next((flag for flag in ("metric_for_best", "keep_best") if flag in config.origins), None)
+        asked = next(
+            (flag for flag in ("metric_for_best", "early_stopping_patience", "keep_best") if flag in config.origins),
+            None,
+        )
         if asked is None:
             return None
         raise ConfigError(

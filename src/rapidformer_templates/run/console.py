@@ -87,6 +87,7 @@ def summarise(
         "tokens": position.tokens,
         "metrics": metrics,
         "best": position.best,
+        "stopped_early": loop.why_early,
         "throughput": {name: value for name, value in rates.items() if "per_second" in name or name == "step_ms"},
         "peak_memory_mb": max(memory),
         "peak_memory_mb_by_rank": memory,

@@ -188,7 +188,8 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     workers.barrier()
     loop = _build_loop(template, engine, order, position, folder, metric, workers)
     if position.step >= loop.total:
-        say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done")
+        early = f" (stopped early {loop.why_early})" if loop.why_early else ""
+        say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done{early}")
     with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
         metrics = loop.run(stop, progress)
 
@@ -291,6 +292,7 @@ def _build_loop(
         receipts=Receipts(engine, template, order),
         keep=training.keep_checkpoints,
         metric=metric,
+        patience=training.early_stopping_patience,
         saver=AsyncSaver(folder.checkpoints, workers, training.keep_checkpoints)
         if folder and training.async_save
         else None,

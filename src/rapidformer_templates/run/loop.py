@@ -42,6 +42,7 @@ class Position:
         step: optimizer steps that are done.
         samples, tokens: consumed since the start of the run.
         best: step and value of the best evaluation so far, if a best one is kept.
+        waited: evaluations since then.
         data: what the order of the data depends on; a resumed run must have the same.
         base: identity of the frozen weights under adapters, which are not in the checkpoint; None of other models.
     """
@@ -50,6 +51,7 @@ class Position:
     samples: int = 0
     tokens: int = 0
     best: dict[str, Any] | None = None
+    waited: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     base: str | None = None
 
@@ -73,9 +75,11 @@ class Loop:
     """A training run with all its parts; :meth:`run` is the loop.
 
     Attributes:
-        total: optimizer steps of the whole run.
+        total: optimizer steps of the whole run; those that are done, once it is stopped early.
         keep: checkpoints that are kept.
         metric: the one by which the best checkpoint is kept.
+        patience: evaluations without a better one after which the run ends; None never stops it early.
+        why_early: why it was ended before all steps were done.
         saver: saves in the background; None waits for each save.
         profile: records some steps of this worker.
         progress: what people see.
@@ -96,9 +100,14 @@ class Loop:
     receipts: Receipts
     keep: int
     metric: BestMetric | None
+    patience: int | None = None
     saver: AsyncSaver | None = None
     profile: Profile | None = None
     progress: Progress = field(init=False)
+    why_early: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._end_if_in_vain()  # a run that was stopped early is complete; with more patience it goes on
 
     def run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:
         """Train to the end; the last evaluation's metrics.
@@ -116,7 +125,7 @@ class Loop:
         metrics: dict[str, float] = {}
         batches = self._batches()
         self.template.on_train_start()
-        for step in range(self.position.step, self.total):
+        while (step := self.position.step) < self.total:
             if self.profile:
                 self.profile.step_begins()
 
@@ -162,12 +171,33 @@ class Loop:
                 self._log(result, step)
             if self.evaluator and self.intervals.due(self.intervals.evaluate, done, self.total):
                 metrics = self._evaluate()
+                self._stop_early(result)
             if self.intervals.epoch and done % self.intervals.epoch == 0:
                 self.template.on_epoch_end(done // self.intervals.epoch)
             if asked or self._is_best or self.intervals.due(self.intervals.save, done, self.total):
                 self._save()
             self._end_if_asked(bool(asked), done)
         return metrics
+
+    def _stop_early(self, result: StepResult) -> None:
+        """What the last step of a run has, for one that becomes the last by its evaluation."""
+        step, logged = self.position.step, self.intervals.due(self.intervals.log, self.position.step, self.total)
+        self._end_if_in_vain()
+        if self.why_early:
+            say(self.workers, f"stopped early {self.why_early}")
+            if not logged:
+                self._log(result, step - 1)
+
+    def _end_if_in_vain(self) -> None:
+        """Make the step that was done the last one of all when the patience is at its end; all workers alike."""
+        step, waited, best = self.position.step, self.position.waited, self.position.best
+        if self.patience is None or waited < self.patience or step >= self.total:
+            return
+        than = (
+            f"a better {best['metric']} than {best['value']:.6g} of step {best['step']}" if best else "a finite metric"
+        )
+        self.why_early = f"after step {step} of {self.total}: {waited} evaluations without {than}"
+        self.total = step
 
     def _end_if_asked(self, asked: bool, done: int) -> None:
         """Wait for the last save; raise :class:`Interrupted` if steps are left that nobody wants any more."""
@@ -270,6 +300,7 @@ class Loop:
     def _judge(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
         """Note the step if it is the best so far. What the user's own function gives is known from now on."""
         best = self.position.best
+        self.position.waited += 1
         if metric.name not in metrics:
             names = ", ".join(name for name in metrics if name != LOSS.name) or "nothing"
             given = f"compute_metrics gives no '{metric.name}' (it gives {names})"
@@ -283,6 +314,7 @@ class Loop:
             say(self.workers, f"the {metric.name} of step {step} is {value}: no best", loud=True)
         elif metric.improves(value, best):
             self.position.best = {"step": step, "metric": metric.name, "value": value}
+            self.position.waited = 0
 
     @property
     def _is_best(self) -> bool:

@@ -50,6 +50,8 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
     saved = Position(**{name: reader.state[name] for name in known})
     _check_fit(reader, engine, saved, fresh, path)
     saved.best = _own_best(saved, path, folder, workers)
+    if saved.best is None:
+        saved.waited = 0
     engine.load(reader, optimizer=True)
     engine.load_state(reader.state["engine"])
     _restore_random_state(reader, training.seed, saved.step, workers)

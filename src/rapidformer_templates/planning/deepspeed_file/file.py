@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile, parse
-from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, OPTIMIZERS, look_up
+from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, OPTIMIZERS, are_betas, is_epsilon, look_up
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, FLAGS, PARAMETERS
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
     device = look_up(content, "zero_optimization.offload_optimizer.device")
     if device is not None:
         add("cpu_offload", "zero_optimization.offload_optimizer.device", device == "cpu")
-    for path, folder in _disks(content):
-        add("nvme_path", path, folder)
+    for name, path, value in (*_disks(content), *_of_adam(content)):
+        add(name, path, value)
     kind = str(look_up(content, "optimizer.type") or "")
     if kind.lower() in OPTIMIZERS:
         add("optimizer", "optimizer.type", OPTIMIZERS[kind.lower()])
@@ -143,12 +143,12 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
     return said
 
 
-def _disks(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(key, folder) of each section that offloads to a disk."""
+def _disks(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(field, key, folder) of each section that offloads to a disk."""
     for section in OFFLOADS:
         key = f"zero_optimization.{section}.nvme_path"
         if look_up(content, key) is not None and look_up(content, f"zero_optimization.{section}.device") == "nvme":
-            yield key, look_up(content, key)
+            yield "nvme_path", key, look_up(content, key)
 
 
 def _precision(content: Mapping[str, Any]) -> str | None:
@@ -156,6 +156,18 @@ def _precision(content: Mapping[str, Any]) -> str | None:
     enabled = {kind: look_up(content, f"{kind}.enabled") for kind in ("fp16", "bf16")}
     off = "" if any(value is False for value in enabled.values()) else None
     return next((kind for kind, value in enabled.items() if value), off)
+
+
+def _of_adam(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(field, key, value) of the betas and the epsilon that can be used; a rule speaks of the others."""
+    betas, eps = (look_up(content, f"optimizer.params.{name}") for name in ("betas", "eps"))
+    if are_betas(betas):
+        yield from (
+            (name, "optimizer.params.betas", beta)
+            for name, beta in zip(("adam_beta1", "adam_beta2"), betas, strict=True)
+        )
+    if is_epsilon(eps):
+        yield "adam_epsilon", "optimizer.params.eps", eps
 
 
 def _of_schedule(content: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:

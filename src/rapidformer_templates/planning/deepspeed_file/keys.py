@@ -241,9 +241,9 @@ def _idle_optimizer(content: Mapping[str, Any]) -> Iterator[Problem]:
     if look_up(content, "optimizer.params.adam_w_mode") is False and kind.lower() != "adam":
         yield "optimizer.params.adam_w_mode", f"optimizer.params.adam_w_mode = false needs the type Adam, not {kind}"
     betas, eps = (look_up(content, f"optimizer.params.{name}") for name in ("betas", "eps"))
-    if betas is not None and not _are_shares(betas):
+    if betas is not None and not are_betas(betas):
         yield "optimizer.params.betas", f"optimizer.params.betas must be two numbers from 0 to below 1, not {betas!r}"
-    if eps is not None and not (_is_number(eps) and eps >= 0):
+    if eps is not None and not is_epsilon(eps):
         yield "optimizer.params.eps", f"optimizer.params.eps must be a number of at least 0, not {eps!r}"
 
 
@@ -297,7 +297,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _are_shares(value: Any) -> bool:
+def is_epsilon(value: Any) -> bool:
+    """Whether a value can be Adam's epsilon."""
+    return _is_number(value) and value >= 0
+
+
+def are_betas(value: Any) -> bool:
+    """Whether a value can be Adam's two decays."""
     return isinstance(value, list) and len(value) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in value)
 
 

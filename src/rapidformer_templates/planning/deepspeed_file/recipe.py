@@ -13,12 +13,10 @@ from rapidformer_templates.planning.deepspeed_file.file import ENTRIES, LOUD, ef
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile
 from rapidformer_templates.planning.deepspeed_file.keys import OWN, SAID, asks_nothing, leaves, look_up
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, FLAGS, PARAMETERS
+from rapidformer_templates.planning.schedules import OF_SCHEDULES
 
 if TYPE_CHECKING:
     from rapidformer_templates.planning.switch import Request
-
-BESIDE = ("lr_decay_style", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction")
-"""Flags of the library's own schedule."""
 
 FLAGS_OF_SECTIONS = {
     "zero_optimization.stage",
@@ -104,7 +102,7 @@ def two_schedules(request: Request) -> Iterator[tuple[str, str]]:
     used = {FLAGS[name] for name in params if name in FLAGS}
     if asked["params"].get("warmup_num_steps") == AUTO:
         used.add("lr_warmup_fraction")
-    for field in BESIDE:
+    for field in OF_SCHEDULES:
         origin = request.config.origins.get(field)
         if origin is not None and field not in used and not origin.startswith(file.name):
             yield (

@@ -27,7 +27,7 @@ class Muon(Optimizer):
         lr: learning rate of both.
         weight_decay: decoupled, of both.
         momentum: of Muon, with Nesterov's look ahead.
-        betas: of AdamW.
+        betas, eps: of AdamW.
 
     Raises:
         ValueError: a group for Muon has what is no matrix.
@@ -40,6 +40,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.01,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "rule": "muon"})
         for parameter in (p for group in self.param_groups if group["rule"] == "muon" for p in group["params"]):
@@ -48,7 +49,7 @@ class Muon(Optimizer):
         nothing = [nn.Parameter(torch.empty(1, 1))]
         self._rules: dict[str, Optimizer] = {
             "muon": torch.optim.Muon(nothing, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"),
-            "adamw": torch.optim.AdamW(nothing, lr, betas, weight_decay=weight_decay),
+            "adamw": torch.optim.AdamW(nothing, lr, betas, eps, weight_decay),
         }
         for group in self.param_groups:
             for name, value in self._rules[group["rule"]].defaults.items():

@@ -1,0 +1,54 @@
+"""Label smoothing of whatever cross-entropy a model computes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from rapidformer_templates.errors import ModelError
+
+
+class _Smoothing(TorchFunctionMode):
+    """Gives ``torch.nn.functional.cross_entropy`` its ``label_smoothing``, whoever calls it and on whatever logits."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.acted = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given: Mapping[str, Any] = kwargs or {}
+        if function is not functional.cross_entropy:
+            return function(*args, **given)
+        self.acted = True
+        return function(*args, **{**given, "label_smoothing": self.share})
+
+
+@contextmanager
+def smoothed_labels(share: float) -> Iterator[None]:
+    """Spread ``share`` of each target evenly over all classes in the cross-entropies of the body, as torch does.
+
+    Logits that are divided over workers, or not computed at all, are smoothed alike: that function is their loss, too.
+    Nothing is smoothed without gradients: an evaluation tells the loss of the targets as they are.
+
+    Raises:
+        ModelError: the body computed no cross-entropy.
+    """
+    if not share or not torch.is_grad_enabled():
+        yield
+        return
+    with _Smoothing(share) as smoothing:
+        yield
+    if not smoothing.acted:
+        raise ModelError(
+            "the model's loss is not torch's cross-entropy, the only one that can be smoothed",
+            where="--label-smoothing",
+            hint="leave it out, or smooth the labels in compute_loss() of a script of your own",
+        )

@@ -1,0 +1,87 @@
+"""Label smoothing under engines and switches: what one process computes with torch's own argument."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rapidformer_templates.planning.environment import installed_packages
+from tests.support.jobs import VOCABULARY, CausalJob, result_of
+from tests.support.worker_group import run_in_workers
+
+SHARE = 0.2
+STEPS = "--task causal_lm --train-iters 4 --global-batch-size 8 --clip-grad 0.5 --log-interval 1 --no-export-model"
+ON = f"--label-smoothing {SHARE}"
+ALONE = {
+    "plain": "--micro-batch-size 8",
+    "accumulated": "--micro-batch-size 2",
+    "fused": "--micro-batch-size 8 --fused-linear-cross-entropy",
+    "compiled": "--micro-batch-size 8 --torch-compile aot_eager",
+    "checkpointed": "--micro-batch-size 8 --checkpoint-activations",
+}
+TWO = {
+    "ddp": "--micro-batch-size 4",
+    "fsdp": "--micro-batch-size 2 --fsdp-memory-optimization --fused-linear-cross-entropy",
+    "tensor": "--micro-batch-size 4 --tensor-model-parallel-size 2",
+    "pipeline": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
+}
+if "deepspeed" in installed_packages():
+    TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
+
+
+class Deep(CausalJob):
+    """Deep enough for two stages."""
+
+    def make(self) -> torch.nn.Module:
+        sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 4, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def run(flags: str, folder: str) -> dict[str, Any]:
+    return result_of(Deep([*flags.split(), "--lr", "1e-3", "--save", folder]), folder)
+
+
+class ByHand(Deep):
+    """The smoothed loss of the logits, and without smoothing where it is evaluated."""
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        share = SHARE if torch.is_grad_enabled() else 0.0
+        return cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=share)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("by-hand"))
+    return result_of(ByHand([*f"{STEPS} --micro-batch-size 8 --lr 1e-3 --save {folder}".split()]), folder)
+
+
+def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
+    assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_process_computes_torchs_smoothed_loss(name: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    assert_follows(run(f"{STEPS} {ON} {ALONE[name]}", str(tmp_path)), wanted)
+
+
+def test_without_the_flag_it_is_another_loss(wanted: dict[str, Any], tmp_path: Path) -> None:
+    plain = run(f"{STEPS} {ALONE['plain']}", str(tmp_path))
+    assert abs(plain["curve"][0][1] - wanted["curve"][0][1]) > 0.01  # the norm of the gradient
+
+
+def _all(workers: Any, folder: str) -> dict[str, Any]:
+    return {name: run(f"{STEPS} {ON} {flags}", f"{folder}/{name}") for name, flags in TWO.items()}
+
+
+@pytest.mark.distributed
+def test_two_workers_compute_torchs_smoothed_loss(wanted: dict[str, Any], tmp_path: Path) -> None:
+    for runs in run_in_workers(2, _all, str(tmp_path)):
+        for found in runs.values():
+            assert_follows(found, wanted)

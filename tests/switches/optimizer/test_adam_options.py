@@ -1,0 +1,167 @@
+"""Adam's decays and epsilon: what the flags say is what updates the weights, in every optimizer that has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.planning.deepspeed_file.file import adopt
+from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.planning.optimizers import OPTIMIZERS
+from rapidformer_templates.planning.resolve import resolve
+from tests.support.jobs import CausalJob, result_of, train
+from tests.support.requests import CPU, codes, config_of, on
+from tests.support.worker_group import run_in_workers
+
+STEPS = "--train-iters 4 --global-batch-size 8 --log-interval 1 --no-export-model --lr 1e-2"
+BETAS, EPSILON = (0.6, 0.95), 1e-3
+ADAM = f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-epsilon {EPSILON}"
+HERE = [
+    name
+    for name, facts in OPTIMIZERS.items()
+    if facts.has_betas and not facts.needs_cuda and (facts.package is None or facts.package in installed_packages())
+]
+PARTITIONING = {"ddp": "", "fsdp": "--fsdp-memory-optimization", "distributed": "--use-distributed-optimizer"}
+if "deepspeed" in installed_packages():
+    PARTITIONING |= {"zero-2": "--zero-2-memory-optimization", "zero-3": "--zero-3-memory-optimization"}
+
+
+class ByHook(CausalJob):
+    """The reference: torch's own class with its own words."""
+
+    def build_optimizer(self) -> OptimizerSpec:
+        return OptimizerSpec(torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.01, "betas": BETAS, "eps": EPSILON})
+
+
+def reference(folder: Path, flags: str = "--micro-batch-size 8") -> dict[str, Any]:
+    return result_of(ByHook([*f"{STEPS} {flags}".split(), "--save", str(folder)]), str(folder))
+
+
+def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], *, rtol: float) -> None:
+    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=rtol, atol=1e-6)
+
+
+def test_a_run_with_the_flags_is_torchs_with_its_options(tmp_path: Path) -> None:
+    flags = f"{STEPS} --micro-batch-size 8 --optimizer adamw_torch"
+    wanted = reference(tmp_path / "hook")
+    found = train("causal", False, f"{flags} {ADAM}", str(tmp_path / "flags"), lr=None)
+    assert found["curve"] == wanted["curve"]
+    assert all(torch.equal(found["weights"][name], weight) for name, weight in wanted["weights"].items())
+    plain = train("causal", False, flags, str(tmp_path / "plain"), lr=None)
+    assert abs(plain["curve"][-1][0] - wanted["curve"][-1][0]) > 0.01  # nats
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_every_optimizer_that_has_them_takes_them(name: str, tmp_path: Path) -> None:
+    job = CausalJob(f"{STEPS} --micro-batch-size 8 --optimizer {name} {ADAM}".split())
+    seen: list[dict[str, Any]] = []
+    job.on_train_start = lambda: seen.extend(  # type: ignore[method-assign]
+        recipe_of(job).build(named_of(job), recipe_of(job).differences(named_of(job))).param_groups
+    )
+    losses = [loss for loss, _ in curve_of(job)]
+    adam = [group for group in seen if group.get("rule") != "muon"]
+    assert adam
+    assert all(tuple(group["betas"]) == BETAS and group["eps"] == EPSILON for group in adam)
+    assert all(group["eps"] != EPSILON for group in seen if group.get("rule") == "muon")
+    plain = CausalJob(f"{STEPS} --micro-batch-size 8 --optimizer {name}".split())
+    assert losses[0] == curve_of(plain)[0][0]
+    assert losses[-1] != plain.curve[-1][0]
+
+
+def recipe_of(job: CausalJob) -> OptimizerSpec:
+    return job.build_optimizer()
+
+
+def named_of(job: CausalJob) -> list[tuple[str, torch.nn.Parameter]]:
+    return list(job.model.named_parameters())
+
+
+def curve_of(job: CausalJob) -> list[tuple[float, float]]:
+    job.fit()
+    return job.curve
+
+
+def test_one_beta_leaves_the_other_as_it_was() -> None:
+    plan = resolve(config_of("--adam-beta2 0.95"), on(CPU, packages={}))
+    assert plan.optimizer_options == {"betas": (0.9, 0.95)}
+    assert resolve(config_of(""), CPU).optimizer_options == {}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--optimizer adafactor --adam-epsilon 1e-6", "--adam-beta1 1", "--adam-beta2 1.5"],
+)
+def test_what_cannot_act_is_refused(flags: str) -> None:
+    assert codes(flags) == ["RF110"]
+
+
+def _all(workers: Any, folder: str) -> dict[str, Any]:
+    return {
+        name: train("causal", False, f"{STEPS} --micro-batch-size 4 {switch} {ADAM}", f"{folder}/{name}", lr=None)
+        for name, switch in PARTITIONING.items()
+    }
+
+
+@pytest.mark.distributed
+def test_two_workers_follow_torchs_adam_of_one(tmp_path: Path) -> None:
+    wanted = reference(tmp_path / "one")
+    for runs in run_in_workers(2, _all, str(tmp_path)):
+        for found in runs.values():
+            assert_same(found, wanted, rtol=1e-5)
+
+
+def test_a_resumed_run_takes_new_ones_and_keeps_the_moments(tmp_path: Path) -> None:
+    """Against torch's class, whose groups are changed between two steps."""
+    flags = f"{STEPS} --micro-batch-size 8 --optimizer adamw_torch"
+    first = CausalJob([*flags.split(), "--save-interval", "2", "--save", str(tmp_path / "first")])
+    first.fit()
+    resumed = CausalJob(f"{flags} {ADAM} --load {tmp_path}/first/checkpoints/step-2".split())
+    resumed.fit()
+
+    class Midway(CausalJob):
+        """The groups of torch's own optimizer get the new values before the third step."""
+
+        def on_step_end(self, step: int, result: Any) -> None:
+            super().on_step_end(step, result)
+            if step == 2:
+                for group in self.optimizer.param_groups:
+                    group.update(betas=BETAS, eps=EPSILON)
+
+        def build_optimizer(self) -> OptimizerSpec:
+            def make(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+                self.optimizer = torch.optim.AdamW(*arguments, **options)
+                return self.optimizer
+
+            return OptimizerSpec(make, {"lr": 1e-2, "weight_decay": 0.01})
+
+    midway = Midway(f"{STEPS} --micro-batch-size 8".split())
+    midway.fit()
+    assert resumed.curve == midway.curve[2:]
+    assert resumed.curve != first.curve[2:]
+
+
+def test_auto_of_a_deepspeed_file_is_filled_from_the_flags(tmp_path: Path) -> None:
+    def options(params: Mapping[str, Any], flags: str = "") -> Mapping[str, Any]:
+        content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}}
+        (tmp_path / "ds.json").write_text(json.dumps(content))
+        asked = config_of(f"--deepspeed-config {tmp_path / 'ds.json'} {flags}")
+        return resolve(adopt(asked), on(CPU, packages={"deepspeed": "any"})).optimizer_options
+
+    auto = {"betas": "auto", "eps": "auto"}
+    assert options(auto) == {}
+    assert options(auto, ADAM) == options({}, ADAM) == {"betas": BETAS, "eps": EPSILON}
+    assert options({"betas": list(BETAS), "eps": EPSILON}) == {"betas": BETAS, "eps": EPSILON}
+    assert options({"betas": list(BETAS), "eps": "auto"}, ADAM) == {"betas": BETAS, "eps": EPSILON}
+
+
+def test_a_deepspeed_file_that_says_otherwise_is_refused(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    asked = adopt(config_of(f"--deepspeed-config {tmp_path / 'ds.json'} --adam-beta2 0.95"))
+    assert codes(asked, on(CPU, packages={"deepspeed": "any"})) == ["RF036"]
