@@ -1,0 +1,71 @@
+"""What the tests promise, and where each promise is held: now, and at an earlier commit.
+
+    python scripts/promises.py            the promises of this checkout
+    python scripts/promises.py 657a334    beside those of a commit: where each was, and which are gone or new
+
+A promise is a test function; its name says it, its docstring says more. Those that were renamed are gone and new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+Held = dict[str, list[str]]
+"""The files that hold each promise."""
+
+
+def files_of(commit: str | None) -> Iterator[tuple[str, str]]:
+    """(path, text) of the test files of a commit, or of the working tree."""
+    if commit is None:
+        for path in sorted((ROOT / "tests").rglob("test_*.py")):
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        return
+    for path in _git("ls-tree", "-r", "--name-only", commit, "tests").splitlines():
+        if Path(path).name.startswith("test_") and path.endswith(".py"):
+            yield path, _git("show", f"{commit}:{path}")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def promises(commit: str | None = None) -> Held:
+    """The promises of a commit, or of the working tree."""
+    held: Held = defaultdict(list)
+    for path, text in files_of(commit):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                held[sentence(node)].append(path)
+    return held
+
+
+def sentence(test: ast.FunctionDef) -> str:
+    """``test_a_run_goes_on`` → ``a run goes on``."""
+    return test.name.removeprefix("test_").replace("_", " ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", nargs="?", help="an earlier one to compare with")
+    commit = parser.parse_args().commit
+    now = promises()
+    before = promises(commit) if commit else now
+    for promise in sorted(before | now):
+        was, is_now = before.get(promise, []), now.get(promise, [])
+        print(f"{promise}: {', '.join(was) or 'new'}" + (f" → {', '.join(is_now) or 'GONE'}" if commit else ""))
+    print(f"\n{len(now)} promises", end="")
+    if commit:
+        gone, new = before.keys() - now.keys(), now.keys() - before.keys()
+        print(f"; at {commit} {len(before)}: {len(gone)} gone, {len(new)} new")
+    else:
+        print()
+
+
+if __name__ == "__main__":
+    main()
