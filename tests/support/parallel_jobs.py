@@ -134,4 +134,6 @@ def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> l
         contextlib.suppress(Died),
     ):
         template.fit()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # nobody goes on in a folder that another worker has not yet left
     return curve
