@@ -50,6 +50,7 @@ ADAPTERS = [
     "--lora-target-modules",
     "--lora-modules-to-save",
     "--lora-variant",
+    "--quantize-base",
     "--freeze",
     "--train-only",
 ]

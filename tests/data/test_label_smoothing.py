@@ -16,8 +16,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from rapidformer_templates import Trainer, flag
 from rapidformer_templates.errors import ConfigError, ModelError
 from rapidformer_templates.run.folder import read_metrics
-from tests.support.texts import DOCUMENTS, WORDS, write_jsonl
 from tests.support.requests import codes
+from tests.support.texts import DOCUMENTS, WORDS, write_jsonl
 
 SHARE = 0.3
 SIZES = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --dropout 0"

@@ -63,7 +63,7 @@ def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> No
         ("--mixed-precison bf16", "did you mean --mixed-precision?"),
         ("--zero-3-memory-optimisation", "did you mean --zero-3-memory-optimization?"),
         ("--train-iter 5", "did you mean --train-iters?"),
-        ("--quantize", "rapidformer --help lists every flag"),
+        ("--zigzag", "rapidformer --help lists every flag"),
         ("--banana", "rapidformer --help lists every flag"),
         ("--ema", "rapidformer --help lists every flag"),
     ],

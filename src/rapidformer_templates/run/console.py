@@ -138,7 +138,9 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
         table.add_row("tokens/s", f"{rates['tokens_per_second']:,.0f}")
     table.add_row("peak memory a worker", f"{summary['peak_memory_mb']:,.0f} MB")
     table.add_row("wall time", f"{summary['wall_seconds']:,.1f} s")
-    table.add_row("parameters", f"{summary['parameters']:,}")
+    frozen = summary["trainable_parameters"] < summary["parameters"]
+    trained = f", {summary['trainable_parameters']:,} of them trained" if frozen else ""
+    table.add_row("parameters", f"{summary['parameters']:,}{trained}")
     if folder:
         draw_curves(folder)
         for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):

@@ -133,6 +133,7 @@ BY_OPTIMIZER = [(f"{name}, alone", 1, "Trainer", {"optimizer": name}) for name i
 ]
 ZERO_3 = {"zero_3_memory_optimization": True}
 TENSOR = {"tensor_model_parallel_size": 2}
+HALF = {"quantize_base": "half"} if _installed("peft") else {}
 LORA = {"lora_rank": 3} if _installed("peft") else {"freeze": "mlp"}
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
 TOGETHER: list[Case] = [
@@ -161,6 +162,9 @@ TOGETHER: list[Case] = [
     ("lora, pipeline, sharded over data", 4, "Trainer", {**LORA, **PIPELINE, "zero_2_memory_optimization": True}),
     ("lora, tensor, pipeline", 4, "Trainer", {**LORA, **TENSOR, **PIPELINE}),
     ("dora, fsdp", 2, "Trainer", {**LORA, "lora_variant": "dora", "fsdp_memory_optimization": True}),
+    ("lora, half, alone", 1, "Trainer", {**LORA, **HALF, "mixed_precision": "bf16"}),
+    ("lora, half, oss", 2, "Trainer", {**LORA, **HALF, "mixed_precision": "bf16", "oss_memory_optimization": True}),
+    ("lora, half, tensor", 2, "Trainer", {**LORA, **HALF, **TENSOR, "mixed_precision": "bf16"}),
     ("frozen, fsdp", 2, "Trainer", {"freeze": "mlp", "fsdp_memory_optimization": True}),
     ("frozen, zero-2", 2, "Trainer", {"freeze": "mlp", "zero_2_memory_optimization": True}),
     ("tensor, pipeline", 4, "Trainer", {**TENSOR, **PIPELINE, "sequence_parallel": True}),

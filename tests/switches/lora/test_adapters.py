@@ -82,11 +82,14 @@ def test_trains_as_a_loop_over_peft_does(base: Path, tmp_path: Path, variant: st
         torch.testing.assert_close(found["weights"][name].float(), weight.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_only_adapters_are_kept_and_what_is_frozen_stays(base: Path, tmp_path: Path) -> None:
+def test_only_adapters_are_kept_and_what_is_frozen_stays(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = run(base, tmp_path / "run")
     receipts = found["summary"]["receipts"]
     whole = sum(p.numel() for p in GPT2LMHeadModel.from_pretrained(base).parameters())
     assert receipts["frozen_parameters"] == whole
+    assert f"{receipts['trained_parameters']:,} of them trained" in " ".join(capsys.readouterr().out.split())
     # Layers of two blocks of width 16: qkv, attention output, two of the feed-forward; rank 4.
     assert receipts["trained_parameters"] == 2 * 4 * ((16 + 48) + (16 + 16) + (16 + 64) + (64 + 16))
     assert receipts["trained_bytes"] == 4 * receipts["trained_parameters"]
@@ -94,6 +97,17 @@ def test_only_adapters_are_kept_and_what_is_frozen_stays(base: Path, tmp_path: P
     # Adam's two moments, and a count each.
     assert receipts["optimizer_state_bytes"] == 8 * receipts["trained_parameters"] + 4 * 16
     assert sum(weight.numel() for weight in found["weights"].values()) == receipts["trained_parameters"]
+
+
+def test_a_base_in_half_the_bytes_trains_to_the_same_bits(base: Path, tmp_path: Path) -> None:
+    """Autocast rounds the same weights to the same bits before each product."""
+    whole = run(base, tmp_path / "whole", "--mixed-precision bf16")
+    half = run(base, tmp_path / "half", "--mixed-precision bf16 --quantize-base half")
+    assert half["curve"] == whole["curve"]
+    assert all(torch.equal(half["weights"][name], weight) for name, weight in whole["weights"].items())
+    sizes = [found["summary"]["receipts"]["frozen_bytes"] for found in (half, whole)]
+    layers = 2 * (16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16)
+    assert sizes[1] - sizes[0] == 2 * layers
 
 
 def test_merged_model_is_the_adapted_one(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

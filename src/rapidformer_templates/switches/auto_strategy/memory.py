@@ -104,7 +104,8 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
         formula([p for p in model.all_parameters.values() if p.is_trained == kind], layout.data, width, setting.how)
         for kind in (True, False)
     )
-    return [mine.beside(other) for mine, other in zip(trained, frozen, strict=True)]
+    narrower = sum((FP32 - p.width) * p.count for p in model.all_parameters.values() if not p.is_trained)
+    return [mine.beside(other, narrower) for mine, other in zip(trained, frozen, strict=True)]
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:

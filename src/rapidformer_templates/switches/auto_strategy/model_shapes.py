@@ -107,6 +107,7 @@ class ModelShapes:
                 is_table=name in tables,
                 is_expert=id(p) in experts,
                 is_trained=p.requires_grad,
+                width=p.element_size(),
             )
             for name, p in ((canonical_name(name), p) for name, p in self.whole.named_parameters())
         }

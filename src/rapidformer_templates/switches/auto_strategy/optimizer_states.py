@@ -31,6 +31,7 @@ class Facts:
         is_table: whether it is read by row: an embedding, or the head that scores the words.
         is_expert: whether its first dimension counts experts, which expert parallelism divides.
         is_trained: whether it has a gradient and optimizer state.
+        width: bytes of a number of it where it is not trained, and no engine converts it.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Facts:
     is_table: bool = False
     is_expert: bool = False
     is_trained: bool = True
+    width: int = FP32
 
     @property
     def count(self) -> int:

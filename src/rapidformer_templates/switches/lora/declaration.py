@@ -11,6 +11,7 @@ from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
 
+OWN_TYPES = ("fsdp", "zero-1", "zero-2", "zero-3", "deepspeed-config")
 WHOLE_WEIGHTS = ("zero-3", "tensor-parallel")
 
 
@@ -43,6 +44,11 @@ class LoraFlags:
         "rslora divides by the root of the rank; dora trains the length of each output, too",
         only_with=("lora_rank", 8),
     )
+    quantize_base: Literal["half"] | None = flag(
+        None,
+        "keep the frozen weights beside adapters in fewer bits; half: in the 16 bits of --mixed-precision",
+        only_with=("lora_rank", 8),
+    )
 
 
 def _pretrained(request: Request) -> list[Finding]:
@@ -66,6 +72,37 @@ def _dora_reads_whole_weights(request: Request) -> list[Finding]:
             changes=(drop({"lora_variant": "lora"}),),
         )
         for name in WHOLE_WEIGHTS
+        if name in request.active
+    ]
+
+
+def _half_of_what(request: Request) -> list[Finding]:
+    if request.config.get("quantize_base") != "half" or request.config.get("mixed_precision"):
+        return []
+    message = "--quantize-base half keeps weights in the type that products are computed in, which is fp32 here"
+    changes = (add({"mixed_precision": "bf16"}), drop({"quantize_base": None}))
+    return [Finding(message, request.asked("quantize_base"), changes=changes)]
+
+
+def _read_in_fp32(request: Request) -> list[Finding]:
+    if request.config.get("quantize_base") is None or request.config.get("lora_variant") != "dora":
+        return []
+    message = "dora measures the length of each output's weights in fp32"
+    changes = (drop({"quantize_base": None}), drop({"lora_variant": "lora"}))
+    return [Finding(message, request.asked("quantize_base", "lora_variant"), changes=changes)]
+
+
+def _own_types(request: Request) -> list[Finding]:
+    if request.config.get("quantize_base") is None:
+        return []
+    return [
+        Finding(
+            f"{name} decides by itself in which type the weights lie",
+            (*request.asked("quantize_base"), *request.asked_for(name)),
+            switches=(name,),
+            changes=(drop({"quantize_base": None}),),
+        )
+        for name in OWN_TYPES
         if name in request.active
     ]
 
@@ -137,6 +174,36 @@ SWITCHES = (
                 "[peft]",
                 _dora_reads_whole_weights,
                 Example("--lora-rank 8 --lora-variant dora --zero-3-memory-optimization"),
+            ),
+            Rule(
+                "RF126",
+                "A base in 16 bits needs products in 16 bits.",
+                "autocast would round the same weights to the same bits in each product; in fp32 they would be others",
+                "[rapidformer_templates]",
+                _half_of_what,
+                Example("--lora-rank 8 --quantize-base half", {"packages": {"peft": "0.17"}}),
+            ),
+            Rule(
+                "RF127",
+                "A base in fewer bits is for engines that leave weights as they are.",
+                "FSDP gathers parameters of one type, and DeepSpeed converts the whole model",
+                "[rapidformer_templates]",
+                _own_types,
+                Example(
+                    "--lora-rank 8 --quantize-base half --mixed-precision bf16 --fsdp-memory-optimization",
+                    {"packages": {"peft": "0.17"}},
+                ),
+            ),
+            Rule(
+                "RF128",
+                "DoRA needs the weights in fp32.",
+                "what it trains is measured on them in each forward, and would be rounded with them",
+                "[peft]",
+                _read_in_fp32,
+                Example(
+                    "--lora-rank 8 --lora-variant dora --quantize-base half --mixed-precision bf16",
+                    {"packages": {"peft": "0.17"}},
+                ),
             ),
         ),
     ),

@@ -27,6 +27,7 @@ from rapidformer_templates.system.workers import Workers
 ADAPTER = "default"
 """The name that peft gives to an adapter of which there is one."""
 LINEAR = (nn.Linear, Conv1D)
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NEW_HEADS = ("classifier", "score", "qa_outputs")
 """What transformers calls heads that a pretrained language model does not have: they are trained whole."""
 
@@ -61,6 +62,8 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
                 where="--lora-target-modules",
                 hint="name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj",
             ) from error
+    if options.quantize_base == "half":
+        _halve(model, HALF[building.plan.precision])
     if building.has_values:
         _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
@@ -161,6 +164,13 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             yield name, module
+
+
+def _halve(model: nn.Module, kind: torch.dtype) -> None:
+    """Keep what adapters stand beside in the type that autocast would round it to in each product."""
+    for _, layer in adapted_layers(model):
+        for parameter in layer.get_base_layer().parameters():
+            parameter.data = parameter.data.to(kind)
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
