@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class MicroBatch:
         size: (samples, tokens) in it, where the order or the data set knows them; None where they can be
             read off the batch.
         looked: see :meth:`look`.
+        places: for each row, the place of its sample in the order; -1 for a row that counts for nothing.
     """
 
     batch: Batch
@@ -55,6 +56,7 @@ class MicroBatch:
     idle: bool = False
     size: tuple[int, int] | None = None
     looked: dict[str, bool] = field(default_factory=dict)
+    places: Sequence[int] = ()
 
     def look(self) -> None:
         """Note what models will ask of the batch's masks and positions, while it is on the host.
@@ -117,9 +119,10 @@ class _Fetcher(Dataset[MicroBatch]):
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
         if request.shape is not None:
             batch = collate_to_shape(self.collate, items, request.shape)
-            return MicroBatch(batch, request.samples, idle=request.idle, size=(len(items), request.tokens))
-        size = self.size_of(request.samples) if self.size_of else None
-        return MicroBatch(checked_batch(self.collate(items)), request.samples, idle=request.idle, size=size)
+            known, places = (len(items), request.tokens), [*request.places, *[-1] * (request.shape.rows - len(items))]
+            return MicroBatch(batch, request.samples, idle=request.idle, size=known, places=places)
+        batch, size = checked_batch(self.collate(items)), self.size_of(request.samples) if self.size_of else None
+        return MicroBatch(batch, request.samples, idle=request.idle, size=size, places=request.places)
 
     @staticmethod
     def _by_default(items: list[Any]) -> Batch:

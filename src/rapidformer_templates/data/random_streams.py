@@ -26,6 +26,8 @@ class Stream(enum.IntEnum):
     """Which pieces of documents are cut in two, and where."""
     TRIAL = 8
     """Changes of the sample by which a switch tries the loss."""
+    NOISE = 9
+    """Noise on the embeddings of a training sample."""
     PAIR_SAMPLES = 18
     PAIR_CHUNKS = 19
     PAIR_ORDERS = 20

@@ -20,6 +20,7 @@ from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, auxiliary_losses_of
 from rapidformer_templates.engines.contract import ComputeLoss, Piece, StateReader, StepResult
 from rapidformer_templates.engines.delayed_outcomes import Outcomes
+from rapidformer_templates.engines.embedding_noise import rows_of
 from rapidformer_templates.engines.host_optimizer import HostOptimizer, lies_in_host_memory
 from rapidformer_templates.engines.loss import Recorder, weighted_loss
 from rapidformer_templates.engines.loss_scale import DynamicLossScale
@@ -303,9 +304,11 @@ class SingleEngine:
             self._auxiliary.follow(loss, microbatch, self._averages_over)
         self._backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
 
-    def _ahead_of(self, microbatch: MicroBatch, batch: Batch) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _ahead_of(self, microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
         """Around a forward: where the host runs ahead, the model must not wait for the device either."""
-        return answered(microbatch, batch) if self._outcomes else nullcontext()
+        with rows_of(microbatch, batch), answered(microbatch, batch) if self._outcomes else nullcontext():
+            yield
 
     def _backward(self, loss: torch.Tensor) -> None:
         """The backward of one micro batch; ``loss`` has the loss scale in it."""

@@ -198,6 +198,9 @@ class TrainingFlags:
     label_smoothing: float = flag(
         0.0, "share of each target that is spread over all classes while training", minimum=0, maximum=1
     )
+    neftune_alpha: float | None = flag(
+        None, "noise on the input embeddings while training (NEFTune; usual: 5 to 15)", minimum=0
+    )
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")
     log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)

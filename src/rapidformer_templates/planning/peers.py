@@ -61,6 +61,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("adam-eps", "--adam-epsilon", ""),
     ("adam-betas betas", "--adam-beta1 0.9", "and --adam-beta2 0.999"),
     ("optim-args", "", _BY_HOOK),
+    ("neftune-noise-alpha noise-alpha", "--neftune-alpha", ""),
     ("label-smoothing-factor", "--label-smoothing", ""),
     ("data-seed manual-seed random-seed", "--seed", ""),
     # Numbers.

@@ -73,6 +73,14 @@ def _smooths(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("label_smoothing", "task"), changes=changes)]
 
 
+def _one_sequence(request: Request) -> list[Finding]:
+    training = request.config.training
+    if not training.neftune_alpha or training.task != "seq2seq_lm":
+        return []
+    message = "--neftune-alpha is for models that read one sequence, not for --task seq2seq_lm"
+    return [Finding(message, request.asked("neftune_alpha", "task"), changes=(drop({"neftune_alpha": None}),))]
+
+
 def _shaping_nothing(request: Request) -> list[Finding]:
     """Flags that do not act on the schedule that was chosen."""
     training = request.config.training
@@ -198,6 +206,14 @@ TRAINING_RULES = (
         "[torch, transformers]",
         _smooths,
         Example("--task question_answering --label-smoothing 0.1"),
+    ),
+    Rule(
+        "RF113",
+        "Noise on the embeddings is for models that read one sequence.",
+        "encoder and decoder share their embeddings, and which of their tokens are padding is not told of both",
+        "[transformers]",
+        _one_sequence,
+        Example("--task seq2seq_lm --neftune-alpha 5"),
     ),
     Rule(
         "RF110",

@@ -15,6 +15,7 @@ from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.traces import without_trace
 from rapidformer_templates.errors import ConfigError, DataError
@@ -230,6 +231,8 @@ def _build_engine(template: Template, workers: Workers) -> Engine:
             building = Building(find_layout(model), options, plan, workers, partial(_loss_of_one, template))
             model = load_object(switch.transform)(model, building)
             del building
+    if config.training.neftune_alpha:
+        add_noise(model, config.training.neftune_alpha, config.training.seed)
     recipe = checked_optimizer(template.build_optimizer())
     template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
     engine.setup(model, recipe, template.compute_loss)

@@ -1,0 +1,147 @@
+"""NEFTune: noise on the input embeddings in training (Jain et al., "NEFTune: Noisy Embeddings Improve Instruction
+Finetuning", 2023).
+
+The noise of a token is a function of the seed, the place of its sample in the order of the run, the number of the token
+in the sample and the feature: no generator is drawn from. So it is the same on every device and under every layout, for
+any micro batch and any padding, and a run that goes on adds what it would have added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rapidformer_templates.data.loader import MicroBatch, field_of
+from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.types import Batch
+from rapidformer_templates.errors import ModelError
+
+FLAG = "--neftune-alpha"
+
+
+class _Running:
+    """The micro batch that the model runs over.
+
+    Attributes:
+        places: for each row, that of its sample in the order; negative for a row that counts for nothing.
+        mask: (rows, tokens), zero for padding; None where there is none.
+        is_noisy: whether the embeddings have got their noise.
+    """
+
+    def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
+        self.places = microbatch.places
+        self.mask = field_of(batch, "attention_mask")
+        self.is_noisy = False
+
+
+_running: ContextVar[_Running | None] = ContextVar("rows", default=None)
+
+
+@contextmanager
+def rows_of(microbatch: MicroBatch, batch: Batch) -> Iterator[None]:
+    """While a model runs over ``batch``, which is ``microbatch``'s on the device, in training."""
+    token = _running.set(_Running(microbatch, batch))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def add_noise(model: nn.Module, alpha: float, seed: int) -> None:
+    """Let the model of transformers in ``model`` add noise to its input embeddings, in training steps alone.
+
+    That of a sample with ``n`` tokens of ``d`` features is uniform within ± ``alpha / sqrt(n · d)``; padding gets
+    none. Without a mask, ``n`` is the length of the rows.
+
+    Raises:
+        ModelError: there is none, or it reads two sequences.
+    """
+    reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if reader is None or reader.config.is_encoder_decoder:
+        raise ModelError(
+            f"{type(reader or model).__name__} is no model of transformers that reads one sequence",
+            where=FLAG,
+            hint="leave it out",
+        )
+    embeddings: Any = reader.get_input_embeddings()
+    embeddings.register_forward_hook(_Adds(alpha, seed))
+    reader.register_forward_hook(_check)
+
+
+class _Adds:
+    """The hook after the embeddings."""
+
+    def __init__(self, alpha: float, seed: int) -> None:
+        self.alpha, self.seed = alpha, seed
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        running = _running.get()
+        if running is None or not module.training:
+            return None  # an evaluation, or a forward that is no training step
+        rows, tokens, features = output.shape
+        mask = torch.ones(rows, tokens, device=output.device) if running.mask is None else running.mask
+        if mask.shape != (rows, tokens) or len(running.places) != rows:
+            raise ModelError(
+                f"the embeddings are of {rows} rows × {tokens} tokens, the batch has {len(running.places)} samples "
+                f"and a mask of {' × '.join(map(str, mask.shape))}",
+                where=FLAG,
+                hint="noise needs batches of one row a sample; leave it out",
+            )
+        running.is_noisy = True
+        share = uniform(keys_of(running.places, self.seed).to(output.device, non_blocking=True), mask, features)
+        lengths = mask.sum(dim=1).clamp(min=1)
+        reach = self.alpha / (lengths * features).sqrt()
+        return output + (share * reach[:, None, None]).to(output.dtype)
+
+
+def _check(model: nn.Module, inputs: Any, output: Any) -> None:
+    running = _running.get()
+    if running is not None and model.training and not running.is_noisy:
+        raise ModelError(
+            f"{type(model).__name__} does not call its input embeddings", where=FLAG, hint="give it input_ids"
+        )
+
+
+def keys_of(places: Sequence[int], seed: int) -> torch.Tensor:
+    """Two numbers of 32 bits and a 1 for each row, (rows, 3); zeros for one that counts for nothing."""
+    keys = np.zeros((len(places), 3), dtype=np.int32)
+    for row, place in enumerate(places):
+        if place >= 0:
+            keys[row, :2] = np.random.SeedSequence((seed, Stream.NOISE, place)).generate_state(2).view(np.int32)
+            keys[row, 2] = 1
+    return torch.from_numpy(keys)
+
+
+def uniform(keys: torch.Tensor, mask: torch.Tensor, features: int) -> torch.Tensor:
+    """Numbers evenly between -1 and 1 for each token and feature, (rows, tokens, features); zeros for padding.
+
+    Args:
+        keys: of :func:`keys_of`.
+        mask: (rows, tokens).
+    """
+    counts = (mask != 0).to(torch.int32)
+    number = counts.cumsum(dim=1, dtype=torch.int32) - 1
+    place = number[:, :, None] * features + torch.arange(features, dtype=torch.int32, device=mask.device)
+    bits = _mixed(_mixed(place + keys[:, 0, None, None]) ^ keys[:, 1, None, None])
+    # The middles of 2²³ steps, all of which fp32 has.
+    share = (_shifted(bits, 9).to(torch.float32) + 0.5) * 2.0**-22 - 1.0
+    return share * (counts * keys[:, 2, None])[:, :, None]
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    """A permutation of the 32-bit numbers that flips half of the bits for each that differs (Wellons' lowbias32)."""
+    bits = (bits ^ _shifted(bits, 16)) * 0x7FEB352D
+    bits = (bits ^ _shifted(bits, 15)) * (0x846CA68B - 2**32)
+    return bits ^ _shifted(bits, 16)
+
+
+def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
+    """Shifted to the right with zeros, which torch does not do with signed numbers."""
+    return (bits >> places) & (2 ** (32 - places) - 1)

@@ -1,0 +1,232 @@
+"""NEFTune: which noise, where, and that workers, micro batches and resumes cannot change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers.integrations.neftune import activate_neftune
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.embedding_noise import add_noise, keys_of, rows_of, uniform
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning.environment import installed_packages
+from tests.support.jobs import VOCABULARY, CausalJob, result_of
+from tests.support.requests import codes
+from tests.support.worker_group import run_in_workers
+
+SEED, ALPHA = 1234, 20.0
+STEPS = (
+    f"--train-iters 4 --global-batch-size 8 --clip-grad 0.5 --log-interval 1 --no-export-model --lr 1e-3 --seed {SEED}"
+)
+ON = f"--neftune-alpha {ALPHA}"
+TWO = {
+    "ddp": "--micro-batch-size 2",
+    "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
+    "tensor": "--micro-batch-size 4 --tensor-model-parallel-size 2",
+    "sequence": "--micro-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel",
+    "pipeline": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
+}
+if "deepspeed" in installed_packages():
+    TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
+
+
+class Deep(CausalJob):
+    """Deep enough for two stages."""
+
+    def make(self) -> torch.nn.Module:
+        sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 4, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def run(flags: str, folder: Path | str) -> dict[str, Any]:
+    return result_of(Deep([*f"{STEPS} {flags}".split(), "--save", str(folder)]), str(folder))
+
+
+def numpys(place: int, tokens: int, features: int) -> np.ndarray:
+    """The numbers of a sample, by numpy's unsigned arithmetic."""
+
+    def mixed(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
+
+    first, second = np.random.SeedSequence((SEED, 9, place)).generate_state(2)
+    bits = mixed(mixed(np.arange(tokens * features, dtype=np.uint32) + first) ^ second)
+    return ((((bits >> np.uint32(9)) + 0.5) / 2**22) - 1).reshape(tokens, features)
+
+
+def test_the_numbers_are_those_of_the_hash_and_padding_has_none() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]])
+    found = uniform(keys_of([7, 7, 8, -1], SEED), mask, 16)
+    assert torch.equal(found[0, :3], found[1, 1:]), "padding on the other side"
+    np.testing.assert_allclose(found[0, :3], numpys(7, 3, 16), atol=1e-7)
+    np.testing.assert_allclose(found[2], numpys(8, 4, 16), atol=1e-7)
+    assert not found[0, 3].any()
+    assert not found[1, 0].any()
+    assert not found[3].any()
+
+
+def test_they_are_evenly_spread_and_tell_nothing_of_each_other() -> None:
+    numbers = uniform(keys_of(range(64), SEED), torch.ones(64, 128), 64).double()
+    assert stats.kstest(numbers.flatten().numpy(), "uniform", args=(-1, 2)).pvalue > 1e-3
+    deviation = numbers.numel() ** -0.5 / 3  # of a mean of products of two such numbers
+    for dimension in range(3):
+        shifted = numbers.roll(1, dimension)
+        assert abs(float((numbers * shifted).mean())) < 4 * deviation
+    bits = ((numbers + 1) / 2 * 2**23).long()
+    for bit in range(23):
+        assert abs(float((bits >> bit & 1).double().mean()) - 0.5) < 4 * numbers.numel() ** -0.5
+
+
+def noise_of(model: Any, ids: torch.Tensor, places: Sequence[int] | None, mask: torch.Tensor | None = None) -> Any:
+    """What a training forward adds to the embeddings."""
+    seen: list[torch.Tensor] = []
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    batch = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
+    if places is None:
+        model(**batch)
+    else:
+        with rows_of(MicroBatch(batch, list(places), places=places), batch):
+            model(**batch)
+    hook.remove()
+    return seen[0] - embeddings.weight[ids].detach()
+
+
+def test_without_padding_it_is_of_the_size_of_transformers() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (16, 32))
+    theirs, ours = Deep(["--no-save"]).make().train(), Deep(["--no-save"]).make().train()
+    activate_neftune(theirs, ALPHA)
+    add_noise(ours, ALPHA, SEED)
+    wanted, found = noise_of(theirs, ids, None), noise_of(ours, ids, range(16))
+    reach = ALPHA / (32 * 16) ** 0.5
+    for noise in (wanted, found):
+        assert 0.999 * reach < float(noise.abs().max()) <= reach * 1.001
+    assert float(found.var()) == pytest.approx(float(wanted.var()), rel=0.05)
+    np.testing.assert_allclose(found[3], reach * numpys(3, 32, 16), atol=1e-6)
+
+
+def test_evaluations_and_other_forwards_have_none() -> None:
+    model = Deep(["--no-save"]).make()
+    add_noise(model, ALPHA, SEED)
+    ids = torch.arange(12).view(2, 6)
+    assert noise_of(model.train(), ids, [0, 1]).any()
+    assert not noise_of(model, ids, None).any()
+    assert not noise_of(model.eval(), ids, [0, 1]).any()
+
+
+def test_a_sample_has_the_same_noise_in_any_micro_batch() -> None:
+    model = Deep(["--no-save"]).make().train()
+    add_noise(model, ALPHA, SEED)
+    ids = torch.arange(4)[None]
+    short = noise_of(model, ids, [5], torch.ones(1, 4, dtype=torch.long))
+    padded = torch.cat([torch.nn.functional.pad(ids, (0, 6)), torch.arange(10)[None]])
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, 4:] = 0
+    long = noise_of(model, padded, [5, 6], mask)
+    assert torch.allclose(short[0], long[0, :4], atol=1e-6)
+    assert not torch.allclose(short[0], noise_of(model, ids, [6])[0])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(f"--micro-batch-size 8 {ON}", tmp_path_factory.mktemp("alone"))
+
+
+def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
+    assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
+
+
+def test_the_first_loss_is_that_of_noise_by_hand(alone: dict[str, Any], tmp_path: Path) -> None:
+    """A job that gives its model the noisy embeddings, row by row, with numpy's numbers."""
+
+    class ByHand(Deep):
+        places = 0
+
+        def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+            if not torch.is_grad_enabled():
+                return super().compute_loss(model, batch)
+            embeddings = self.model.get_input_embeddings()(batch["input_ids"])
+            noise = torch.zeros_like(embeddings)
+            for row, tokens in enumerate(batch["attention_mask"].sum(1).tolist()):
+                reach = ALPHA / (tokens * 16) ** 0.5
+                noise[row, :tokens] = torch.from_numpy(reach * numpys(self.places, tokens, 16)).float()
+                self.places += 1
+            mask, labels = batch["attention_mask"], batch["labels"]
+            return model(inputs_embeds=embeddings + noise, attention_mask=mask, labels=labels).loss
+
+    wanted = result_of(ByHand([*f"{STEPS} --micro-batch-size 8 --save {tmp_path}".split()]), str(tmp_path))
+    assert_follows(alone, wanted)
+
+
+def test_it_changes_the_losses_and_not_the_other_random_numbers(alone: dict[str, Any], tmp_path: Path) -> None:
+    plain = run("--micro-batch-size 8", tmp_path / "plain")
+    assert plain["curve"][0][1] > 1.5 * alone["curve"][0][1], "the norm of the gradient"
+    zero = run("--micro-batch-size 8 --neftune-alpha 0", tmp_path / "zero")
+    assert zero["curve"] == plain["curve"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--micro-batch-size 1",
+        "--micro-batch-size 4 --checkpoint-activations",
+        "--micro-batch-size 4 --fused-linear-cross-entropy",
+        "--micro-batch-size 4 --torch-compile aot_eager",
+    ],
+)
+def test_micro_batches_and_switches_do_not_change_it(flags: str, alone: dict[str, Any], tmp_path: Path) -> None:
+    assert_follows(run(f"{flags} {ON}", tmp_path), alone)
+
+
+def test_a_resumed_run_is_bitwise_the_whole_one(alone: dict[str, Any], tmp_path: Path) -> None:
+    job = Deep([*f"{STEPS} --micro-batch-size 8 {ON} --save-interval 2 --save {tmp_path}".split()])
+    counts = job.on_step_end
+
+    def dies(step: int, result: Any) -> None:
+        counts(step, result)
+        if step == 3:
+            raise InterruptedError
+
+    job.on_step_end = dies  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        job.fit()
+    resumed = Deep([*f"{STEPS} --micro-batch-size 8 {ON} --save {tmp_path} --resume".split()])
+    resumed.fit()
+    assert resumed.curve == alone["curve"][2:]
+
+
+def _all(workers: Any, folder: str) -> dict[str, Any]:
+    return {name: run(f"{flags} {ON}", f"{folder}/{name}") for name, flags in TWO.items()}
+
+
+@pytest.mark.distributed
+def test_two_workers_add_what_one_adds(alone: dict[str, Any], tmp_path: Path) -> None:
+    for runs in run_in_workers(2, _all, str(tmp_path)):
+        for found in runs.values():
+            assert_follows(found, alone)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    assert codes("--task seq2seq_lm --neftune-alpha 5") == ["RF113"]
+    sizes = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is no model of transformers that reads one"):
+        add_noise(T5ForConditionalGeneration(T5Config(**sizes)), ALPHA, SEED)
+
+
+def test_a_model_that_is_given_no_ids_is_told() -> None:
+    model = Deep(["--no-save"]).make().train()
+    add_noise(model, ALPHA, SEED)
+    embeds = torch.zeros(1, 3, 16)
+    batch = {"inputs_embeds": embeds}
+    with rows_of(MicroBatch(batch, [0], places=[0]), batch), pytest.raises(ModelError, match="does not call its input"):
+        model(**batch)
