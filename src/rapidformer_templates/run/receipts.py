@@ -21,7 +21,7 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import SwitchDidNothing
-from rapidformer_templates.models.blocks import find_layout, shape_of
+from rapidformer_templates.models.blocks import find_blocks, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured
@@ -161,9 +161,9 @@ class Receipts:
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
             "matmul_precision": torch.get_float32_matmul_precision,
             "optimizer_is_fused": lambda: any(group.get("fused") for group in engine.optimizer.param_groups),
-            "blocks": lambda: list(find_layout(engine.model).blocks),
+            "blocks": lambda: list(find_blocks(engine.model)),
             "swapped_bytes": lambda: getattr(engine, "swapped_bytes", 0),
-            "layout": lambda: engine.workers.layout,
+            "layout": lambda: engine.workers.dimensions,
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}

@@ -180,7 +180,7 @@ def _check_base(reader: Reader, fresh: Position, path: Path) -> None:
 
 def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers) -> None:
     saved = reader.state.get("layout", [1, reader.state["world"], 1])
-    if saved == workers.layout:
+    if saved == workers.dimensions:
         restore(*reader.random_state(workers.rank))
         return
     # Other workers have other streams of random numbers; seeded by the step, they repeat no earlier ones.

@@ -124,7 +124,7 @@ class Attempt:
         self.workers = workers
         self.final = folder_of(root, step)
         self.folder = self.final.with_name(self.final.name + ".tmp")
-        state = {"format": FORMAT, "step": step, "world": workers.world, "layout": workers.layout}
+        state = {"format": FORMAT, "step": step, "world": workers.world, "layout": workers.dimensions}
         self._state = {**state, "engine": engine, **progress}
 
     def begin(self) -> None:

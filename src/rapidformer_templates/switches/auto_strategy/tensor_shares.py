@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.models.blocks import canonical_name, find_layout
+from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts, part_of
 from rapidformer_templates.switches.pipeline_parallel.transform import _Cut
@@ -51,7 +51,7 @@ def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn
         return model
     switches = ("tensor-parallel", "sequence-parallel") if sequence_parallel else ("tensor-parallel",)
     plan = Plan("Trainer", switches=switches, sizes=Sizes(world=workers.world, tensor=workers.tensor))
-    return tensor_parallel.apply(model, Building(find_layout(model), None, plan, workers, no_loss))
+    return tensor_parallel.apply(model, Building(find_blocks(model), None, plan, workers, no_loss))
 
 
 def no_loss(model: nn.Module) -> Any:
@@ -91,7 +91,7 @@ def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], Any]) -> dict[str,
     """
     stages = ("first", "middle", "last")
     workers = Workers(0, 0, 3, torch.device("cpu"), 1, 3)
-    found = _Cut(model, Building(find_layout(model), None, Plan("Trainer"), workers, try_loss))
+    found = _Cut(model, Building(find_blocks(model), None, Plan("Trainer"), workers, try_loss))
     return {
         canonical_name(name): frozenset(stages[rank] for rank in found._ranks_of(name, {}))
         for name, _ in model.named_parameters(remove_duplicate=False)

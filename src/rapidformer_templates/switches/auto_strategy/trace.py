@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from rapidformer_templates.engines.pieces import local_part
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.answers import ASKS, answer
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
@@ -363,7 +363,7 @@ def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
     """For each block by name, the stack (the list that it stands in) and its place there from 0."""
     places: dict[str, tuple[str, int]] = {}
     counts: dict[str, int] = {}
-    for name in find_layout(model).blocks:
+    for name in find_blocks(model):
         stack = name.rpartition(".")[0]
         places[name] = (stack, counts.get(stack, 0))
         counts[stack] = counts.get(stack, 0) + 1

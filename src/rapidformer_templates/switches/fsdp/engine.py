@@ -18,7 +18,7 @@ from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.pieces import bytes_held
 from rapidformer_templates.engines.reached import Route
-from rapidformer_templates.models.blocks import canonical_name, find_layout
+from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
@@ -51,7 +51,7 @@ class FSDPEngine(SingleEngine):
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
         # None: all but the root, whose parameters the backward needs first.
         reshard = None if self.reshards else False
-        for block in find_layout(model).blocks.values():
+        for block in find_blocks(model).values():
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
 

@@ -48,7 +48,7 @@ class _Cut:
     """
 
     def __init__(self, model: nn.Module, building: Building) -> None:
-        self.model, self.blocks = model, building.layout.blocks
+        self.model, self.blocks = model, building.blocks
         self.pipeline = building.workers.pipeline
         if not self.blocks:
             raise ModelError(

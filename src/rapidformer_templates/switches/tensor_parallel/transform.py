@@ -104,7 +104,7 @@ def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
         return [list(part.values()) for part in parts]
     there = set(model.modules())
     lists: dict[str, list[nn.Module]] = {}
-    for name, block in building.layout.blocks.items():
+    for name, block in building.blocks.items():
         if block in there:
             lists.setdefault(name.rpartition(".")[0], []).append(block)
     return list(lists.values())

@@ -30,7 +30,7 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     """
     plan = building.plan
     shapes = plan.engine_options["compile_shapes"]
-    parts = list(building.layout.blocks.values()) or [model]
+    parts = list(building.blocks.values()) or [model]
     kinds = len({type(part) for part in parts})
     torch.compiler.reset()
     # Blocks are small enough: DDP need not cut their graphs where its buckets end, which no checkpointed one survives.
