@@ -90,7 +90,9 @@ def _section(switch: Switch) -> str:
     aliases = [f.metadata["alias"] for f in dataclasses.fields(switch.options) if f.metadata["alias"]]
     facts = facts or ["- computed from `--micro-batch-size` and `--global-batch-size`"]
     facts += [f"- also spelled `--{alias}`" for alias in aliases]
-    facts.append(f"- stage {switch.stage.name}, templates {', '.join(switch.templates)}, source {switch.source}")
+    facts.append(
+        f"- precedence {switch.precedence.name}, templates {', '.join(switch.templates)}, source {switch.source}"
+    )
     if switch.claims:
         facts.append(f"- takes over {', '.join(sorted(claim.value for claim in switch.claims))}")
     if switch.needs_package:

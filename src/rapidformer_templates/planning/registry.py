@@ -106,7 +106,7 @@ def _discover() -> tuple[Switch, ...]:
     for point in entry_points(group=SWITCHES):
         found += _declared_by(point)
     _check_unique(found)
-    return tuple(sorted(found, key=lambda switch: (switch.stage, switch.name)))
+    return tuple(sorted(found, key=lambda switch: (switch.precedence, switch.name)))
 
 
 def _declared_by(point: EntryPoint) -> tuple[Switch, ...]:

@@ -14,11 +14,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Resource,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -78,7 +78,7 @@ SWITCHES = (
         name="cpu-offload",
         summary="Optimizer state in host memory; with ZeRO-3 also parameters.",
         source="[R, D]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=CpuOffloadFlags,
         predicts=Prediction(
             {

@@ -10,10 +10,10 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -59,7 +59,7 @@ SWITCHES = (
         name="tf32",
         summary="fp32 matrix products through the tensor cores' tf32.",
         source="[S]",
-        stage=Stage.KERNEL,
+        precedence=Precedence.KERNEL,
         options=Tf32Flags,
         predicts=Prediction(
             unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")

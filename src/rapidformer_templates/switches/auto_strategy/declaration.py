@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ SWITCHES = (
         name="auto-strategy",
         summary="Search for the best feasible layout of workers and batch.",
         source="[M]",
-        stage=Stage.DATA,
+        precedence=Precedence.DATA,
         options=AutoStrategyFlags,
         active=lambda options, sizes: options.auto_strategy or options.max_global_batch_size is not None,
         off={"auto_strategy": False, "max_global_batch_size": None},

@@ -6,7 +6,7 @@ architectures of transformers, and models of your own that are built alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +132,7 @@ def _part(module: nn.Module, name: str) -> Any:
     return found
 
 
-def make_sparse(model: nn.Module, blocks: dict[str, nn.Module], sizes: MixtureSizes) -> BalanceLosses:
+def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: MixtureSizes) -> BalanceLosses:
     """Replace the feed-forward of every ``sizes.interval``-th block.
 
     Experts are initialised as the dense one was: matrices from a normal distribution of the same deviation,

@@ -12,11 +12,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Resource,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -97,7 +97,7 @@ SWITCHES = (
         name="onnx-runtime",
         summary="Forward and backward graphs in ONNX Runtime.",
         source="[R]",
-        stage=Stage.GRAPH,
+        precedence=Precedence.GRAPH,
         options=OnnxRuntimeFlags,
         predicts=Prediction(
             unknown=always(

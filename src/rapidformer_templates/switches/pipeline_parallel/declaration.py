@@ -14,11 +14,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Reasons,
     Request,
     Rule,
-    Stage,
     Switch,
 )
 from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
@@ -116,7 +116,7 @@ SWITCHES = (
         name="pipeline-parallel",
         summary="Cut the blocks into N consecutive stages, one a worker.",
         source="[R, M]",
-        stage=Stage.PARTITION,
+        precedence=Precedence.PARTITION,
         options=PipelineParallelFlags,
         on={"pipeline_model_parallel_size": 2},
         predicts=Prediction(

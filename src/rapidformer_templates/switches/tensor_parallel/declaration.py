@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 from rapidformer_templates.switches.tensor_parallel.sequence_switch import SEQUENCE_PARALLEL
 from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
@@ -60,7 +69,7 @@ TENSOR_PARALLEL = Switch(
     name="tensor-parallel",
     summary="Shard the matrices of each block over N workers.",
     source="[R, M]",
-    stage=Stage.TENSOR,
+    precedence=Precedence.TENSOR,
     options=TensorParallelFlags,
     on={"tensor_model_parallel_size": 2},
     predicts=Prediction(

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ SEQUENCE_PARALLEL = Switch(
     name="sequence-parallel",
     summary="Shard norms and dropout along the sequence, over the tensor-parallel workers.",
     source="[M]",
-    stage=Stage.TENSOR,
+    precedence=Precedence.TENSOR,
     options=SequenceParallelFlags,
     predicts=Prediction({"activations": "norms and dropout cut along the sequence"}),
     receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:Division",

@@ -15,11 +15,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Resource,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -114,7 +114,7 @@ SWITCHES = (
         name="torch-compile",
         summary="Compile the model's blocks (torch.compile).",
         source="[S]",
-        stage=Stage.COMPILE,
+        precedence=Precedence.COMPILE,
         options=TorchCompileFlags,
         on={"torch_compile": DEFAULT},
         predicts=Prediction(

@@ -11,7 +11,16 @@ from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, need
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
-from rapidformer_templates.planning.switch import Example, Measured, Prediction, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Switch,
+)
 from rapidformer_templates.switches.zero.file_switch import DEEPSPEED, DEEPSPEED_CONFIG
 
 
@@ -119,7 +128,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         name=f"zero-{level}",
         summary=f"Shard {states} (DeepSpeed).",
         source="[R, D]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=options,
         predicts=PREDICTION,
         family=PARTITIONING,

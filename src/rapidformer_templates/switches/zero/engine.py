@@ -42,14 +42,14 @@ class DeepSpeedEngine(SingleEngine):
         super().__init__(plan, workers, clip_grad=clip_grad)
         self.loss_scale = None  # DeepSpeed's own, with the same rule
         self.config: dict[str, Any] = dict(plan.engine_options["deepspeed"])
-        self.stage = int(self.config["zero_optimization"]["stage"])
+        self.zero_stage = int(self.config["zero_optimization"]["stage"])
         prepare(plan)
         _join(workers, loud=any(self.config.get(name) for name in LOUD))
         self._deepspeed: Any
         self._state: zero_state.ZeroState
 
     def build_context(self) -> AbstractContextManager[Any]:
-        if self.stage < 3 or self.workers.world == 1:
+        if self.zero_stage < 3 or self.workers.world == 1:
             return contextlib.nullcontext()
         from rapidformer_templates.switches.zero.construction import partitioned_construction
 
@@ -73,14 +73,14 @@ class DeepSpeedEngine(SingleEngine):
             model=model, optimizer=recipe.build(named, differing), config=self.config, dist_init_required=False
         )
         self.model, self.optimizer = model.train(), self._deepspeed.basic_optimizer
-        kind = zero_state.CutParameters if self.stage == 3 else zero_state.FlatGroups
+        kind = zero_state.CutParameters if self.zero_stage == 3 else zero_state.FlatGroups
         self._state = kind(self._deepspeed.optimizer, model, self.workers)
         if self.compute_type == torch.float16:  # at its smallest the scale stays, as everywhere here
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         if masters is not None:
             masters.restore(self._state)
         self._route = self._state.route()
-        self._waits_for_gradients = self.stage == 3
+        self._waits_for_gradients = self.zero_stage == 3
         self._in_order = InOrder(len(self._parameters), self._state.ordered(self._parameters, self._came))
         self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
 
@@ -146,7 +146,7 @@ class DeepSpeedEngine(SingleEngine):
         if unreached:
             raise RapidformerError(
                 f"the loss does not reach {len(unreached)} parameters: {', '.join(unreached[:6])}",
-                where=f"ZeRO-{self.stage}, which would let them decay",
+                where=f"ZeRO-{self.zero_stage}, which would let them decay",
                 hint="set requires_grad = False for them in build_model, or leave them out of the model",
             )
 

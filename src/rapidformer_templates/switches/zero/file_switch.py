@@ -16,11 +16,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Reasons,
     Request,
     Rule,
-    Stage,
     Switch,
 )
 
@@ -57,7 +57,7 @@ def _needs_deepspeed_engine(request: Request) -> list[Finding]:
     return [*_NEEDS_TRAINER(request), *_OTHER_ENGINES(request)]
 
 
-def _needs_a_stage(request: Request) -> list[Finding]:
+def _needs_a_zero_stage(request: Request) -> list[Finding]:
     if any(name.startswith("zero-") for name in request.active):
         return []
     message = "deepspeed-config needs a ZeRO stage, in the file or as a flag"
@@ -149,7 +149,7 @@ DEEPSPEED_CONFIG = Switch(
     name="deepspeed-config",
     summary="Your own DeepSpeed file.",
     source="[D]",
-    stage=Stage.SHARD,
+    precedence=Precedence.SHARD,
     options=DeepSpeedConfigFlags,
     on={"deepspeed_config": "ds.json"},
     predicts=Prediction({"activations": "a bucket of the file's size"}, _what_no_flag_knows),
@@ -185,7 +185,7 @@ DEEPSPEED_CONFIG = Switch(
             "A DeepSpeed file names a ZeRO stage, or a flag does.",
             "without a stage DeepSpeed partitions nothing",
             "[D]",
-            _needs_a_stage,
+            _needs_a_zero_stage,
             Example("--deepspeed-config ds.json"),
         ),
         Rule(
