@@ -151,7 +151,7 @@ class SingleEngine:
         return StepResult(loss, norm, skipped, self._measured)
 
     @final
-    def settle(self) -> None:
+    def hear_all(self) -> None:
         if self._outcomes:
             self._outcomes.hear()
 

@@ -127,22 +127,22 @@ class FSDPEngine(SingleEngine):
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
         return [name for name, known in REDUCE_TYPES.items() if known in types]
 
-    def _settle(self) -> None:
+    def _reshard(self) -> None:
         """Give up whole parameters that a forward without a backward (an evaluation) has left behind."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        self._settle()
+        self._reshard()
         return super().pieces(kind)
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        self._settle()
+        self._reshard()
         super().load(reader, optimizer=optimizer)
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        self._settle()
+        self._reshard()
         return super().full_weights()
 
 

@@ -42,7 +42,7 @@ class PipelineEngine(ParallelEngine):
         step = _Step(self, microbatches, weight)
         for action in _actions(self.workers.pipeline, self._parts, len(microbatches), self.workers.pipeline_rank):
             step.do(action)
-        self._links.settle()
+        self._links.flush()
         return step.total
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ class Links:
         """The gradient of what ``stage`` put out."""
         return self._receive(torch.empty_like(output, memory_format=torch.contiguous_format), stage + 1)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until everything that was sent has left."""
         for work, _ in self._leaving:
             work.wait()
