@@ -18,7 +18,7 @@ import torch
 
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import tensor_file
-from rapidformer_templates.run.checkpoint.format import Attempt, File, Report, Source, for_each_file
+from rapidformer_templates.run.checkpoint.format import Attempt, File, Source, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
 from rapidformer_templates.run.console import say
 from rapidformer_templates.system.workers import Workers
@@ -69,27 +69,27 @@ class AsyncSaver:
         assert not self.pending
         attempt = Attempt(self._root, step, engine.state(), progress, self._workers)
         attempt.begin()
-        copies, report = attempt.together(lambda: self._copy(engine))
+        copies, written = attempt.together(lambda: self._copy(engine))
         self._attempt = attempt
-        self._parts = self._parts_of(attempt, copies, report, protected)
+        self._parts = self._parts_of(attempt, copies, written, protected)
         alone = self._workers.world == 1
         self._part = self._thread.submit(partial(_through, self._parts) if alone else next(self._parts))
 
-    def _copy(self, engine: Source) -> tuple[dict[str, Copy], Report]:
+    def _copy(self, engine: Source) -> tuple[dict[str, Copy], Written]:
         copies: dict[str, Copy] = {}
-        report: Report = {"index": [], "files": {}}
+        written: Written = {"index": [], "files": {}}
 
         def copy(file: File) -> None:
             copies[file.name] = tensor_file.copy_whole(file.tensors, file.metadata, self._memory.get(file.name))
             self._memory[file.name] = copies[file.name].memory
-            report["index"] += file.index
+            written["index"] += file.index
 
         for_each_file(engine, self._workers.rank, copy)
         if self._workers.device.type == "cuda":
             torch.cuda.synchronize(self._workers.device)
-        return copies, report
+        return copies, written
 
-    def _parts_of(self, attempt: Attempt, copies: Mapping[str, Copy], report: Report, protected: int | None) -> Parts:
+    def _parts_of(self, attempt: Attempt, copies: Mapping[str, Copy], written: Written, protected: int | None) -> Parts:
         """What the thread has to do, part by part; in between all ranks exchange what came of a part.
 
         Returns:
@@ -97,13 +97,13 @@ class AsyncSaver:
         """
         workers, main = self._workers, self._workers.is_main
 
-        def write() -> Report:
+        def write() -> Written:
             for name, copy in copies.items():
-                report["files"][name] = tensor_file.write_copy(attempt.folder / name, copy)
-            return report
+                written["files"][name] = tensor_file.write_copy(attempt.folder / name, copy)
+            return written
 
-        reports = workers.gather((yield write))
-        yield (lambda: attempt.finish(reports)) if main else _nothing
+        by_rank = workers.gather((yield write))
+        yield (lambda: attempt.finish(by_rank)) if main else _nothing
         doomed = workers.broadcast(checkpoint_check.surplus(attempt.final, self._keep, protected))
         if not doomed:
             return None

@@ -102,10 +102,10 @@ def _checkpointed_experts(request: Request) -> list[Finding]:
 
 
 def _acted(measured: Measured) -> str | None:
-    found = measured.all("compile")
-    if any(report["graphs"] for report in found):
+    compiled = measured.all("compile")
+    if any(records["graphs"] for records in compiled):
         return None
-    reasons = [reason for report in found for reason in report["not_compiled"]]
+    reasons = [reason for records in compiled for reason in records["not_compiled"]]
     return f"compiled graphs were expected; there is none{': ' if reasons else ''}{'; '.join(reasons[:1])}"
 
 
