@@ -94,8 +94,8 @@ def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
     operators = _union(_interval(e) for e in host if e.name.startswith(("aten::", "c10d::")))
     parts = {name: [_interval(e) for e in host if e.name == name] for name in (DATA, EXCHANGE, TRAIN)}
     wall = _length(whole)
-    outside = {name: _length(found) - _length(_cut(operators, found)) for name, found in parts.items()}
-    in_operators = _length(_cut(operators, whole))
+    outside = {name: _length(found) - _length(_intersection(operators, found)) for name, found in parts.items()}
+    in_operators = _length(_intersection(operators, whole))
     rest = wall - in_operators - sum(outside.values())
     result: dict[str, Any] = {
         "steps": steps,
@@ -159,7 +159,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def _cut(intervals: Sequence[Interval], frames: Sequence[Interval]) -> list[Interval]:
+def _intersection(intervals: Sequence[Interval], frames: Sequence[Interval]) -> list[Interval]:
     """What of ``intervals`` lies in ``frames``; neither has overlaps of its own."""
     return [(max(a, x), min(b, y)) for a, b in intervals for x, y in frames if min(b, y) > max(a, x)]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
-from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, compute_order, with_transfers
 
 COSTS = st.integers(0, 6)
@@ -28,14 +28,14 @@ def test_a_cut_is_the_best_of_all_cuts(front: int, blocks: list[int], back: int,
 
     places = itertools.combinations(range(1, len(blocks)), stages - 1)
     every = (tuple(b - a for a, b in itertools.pairwise((0, *cuts, len(blocks)))) for cuts in places)
-    found = tuple(cut(front, blocks, back, stages))
+    found = tuple(balanced_cut(front, blocks, back, stages))
     assert sum(found) == len(blocks)
     assert costs(found) == min(costs(sizes) for sizes in every)
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 blocks cannot be cut into 3 stages"):
-        cut(0, [1, 1], 0, 3)
+        balanced_cut(0, [1, 1], 0, 3)
 
 
 SIZES = [(w, v, m) for w in range(1, 6) for v in range(1, 4) for m in range(1, 11) if w > 1 or v == 1]

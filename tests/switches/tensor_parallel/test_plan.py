@@ -34,15 +34,15 @@ def test_every_matrix_of_a_block_is_divided(model: str) -> None:
 
 def test_fused_columns_are_divided_part_by_part() -> None:
     plan = plan_of(_meta("gpt2"))
-    assert plan.cuts["transformer.h.0.attn.c_attn.weight"].parts == 3
-    assert plan.cuts["transformer.h.0.mlp.c_fc.weight"].parts == 1
-    assert plan_of(_meta("mixtral")).cuts["model.layers.0.mlp.experts.gate_up_proj"].parts == 2
+    assert plan.divisions["transformer.h.0.attn.c_attn.weight"].parts == 3
+    assert plan.divisions["transformer.h.0.mlp.c_fc.weight"].parts == 1
+    assert plan_of(_meta("mixtral")).divisions["model.layers.0.mlp.experts.gate_up_proj"].parts == 2
 
 
 def test_a_tied_head_is_divided_under_both_names() -> None:
-    cuts = plan_of(_meta("bert")).cuts
-    assert cuts["cls.predictions.decoder.weight"] == cuts["bert.embeddings.word_embeddings.weight"]
-    assert cuts["cls.predictions.bias"] == cuts["cls.predictions.decoder.bias"]
+    divisions = plan_of(_meta("bert")).divisions
+    assert divisions["cls.predictions.decoder.weight"] == divisions["bert.embeddings.word_embeddings.weight"]
+    assert divisions["cls.predictions.bias"] == divisions["cls.predictions.decoder.bias"]
 
 
 def test_a_classifier_has_no_divided_head() -> None:
@@ -89,7 +89,7 @@ def _bloom() -> nn.Module:
 def test_a_model_without_a_plan_that_can_be_followed_is_refused(model: Any, message: str | None) -> None:
     built = model()
     if message is None:  # the style of a container divides nothing
-        assert not plan_of(built).cuts
+        assert not plan_of(built).divisions
         return
     with pytest.raises(ModelError, match=message):
         plan_of(built)

@@ -163,7 +163,7 @@ class _Run:
             ]
             skipped = stack.enter_context(_SkippedFile(self.prefix))
             progress = stack.enter_context(ProgressBar("preprocessing", size, counted=False))
-            jobs = cut(self.files, recipe.keys, self.chunk_size, check_all=self.check_all)
+            jobs = split_files(self.files, recipe.keys, self.chunk_size, check_all=self.check_all)
             for job, done in encoded(jobs, recipe, self.workers):
                 for writer, key, column in zip(writers, recipe.keys, done.columns, strict=True):
                     writer.add(column.tokens, column.lengths, column.sequences)
@@ -194,7 +194,9 @@ def _speed(writers: Sequence[IndexedWriter], began: float) -> str:
     return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
 
 
-def cut(files: Sequence[Path], keys: Sequence[str], chunk_size: int, *, check_all: bool = False) -> Iterator[Job]:
+def split_files(
+    files: Sequence[Path], keys: Sequence[str], chunk_size: int, *, check_all: bool = False
+) -> Iterator[Job]:
     """The jobs of a corpus, in order; see :func:`preprocess`."""
     number = 0
     for path in files:

@@ -101,7 +101,7 @@ def local_shape(
     return tuple(lengths)
 
 
-def cut(
+def local_values(
     whole: torch.Tensor, placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> torch.Tensor:
     """What a rank holds of ``whole``, in memory of its own."""

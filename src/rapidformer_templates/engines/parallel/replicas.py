@@ -97,7 +97,7 @@ class DataShards:
         self._windows, self._kind = _windows(trained, self.replicas)
         self._rank = workers.data_rank
         self._runs: dict[Window, list[tuple[Unit, int]]] = {window: [] for window in self._windows}
-        self.units = self._cut() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
+        self.units = self._divide() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
         self._sums: dict[Window, torch.Tensor] = {}  # this rank's share of the summed gradients
         self._reached = [False] * len(trained)
         self._ready: set[int] = set()
@@ -107,7 +107,7 @@ class DataShards:
             for index, entry in enumerate(trained):
                 entry.parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._came(index))
 
-    def _cut(self) -> list[Unit]:
+    def _divide(self) -> list[Unit]:
         units = []
         for window in self._windows:
             for (index, start, count), place in window.owned(self._rank):

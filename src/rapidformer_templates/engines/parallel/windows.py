@@ -63,7 +63,7 @@ class Window:
 
 
 def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -> list[Window]:
-    """Cut parameters, laid end to end, into windows.
+    """Divide parameters, laid end to end, into windows.
 
     Args:
         sizes: (index, elements) of each parameter.

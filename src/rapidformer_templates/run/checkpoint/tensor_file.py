@@ -114,9 +114,9 @@ def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batc
             memory[begin:place].copy_(source, non_blocking=True)
             continue
         target, values = whole[begin:place], source.numpy()
-        for cut in range(0, len(values), COPY):
-            part = values[cut : cut + COPY]
-            batch.append((target[cut : cut + COPY], part))
+        for begin in range(0, len(values), COPY):
+            part = values[begin : begin + COPY]
+            batch.append((target[begin : begin + COPY], part))
             size += len(part)
             if size >= COPY:
                 yield batch
@@ -205,7 +205,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _write_blocks(path: Path, size: int, blocks: Iterator[memoryview]) -> Seal:
-    """Write whole blocks, cut the file to its size, flush it; a block must hold until IN_FLIGHT later ones came."""
+    """Write whole blocks, truncate the file, flush it; a block must hold until IN_FLIGHT later ones came."""
     crc, place = 0, 0
     pending: deque[Future[None]] = deque()
     with unbuffered(path) as descriptor, ThreadPoolExecutor(IN_FLIGHT) as pool:

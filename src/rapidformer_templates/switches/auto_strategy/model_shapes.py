@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.engines.parallel.windows import Window, windows
 from rapidformer_templates.models.blocks import canonical_name
-from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
@@ -287,7 +287,7 @@ class ModelShapes:
                 for end in ("first", "last")
             )
             blocks = [float(count) for count in self.block_elements.values()]
-            self._sizes[pipeline] = cut(front, blocks, back, pipeline)
+            self._sizes[pipeline] = balanced_cut(front, blocks, back, pipeline)
         return self._sizes[pipeline]
 
     def stage_parameters(self, place: Place) -> dict[str, Facts]:

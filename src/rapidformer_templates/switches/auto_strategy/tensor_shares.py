@@ -17,7 +17,7 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts, part_of
-from rapidformer_templates.switches.pipeline_parallel.transform import _Cut
+from rapidformer_templates.switches.pipeline_parallel.transform import PipelineCut
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
 from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, plan_of
 from rapidformer_templates.system.workers import Workers
@@ -69,12 +69,12 @@ def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: 
         return dict(parameters)
     plan = plan_of(model)
     check_sizes(model, plan, tensor)
-    cuts = {canonical_name(name): cut for name, cut in plan.cuts.items()}
+    divisions = {canonical_name(name): balanced_cut for name, balanced_cut in plan.divisions.items()}
     local = {}
     for name, facts in parameters.items():
         shape = list(facts.shape)
-        if name in cuts:
-            shape[cuts[name].dim] = part_of(shape[cuts[name].dim], rank, tensor)
+        if name in divisions:
+            shape[divisions[name].dim] = part_of(shape[divisions[name].dim], rank, tensor)
         local[name] = replace(facts, shape=tuple(shape))
     return local
 
@@ -91,7 +91,7 @@ def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], Any]) -> dict[str,
     """
     stages = ("first", "middle", "last")
     workers = Workers(0, 0, 3, torch.device("cpu"), 1, 3)
-    found = _Cut(model, Building(find_blocks(model), None, Plan("Trainer"), workers, try_loss))
+    found = PipelineCut(model, Building(find_blocks(model), None, Plan("Trainer"), workers, try_loss))
     return {
         canonical_name(name): frozenset(stages[rank] for rank in found._ranks_of(name, {}))
         for name, _ in model.named_parameters(remove_duplicate=False)

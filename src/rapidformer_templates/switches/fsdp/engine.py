@@ -117,7 +117,7 @@ class FSDPEngine(SingleEngine):
     def _whole_now(self) -> float:
         """The share of the parameters' elements that are whole on this rank."""
         sizes = [(p.numel(), isinstance(p, DTensor)) for p in self.model.parameters()]
-        return sum(count for count, cut in sizes if not cut) / sum(count for count, _ in sizes)
+        return sum(count for count, divided in sizes if not divided) / sum(count for count, _ in sizes)
 
     def _summed_in(self) -> list[str]:
         """The types in which FSDP sums gradients over the workers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.acted import shown
-from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
@@ -63,7 +63,7 @@ def _stages_fit(request: Request) -> list[Finding]:
         message = f"--pipeline-stages {asked} has {sum(map(int, words))} blocks; the model has {layers}"
     else:
         return []
-    even = ",".join(map(str, cut(0, [1] * layers, 0, stages))) if layers and layers >= stages else None
+    even = ",".join(map(str, balanced_cut(0, [1] * layers, 0, stages))) if layers and layers >= stages else None
     return [
         Finding(
             message,

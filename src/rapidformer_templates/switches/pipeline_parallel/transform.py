@@ -15,7 +15,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import Placement, set_placement
 from rapidformer_templates.models.stand_ins import Absent, Elsewhere, SkippedBlock, put
-from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.pipeline_parallel.tracing import AFTER, BEFORE, WITHIN, holders, trace
 
 
@@ -30,13 +30,13 @@ def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
         RapidformerError: the hook does not call the model exactly once.
     """
     workers, options = building.workers, building.options
-    found = _Cut(model, building)
+    found = PipelineCut(model, building)
     sizes = found.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
     set_placement(model, found.leave(sizes, workers.pipeline_rank))
     return model
 
 
-class _Cut:
+class PipelineCut:
     """A model, and which pipeline ranks need which of its modules outside of the blocks.
 
     A module that is called before the blocks belongs to the first rank, one that is called after them to the last.
@@ -113,7 +113,7 @@ class _Cut:
         front = self._cost(name for name, place in self.places.items() if 0 in place)
         back = self._cost(name for name, place in self.places.items() if self.pipeline - 1 in place)
         blocks = [float(sum(math.prod(shape_of(p)) for p in block.parameters())) for block in self.blocks.values()]
-        return cut(front, blocks, back, stages)
+        return balanced_cut(front, blocks, back, stages)
 
     def _cost(self, names: Iterable[str]) -> float:
         modules = [self.model.get_submodule(name) for name in names]

@@ -40,7 +40,7 @@ from rapidformer_templates.switches.tensor_parallel.styles import (
 
 
 @dataclass(frozen=True)
-class Cut:
+class Division:
     """How a parameter is divided: along ``dim``, each of ``parts`` equal parts of that dimension by itself."""
 
     dim: int
@@ -57,7 +57,7 @@ class TensorPlan:
 
     Attributes:
         styles: of modules, by name; modules that are not named keep whole parameters.
-        cuts: by parameter name, every name of a tied parameter among them; whole parameters are not named.
+        divisions: by parameter name, every name of a tied parameter among them; whole parameters are not named.
         partial: names of whole parameters of which each worker computes a part of the gradient.
         local_sizes: attributes of regions that are to be divided.
         given: it is the model's own ``tensor_plan``, which promises nothing of what stands beside divided layers.
@@ -65,7 +65,7 @@ class TensorPlan:
     """
 
     styles: Mapping[str, str]
-    cuts: Mapping[str, Cut]
+    divisions: Mapping[str, Division]
     partial: frozenset[str]
     local_sizes: tuple[str, ...] = ()
     given: bool = False
@@ -83,8 +83,8 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
     Raises:
         ModelError: see :func:`plan_of`.
     """
-    cuts = plan_of(model).cuts
-    return {name: cuts[name].dim if name in cuts else None for name, _ in model.named_parameters()}
+    divisions = plan_of(model).divisions
+    return {name: divisions[name].dim if name in divisions else None for name, _ in model.named_parameters()}
 
 
 def plan_of(model: nn.Module) -> TensorPlan:
@@ -103,18 +103,18 @@ def plan_of(model: nn.Module) -> TensorPlan:
             where=_WHERE,
             hint="leave out --lora-rank or --tensor-model-parallel-size",
         )
-    cuts: dict[int, Cut] = {}
+    divisions: dict[int, Division] = {}
     partial: set[int] = set()
     for name, style in styles.items():
-        for parameter, cut in _divided(model, name, style):
-            if cut is not None and cuts.setdefault(id(parameter), cut) != cut:
+        for parameter, division in _divided(model, name, style):
+            if division is not None and divisions.setdefault(id(parameter), division) != division:
                 raise ModelError(f"{name} shares a parameter that is divided otherwise", where=_WHERE)
             if style == PARTIAL:
                 partial.add(id(parameter))
     named = list(model.named_parameters(remove_duplicate=False))
     return TensorPlan(
         styles,
-        {name: cuts[id(p)] for name, p in named if id(p) in cuts},
+        {name: divisions[id(p)] for name, p in named if id(p) in divisions},
         frozenset(name for name, p in named if id(p) in partial),
         LOCAL_SIZES.get(_type_of(model), ()),
         given,
@@ -143,9 +143,9 @@ def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
                 hint=hint,
             )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, cut in plan.cuts.items():
-        length = parameters[name].shape[cut.dim]
-        if length < size or (cut.parts > 1 and length % (cut.parts * size)):
+    for name, division in plan.divisions.items():
+        length = parameters[name].shape[division.dim]
+        if length < size or (division.parts > 1 and length % (division.parts * size)):
             message = f"{name} of shape {tuple(parameters[name].shape)} cannot be divided over {size} workers"
             raise ModelError(message, where="--tensor-model-parallel-size", hint="choose a smaller tensor size")
 
@@ -246,51 +246,51 @@ def _asked(question: Any) -> nn.Module | None:
     return found
 
 
-def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Cut | None]]:
-    """The parameters that a styled name stands for, each with its cut; None is whole."""
+def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:
+    """The parameters that a styled name stands for, each with its division; None is whole."""
     if style == REPLICATED:
         return
     owner, _, key = name.rpartition(".")
     parameter = _submodule(model, owner)._parameters.get(key)
     if parameter is not None:
-        yield parameter, _cut_of_parameter(name, parameter, style)
+        yield parameter, _division_of_parameter(name, parameter, style)
         return
     if style == EXPERTS:  # a region; the plan names its parameters one by one
         return
     module = model.get_submodule(name)
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            yield parameter, _cut_in_layer(name, module, key, style)
+            yield parameter, _division_in_layer(name, module, key, style)
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name) if name else model
 
 
-def _cut_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Cut | None:
+def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Division | None:
     """Of a parameter by itself: experts keep theirs as (experts, output features, input features)."""
     if style == PARTIAL:
         return None
     if style in ("colwise", "packed_colwise") and parameter.ndim == 3:
-        return Cut(1, PARTS.get(style, 1))
+        return Division(1, PARTS.get(style, 1))
     if style in ROW and parameter.ndim == 3:
-        return Cut(2)
+        return Division(2)
     if style == "colwise" and parameter.ndim == 1:
-        return Cut(0)
+        return Division(0)
     raise ModelError(f"{name} of shape {tuple(parameter.shape)} cannot be {style}", where=_WHERE)
 
 
-def _cut_in_layer(name: str, layer: nn.Module, key: str, style: str) -> Cut | None:
+def _division_in_layer(name: str, layer: nn.Module, key: str, style: str) -> Division | None:
     if style == PARTIAL:
         return None
     if isinstance(layer, nn.Embedding) and style in (EMBEDDING, "embedding_colwise"):
-        return Cut(0 if style == EMBEDDING else 1)
+        return Division(0 if style == EMBEDDING else 1)
     if isinstance(layer, (nn.Linear, Conv1D)):
         # Linear keeps (output, input) features, Conv1D (input, output).
         output, input_ = (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
         divides_output = style in (*COLUMN, GATHERED_COLUMN, VOCABULARY_HEAD)
         if style in (*ROW, SPLIT_ROW):
-            return Cut(input_) if key == "weight" else None
+            return Division(input_) if key == "weight" else None
         if divides_output:
-            return Cut(output if key == "weight" else 0, PARTS.get(style, 1))
+            return Division(output if key == "weight" else 0, PARTS.get(style, 1))
     raise ModelError(f"{name}, a {type(layer).__name__}, cannot be {style}", where=_WHERE, hint="use another plan")

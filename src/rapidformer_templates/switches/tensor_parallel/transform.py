@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.parallel.boxes import cut
+from rapidformer_templates.engines.parallel.boxes import local_values
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.switches.tensor_parallel import plan as tensor_plan
@@ -169,7 +169,9 @@ def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Modu
     """Every parameter inside a region must be of the plan: of others, each worker would have a partial gradient."""
     inside = [f"{name}.{key}" for key, _ in region.named_parameters()]
     others = [
-        p for p in inside if p not in plan.cuts and p not in plan.partial and p.rpartition(".")[0] not in plan.styles
+        p
+        for p in inside
+        if p not in plan.divisions and p not in plan.partial and p.rpartition(".")[0] not in plan.styles
     ]
     if others:
         raise ModelError(
@@ -189,7 +191,7 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
     whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
     named = dict(model.named_parameters(remove_duplicate=False))
-    found = {name for name, p in named.items() if id(p) in inside and name not in plan.cuts}
+    found = {name for name, p in named.items() if id(p) in inside and name not in plan.divisions}
     matrices = sorted(n for n in found if named[n].ndim > 1 and n.rpartition(".")[0] not in plan.adapted)
     if matrices:
         raise ModelError(
@@ -211,7 +213,7 @@ def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peer
             if parameter is None:
                 continue
             if id(parameter) not in sharded:
-                found = plan.cuts.get(names[id(parameter)])
+                found = plan.divisions.get(names[id(parameter)])
                 sharded[id(parameter)] = _sharded(parameter, found.placement if found else Replicate(), mesh, peers)
             module._parameters[key] = sharded[id(parameter)]
 
@@ -219,7 +221,7 @@ def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peer
 def _sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, peers: Peers) -> nn.Parameter:
     whole = parameter.detach()
     dist.broadcast(whole, group=peers.group, group_src=0)
-    part = cut(whole, [placement], [peers.size], [peers.rank])
+    part = local_values(whole, [placement], [peers.size], [peers.rank])
     shard = DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
     )

@@ -73,7 +73,7 @@ class DeepSpeedEngine(SingleEngine):
             model=model, optimizer=recipe.build(named, differing), config=self.config, dist_init_required=False
         )
         self.model, self.optimizer = model.train(), self._deepspeed.basic_optimizer
-        kind = zero_state.CutParameters if self.zero_stage == 3 else zero_state.FlatGroups
+        kind = zero_state.PartitionedParameters if self.zero_stage == 3 else zero_state.FlatGroups
         self._state = kind(self._deepspeed.optimizer, model, self.workers)
         if self.compute_type == torch.float16:  # at its smallest the scale stays, as everywhere here
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -227,11 +227,11 @@ class Masters:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, workers: Workers) -> None:
         self._values: dict[str, torch.Tensor] = {}
-        self._cut: set[str] = set()
+        self._partitioned: set[str] = set()
         for name, parameter in model.named_parameters():
             here = canonical_name(name)
             if hasattr(parameter, "ds_tensor"):  # built in parts
-                self._cut.add(here)
+                self._partitioned.add(here)
                 self._values[here] = parameter.ds_tensor.detach().clone()
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             else:
@@ -245,7 +245,7 @@ class Masters:
             with state.partition(index, write=True) as flat:
                 for fragment in fragments:
                     values = self._values[fragment.name].flatten()
-                    begin = 0 if fragment.name in self._cut else fragment.start
+                    begin = 0 if fragment.name in self._partitioned else fragment.start
                     fragment.of(flat).copy_(values[begin : begin + fragment.count])
 
 

@@ -51,7 +51,7 @@ def as_built(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class ZeroState(ABC):
-    """What the stages share. Stages 1 and 2 cut a flattened group of parameters, stage 3 each parameter.
+    """What the ZeRO stages share. 1 and 2 partition a flattened group of parameters, 3 each parameter.
 
     Attributes:
         fragments: of each flat partition, in its order.
@@ -233,7 +233,7 @@ class ZeroState(ABC):
 
 
 class FlatGroups(ZeroState):
-    """ZeRO-1 and ZeRO-2: a group of parameters is flattened and cut into as many parts as there are workers."""
+    """ZeRO-1 and ZeRO-2: a group of parameters is flattened and divided into as many parts as there are workers."""
 
     def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
         super().__init__(optimizer, model, workers)
@@ -283,8 +283,8 @@ class FlatGroups(ZeroState):
         return whole
 
 
-class CutParameters(ZeroState):
-    """ZeRO-3: each flattened parameter is cut into as many parts as there are workers; a part may lie on a disk."""
+class PartitionedParameters(ZeroState):
+    """ZeRO-3: each flattened parameter is divided into as many parts as there are workers; a part may lie on a disk."""
 
     def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
         super().__init__(optimizer, model, workers)
