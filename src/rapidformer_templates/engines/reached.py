@@ -61,7 +61,7 @@ class _ComeBy(torch.autograd.Function):
         return (gradients[0], None, *[None] * ctx.count)
 
 
-class InOrder:
+class GradientSequence:
     """Hands gradients on in one and the same order on all workers, each as soon as those before it have come.
 
     A backward brings them in the order of its own graph. Where they are collected and sent as they come, workers with
@@ -73,7 +73,7 @@ class InOrder:
     """
 
     def __init__(self, parameters: int, send: Callable[[int], None]) -> None:
-        self._order = range(parameters - 1, -1, -1)
+        self._sequence = range(parameters - 1, -1, -1)
         self._send = send
         self.begin()
 
@@ -85,16 +85,16 @@ class InOrder:
     def take(self, place: int) -> None:
         """A gradient has come."""
         self._came.add(place)
-        while self._done < len(self._order) and self._order[self._done] in self._came:
+        while self._done < len(self._sequence) and self._sequence[self._done] in self._came:
             self._next()
 
     def finish(self) -> None:
         """The backward is at its end, and no more will come."""
-        while self._done < len(self._order):
+        while self._done < len(self._sequence):
             self._next()
 
     def _next(self) -> None:
-        place = self._order[self._done]
+        place = self._sequence[self._done]
         self._done += 1
         self._send(place)
 

@@ -36,7 +36,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
     with the fewest ways out. Each set returned has been resolved.
     """
     frontier: list[tuple[float, int, Path]] = [(0.0, 0, ())]
-    order = itertools.count(1)
+    tie_breaker = itertools.count(1)
     seen: set[frozenset[tuple[str, Any]]] = set()
     found: list[Path] = []
     nearest_cost = 0.0
@@ -57,7 +57,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
             state = frozenset(_values(longer).items())
             if not _overlap(path, change) and state not in seen:
                 seen.add(state)
-                heapq.heappush(frontier, (cost + change.cost, next(order), longer))
+                heapq.heappush(frontier, (cost + change.cost, next(tie_breaker), longer))
     return found or [_take_out(request, registry)]
 
 

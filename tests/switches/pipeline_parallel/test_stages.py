@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
 from rapidformer_templates.planning.balance import balanced_cut
-from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, compute_order, with_transfers
+from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, compute_schedule, with_transfers
 
 COSTS = st.integers(0, 6)
 
@@ -118,7 +118,7 @@ def test_orders_are_those_of_torch(workers: int, per_worker: int, microbatches: 
             ),
         )
         expected = [(str(a.computation_type.value), a.stage_index, a.microbatch_index) for a in theirs if a]
-        ours = compute_order(workers, rank, per_worker, microbatches)
+        ours = compute_schedule(workers, rank, per_worker, microbatches)
         assert [(a.kind.value, a.stage, a.microbatch) for a in ours] == expected
 
 
@@ -126,7 +126,7 @@ def test_early_stages_hold_more_micro_batches() -> None:
     """1F1B: a stage holds as many as there are stages from it to the end, whatever the number of micro batches."""
     for rank in range(4):
         held = most = 0
-        for action in compute_order(4, rank, 1, 12):
+        for action in compute_schedule(4, rank, 1, 12):
             held += 1 if action.kind is Kind.FORWARD else -1
             most = max(most, held)
         assert most == 4 - rank

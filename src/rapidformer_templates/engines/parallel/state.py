@@ -174,8 +174,8 @@ def _load_optimizer(
         saved.setdefault(name, {})[key] = shape
     by_values = {id(unit.values): unit for unit in units}
     state: dict[int, dict[str, Any]] = {}
-    order = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, values in enumerate(order):
+    flattened = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in enumerate(flattened):
         unit = by_values.get(id(values))
         if unit is None or unit.of.name not in saved:
             continue

@@ -60,8 +60,8 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         OSError: it cannot be written.
         ValueError: the format has no name for a type.
     """
-    header, ordered, size = _lay_out(tensors, metadata)
-    return _write_blocks(path, size, _blocks(header, ordered))
+    header, by_itemsize, size = _lay_out(tensors, metadata)
+    return _write_blocks(path, size, _blocks(header, by_itemsize))
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ def copy_whole(
         OSError, MemoryError: there is not enough memory.
         ValueError: the format has no name for a type.
     """
-    header, ordered, size = _lay_out(tensors, metadata)
+    header, by_itemsize, size = _lay_out(tensors, metadata)
     if memory is None or len(memory) < size:
-        memory = host_memory(size, pinned=any(tensor.is_cuda for tensor in ordered))
+        memory = host_memory(size, pinned=any(tensor.is_cuda for tensor in by_itemsize))
     # Not torch's threads: they wait for one another after each tensor, for long where others use the cores too.
     with ThreadPoolExecutor(min(torch.get_num_threads(), COPIERS)) as pool:
-        deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, ordered)])), maxlen=0)
+        deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)
     return Copy(memory, size)
 
 
@@ -114,9 +114,9 @@ def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batc
             memory[begin:place].copy_(source, non_blocking=True)
             continue
         target, values = whole[begin:place], source.numpy()
-        for begin in range(0, len(values), COPY):
-            part = values[begin : begin + COPY]
-            batch.append((target[begin : begin + COPY], part))
+        for at in range(0, len(values), COPY):
+            part = values[at : at + COPY]
+            batch.append((target[at : at + COPY], part))
             size += len(part)
             if size >= COPY:
                 yield batch
@@ -145,9 +145,9 @@ def _lay_out(
 ) -> tuple[bytes, list[torch.Tensor], int]:
     """(length and header, the tensors in the order of the file, size of the file in bytes)."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    by_itemsize = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     end = 0
-    for name, tensor in ordered:
+    for name, tensor in by_itemsize:
         if tensor.dtype not in NAMES:
             raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold")
         begin, end = end, end + tensor.numel() * tensor.itemsize
@@ -155,7 +155,7 @@ def _lay_out(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
-    return start, [tensor for _, tensor in ordered], len(start) + end
+    return start, [tensor for _, tensor in by_itemsize], len(start) + end
 
 
 def _tensor_of(header: bytes) -> torch.Tensor:
@@ -180,11 +180,11 @@ def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _blocks(header: bytes, ordered: list[torch.Tensor]) -> Iterator[memoryview]:
+def _blocks(header: bytes, by_itemsize: list[torch.Tensor]) -> Iterator[memoryview]:
     """The file's bytes in whole blocks, the last one too; a block holds until IN_FLIGHT more were asked for."""
     memory = [host_memory(BLOCK, pinned=False) for _ in range(IN_FLIGHT)]
     number, filled = 0, 0
-    for source in (_tensor_of(header), *map(_bytes_of, ordered)):
+    for source in (_tensor_of(header), *map(_bytes_of, by_itemsize)):
         taken = 0
         while taken < len(source):
             count = min(len(source) - taken, BLOCK - filled)

@@ -252,16 +252,16 @@ class Search:
 
     def _verified(self, fitting: list[Candidate], rejected: list[Rejected]) -> list[Candidate]:
         """The candidates in their order; the best is traced as it is, until one holds what it promises."""
-        ordered = sorted(fitting, key=self._order(fitting))
-        while ordered:
-            tried = self._try(ordered[0].layout, ordered[0].setting, exact=True)
+        best_first = sorted(fitting, key=self._sort_key(fitting))
+        while best_first:
+            tried = self._try(best_first[0].layout, best_first[0].setting, exact=True)
             if isinstance(tried, Candidate):
-                return [tried, *ordered[1:]]
+                return [tried, *best_first[1:]]
             rejected.append(tried)
-            ordered = ordered[1:]
-        return ordered
+            best_first = best_first[1:]
+        return best_first
 
-    def _order(self, fitting: list[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
+    def _sort_key(self, fitting: list[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
         """Fastest first; among equals the one with the least machinery, and the guidance of [M]."""
         best = max((c.samples_per_second for c in fitting), default=1.0)
         local = self.environment.local_world_size

@@ -20,7 +20,7 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.reached import InOrder, come_by_all, reached_parameters
+from rapidformer_templates.engines.reached import GradientSequence, come_by_all, reached_parameters
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name
@@ -81,7 +81,7 @@ class DeepSpeedEngine(SingleEngine):
             masters.restore(self._state)
         self._route = self._state.route()
         self._waits_for_gradients = self.zero_stage == 3
-        self._in_order = InOrder(len(self._parameters), self._state.ordered(self._parameters, self._came))
+        self._sequence = GradientSequence(len(self._parameters), self._state.sequenced(self._parameters, self._came))
         self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
 
     def _distribute(self) -> nn.Module:
@@ -117,13 +117,13 @@ class DeepSpeedEngine(SingleEngine):
         if self._route and not self._route.is_known:
             reached = set(map(id, reached_parameters(loss)))
             self._route.forward_done(self._names(p for p in self._parameters if id(p) not in reached))
-        self._in_order.begin()
-        self._deepspeed.backward(come_by_all(loss, (), then=self._in_order.finish), scale_wrt_gas=False)
+        self._sequence.begin()
+        self._deepspeed.backward(come_by_all(loss, (), then=self._sequence.finish), scale_wrt_gas=False)
 
     def _came(self, place: int) -> None:
         if self._parameters[place].grad is not None:
             self._reached.add(place)
-        self._in_order.take(place)
+        self._sequence.take(place)
 
     def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
         those = set(map(id, parameters))

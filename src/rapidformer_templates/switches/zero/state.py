@@ -88,7 +88,7 @@ class ZeroState(ABC):
         yield tensor
 
     @abstractmethod
-    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         """Have DeepSpeed's hooks tell ``came`` that a parameter's gradient is there, by its place in ``parameters``.
 
         Returns:
@@ -255,7 +255,7 @@ class FlatGroups(ZeroState):
     def _publish(self) -> None:
         self.optimizer.update_lp_params()
 
-    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.process_gradients
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
@@ -352,7 +352,7 @@ class PartitionedParameters(ZeroState):
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
 
-    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.reduce_ready_partitions_and_remove_grads
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(places[id(parameter)])
