@@ -148,8 +148,8 @@ def _together(registry: Registry, a: Switch, b: Switch) -> str:
     config = registry.complete(RunConfig()).replace("matrix", **{**a.on, **b.on})
     letters, added = "", False
     for template in TEMPLATES:
-        place = dataclasses.replace(MATRIX_MACHINE, template=template)
-        additions = _with_additions(build_request(config, place, registry.switches), registry)
+        environment = dataclasses.replace(MATRIX_MACHINE, template=template)
+        additions = _with_additions(build_request(config, environment, registry.switches), registry)
         if additions is not None:
             letters += template[0]
             added |= bool(additions)
@@ -176,9 +176,9 @@ def example_request(rule: Rule, registry: Registry) -> Request:
     workers = parsed.user.world_size or 1
     config = dataclasses.replace(parsed, user=None)
     template, origin = choose_template(config, registry)
-    place = Environment(template=template, template_origin=origin, world_size=workers, local_world_size=workers)
-    place = dataclasses.replace(place, **rule.example.machine)
-    return build_request(config, place, registry.switches, training=rule.example.training)
+    environment = Environment(template=template, template_origin=origin, world_size=workers, local_world_size=workers)
+    environment = dataclasses.replace(environment, **rule.example.machine)
+    return build_request(config, environment, registry.switches, training=rule.example.training)
 
 
 def explain(code: str, registry: Registry) -> str:

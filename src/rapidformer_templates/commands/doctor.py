@@ -199,8 +199,8 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding
 
 def _is_nvidia_apex() -> bool:
     spec = find_spec("apex")
-    places = spec.submodule_search_locations if spec else None
-    return any(Path(place, "optimizers").is_dir() for place in places or ())
+    folders = spec.submodule_search_locations if spec else None
+    return any(Path(folder, "optimizers").is_dir() for folder in folders or ())
 
 
 def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -224,7 +224,7 @@ def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 def _import_all(modules: dict[str, str]) -> tuple[list[str], str]:
     """(the child's lines, how it ended)."""
-    path = os.pathsep.join(place for place in sys.path if place)  # the packages that this process would import
+    path = os.pathsep.join(folder for folder in sys.path if folder)  # the packages that this process would import
     command = [sys.executable, "-P", "-W", "ignore", "-c", PROBE, json.dumps(modules)]
     with subprocess.Popen(
         command,

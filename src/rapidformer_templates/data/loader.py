@@ -113,7 +113,7 @@ class _Fetcher(Dataset[MicroBatch]):
         many = getattr(self.samples, "__getitems__", None)
         items = many(request.samples) if many else [self.samples[i] for i in request.samples]
         if self.augment:
-            generators = (np.random.default_rng((*request.key, place)) for place in request.places)
+            generators = (np.random.default_rng((*request.key, position)) for position in request.positions)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
         if request.shape is not None:
             batch = collate_to_shape(self.collate, items, request.shape)

@@ -205,10 +205,10 @@ def _as_kept(group: Mapping[str, Any], scalars: Mapping[str, torch.Tensor]) -> d
     """Scalars of a checkpoint in the form that the group has them in: a number, a tensor, a place of a list."""
     values: dict[str, Any] = {}
     for name, scalar in scalars.items():
-        key, _, place = name.rpartition(".")
+        key, _, index = name.rpartition(".")
         if key and isinstance(group.get(key), (tuple, list)):
             parts = list(values.get(key, group[key]))
-            parts[int(place)] = scalar.item()
+            parts[int(index)] = scalar.item()
             values[key] = type(group[key])(parts)
         elif isinstance(kept := group.get(name), torch.Tensor):
             values[name] = scalar.to(kept).reshape(kept.shape)

@@ -155,9 +155,9 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
         if keys:
             state[index] = {key: _read_like(parameter, reader, f"{name}/{key}", shapes[key]) for key in keys}
     groups = optimizer.state_dict()["param_groups"]
-    for place, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizer.param_groups):
         here = [names[id(parameter)] for parameter in group["params"]]
-        groups[place] |= group_values.read(optimizer, place, here, reader)
+        groups[number] |= group_values.read(optimizer, number, here, reader)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -94,7 +94,7 @@ def _changes(request: Request, finding: Finding, registry: Registry) -> list[Cha
     changes = list(finding.changes)
     for name in finding.switches:
         switch = request.active[name]
-        changes += [_in_place(switch, other) for other in _relatives(request, switch, registry)]
+        changes += [_exchanged(switch, other) for other in _relatives(request, switch, registry)]
         changes.append(drop(_given(request, switch)))
     return sorted(changes, key=lambda change: change.cost)
 
@@ -106,7 +106,7 @@ def _relatives(request: Request, switch: Switch, registry: Registry) -> list[Swi
     return [other for other in registry.switches if other.family == switch.family and other != switch]
 
 
-def _in_place(switch: Switch, other: Switch) -> Change:
+def _exchanged(switch: Switch, other: Switch) -> Change:
     difference = len(switch.claims ^ other.claims)
     note = f"in place of {switch.name}"
     if switch.family == PARTITIONING:

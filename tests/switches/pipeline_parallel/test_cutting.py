@@ -123,9 +123,9 @@ def _loss(model: nn.Module) -> torch.Tensor:
 
 
 def _cut(model: nn.Module, rank: int, loss: Any = _loss, *, workers: int = 2, **options: Any) -> nn.Module:
-    place = Workers(rank, rank, workers, torch.device("cpu"), pipeline=workers)
+    worker = Workers(rank, rank, workers, torch.device("cpu"), pipeline=workers)
     flags = SimpleNamespace(**{"virtual_pipeline_size": 1, "pipeline_stages": None, **options})
-    return cut_into_stages(model, Building(find_blocks(model), flags, Plan("Trainer"), place, loss))
+    return cut_into_stages(model, Building(find_blocks(model), flags, Plan("Trainer"), worker, loss))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def test_a_cut_is_the_best_of_all_cuts(front: int, blocks: list[int], back: int,
         each[0], each[-1] = each[0] + front, each[-1] + back
         return max(each), sum(cost**2 for cost in each)
 
-    places = itertools.combinations(range(1, len(blocks)), stages - 1)
-    every = (tuple(b - a for a, b in itertools.pairwise((0, *cuts, len(blocks)))) for cuts in places)
+    borders = itertools.combinations(range(1, len(blocks)), stages - 1)
+    every = (tuple(b - a for a, b in itertools.pairwise((0, *cuts, len(blocks)))) for cuts in borders)
     found = tuple(balanced_cut(front, blocks, back, stages))
     assert sum(found) == len(blocks)
     assert costs(found) == min(costs(sizes) for sizes in every)

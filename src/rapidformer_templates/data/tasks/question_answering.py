@@ -129,6 +129,6 @@ class QuestionAnswering(Task):
 
 def _best(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """(places, scores) of the best tokens of a window; ``tokens``: which places are no padding."""
-    places = tokens.nonzero()[:, 0]  # a window may have fewer tokens than are asked for, beside longer ones
-    best = scores[places].topk(min(BEST, len(places)))
-    return places[best.indices].numpy(), best.values.numpy()
+    positions = tokens.nonzero()[:, 0]  # a window may have fewer tokens than are asked for, beside longer ones
+    best = scores[positions].topk(min(BEST, len(positions)))
+    return positions[best.indices].numpy(), best.values.numpy()

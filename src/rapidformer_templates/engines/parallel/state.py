@@ -186,9 +186,9 @@ def _load_optimizer(
             key: _read_state(reader, f"{unit.of.name}/{key}", shapes[key], held[unit.of.name], unit) for key in keys
         }
     groups = optimizer.state_dict()["param_groups"]
-    for place, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizer.param_groups):
         here = [by_values[id(values)].of.name for values in group["params"] if id(values) in by_values]
-        groups[place] |= group_values.read(optimizer, place, list(dict.fromkeys(here)), reader)
+        groups[number] |= group_values.read(optimizer, number, list(dict.fromkeys(here)), reader)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -46,20 +46,20 @@ class Window:
         """Elements of each rank's share, with padding."""
         return -(-self.length // self.ranks)
 
-    def placed(self) -> Iterator[tuple[Segment, int]]:
-        """The runs with their places in the window."""
-        place = 0
+    def with_offsets(self) -> Iterator[tuple[Segment, int]]:
+        """The runs with their offsets in the window."""
+        offset = 0
         for segment in self.segments:
-            yield segment, place
-            place += segment.length
+            yield segment, offset
+            offset += segment.length
 
     def owned(self, rank: int) -> Iterator[tuple[Segment, int]]:
-        """The runs in a rank's share, each with its place in the share."""
+        """The runs in a rank's share, each with its offset in the share."""
         begin, end = rank * self.share, (rank + 1) * self.share
-        for (index, start, count), place in self.placed():
-            low, high = max(begin, place), min(end, place + count)
+        for (index, start, count), offset in self.with_offsets():
+            low, high = max(begin, offset), min(end, offset + count)
             if low < high:
-                yield Segment(index, start + low - place, high - low), low - begin
+                yield Segment(index, start + low - offset, high - low), low - begin
 
 
 def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -> list[Window]:

@@ -296,13 +296,13 @@ def _zero(request: Request) -> dict[str, Any]:
     section |= _by_width(request)
     pinned = request.environment.device == "cuda"
     if "nvme-offload" in request.active:
-        place = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
+        device = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
         # The optimizer state passes through memory a sub-group at a time, in four buffers of that size.
         buffers = {"buffer_size": _largest_share(request)}
-        section |= {"offload_optimizer": place, "offload_param": {**place, **buffers}, "sub_group_size": 25_000_000}
+        section |= {"offload_optimizer": device, "offload_param": {**device, **buffers}, "sub_group_size": 25_000_000}
     elif "cpu-offload" in request.active:
-        place = {"device": "cpu", "pin_memory": pinned}
-        section |= {"offload_optimizer": place} | ({"offload_param": dict(place)} if zero_stage == 3 else {})
+        device = {"device": "cpu", "pin_memory": pinned}
+        section |= {"offload_optimizer": device} | ({"offload_param": dict(device)} if zero_stage == 3 else {})
     named = {name for name in OFFLOADS if isinstance(look_up(_zero_of(request), name), Mapping)}
     # A file that names one of the two offloads that one.
     return {key: value for key, value in section.items() if not named or key not in OFFLOADS or key in named}

@@ -107,13 +107,13 @@ Batch = list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
 def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batch]:
     """(target, source) of what is to be copied on the host, for a thread at a time; from a GPU it is begun here."""
     batch: Batch = []
-    whole, place, size = memory.numpy(), 0, 0
+    whole, offset, size = memory.numpy(), 0, 0
     for source in sources:
-        begin, place = place, place + len(source)
+        begin, offset = offset, offset + len(source)
         if source.device.type != "cpu":
-            memory[begin:place].copy_(source, non_blocking=True)
+            memory[begin:offset].copy_(source, non_blocking=True)
             continue
-        target, values = whole[begin:place], source.numpy()
+        target, values = whole[begin:offset], source.numpy()
         for at in range(0, len(values), COPY):
             part = values[at : at + COPY]
             batch.append((target[at : at + COPY], part))
@@ -136,7 +136,7 @@ def write_copy(path: Path, copy: Copy) -> Seal:
         OSError: it cannot be written.
     """
     view = copy.memory.numpy().data
-    blocks = (view[place : place + BLOCK] for place in range(0, copy.size, BLOCK))
+    blocks = (view[offset : offset + BLOCK] for offset in range(0, copy.size, BLOCK))
     return _write_blocks(path, copy.size, blocks)
 
 
@@ -206,14 +206,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _write_blocks(path: Path, size: int, blocks: Iterator[memoryview]) -> Seal:
     """Write whole blocks, truncate the file, flush it; a block must hold until IN_FLIGHT later ones came."""
-    crc, place = 0, 0
+    crc, offset = 0, 0
     pending: deque[Future[None]] = deque()
     with unbuffered(path) as descriptor, ThreadPoolExecutor(IN_FLIGHT) as pool:
         for block in blocks:
-            pending.append(pool.submit(write_at, descriptor, block, place))
+            pending.append(pool.submit(write_at, descriptor, block, offset))
             # While it is being written: neither the CRC nor a write holds Python's lock.
-            crc = zlib.crc32(block[: size - place], crc)
-            place += len(block)
+            crc = zlib.crc32(block[: size - offset], crc)
+            offset += len(block)
             if len(pending) == IN_FLIGHT:
                 pending.popleft().result()
         for written in pending:

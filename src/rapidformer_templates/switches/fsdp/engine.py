@@ -95,7 +95,7 @@ class FSDPEngine(SingleEngine):
         return super()._schedule(microbatches, weight)
 
     def _missed(self) -> Sequence[int]:
-        return [place for place, p in enumerate(self._parameters) if id(p) not in self._reached]
+        return [index for index, p in enumerate(self._parameters) if id(p) not in self._reached]
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]

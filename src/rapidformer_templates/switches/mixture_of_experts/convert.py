@@ -144,7 +144,7 @@ def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: Mixtur
     chosen = list(blocks.items())[sizes.interval - 1 :: sizes.interval]
     _check(model, chosen, sizes)
     losses = BalanceLosses(len(chosen), sizes.experts, balance=sizes.balance, z=sizes.z)
-    for place, (name, block) in enumerate(chosen):
+    for number, (name, block) in enumerate(chosen):
         found = find_feed_forward(block)
         if found is None:
             raise ModelError(
@@ -153,7 +153,7 @@ def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: Mixtur
                 hint="known are those of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and others "
                 "that are built like them; mixtral, qwen2_moe, qwen3_moe … have experts of their own",
             )
-        found.replace(_sparse(found, sizes, losses, place))
+        found.replace(_sparse(found, sizes, losses, number))
     losses.watch(model)
     return losses
 
@@ -174,7 +174,7 @@ def _check(model: nn.Module, chosen: list[tuple[str, nn.Module]], sizes: Mixture
         )
 
 
-def _sparse(found: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, place: int) -> SparseFeedForward:
+def _sparse(found: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, number: int) -> SparseFeedForward:
     module, shape = found.module, found.shape
     names = {"up": shape.up, "gate": shape.gate, "down": shape.down}
     dense = {name: _Dense(_part(module, path)) for name, path in names.items() if path}
@@ -193,7 +193,7 @@ def _sparse(found: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, plac
         for name, layer in dense.items():
             layer.initialise(getattr(experts, name), getattr(experts, f"{name}_bias"))
         gate.weight.normal_(std=GATE_DEVIATION)
-    sparse = SparseFeedForward(gate, experts, losses, place, _dropout(module, shape))
+    sparse = SparseFeedForward(gate, experts, losses, number, _dropout(module, shape))
     return sparse if gate.weight.dtype == up.dtype else sparse.to(dtype=up.dtype)
 
 

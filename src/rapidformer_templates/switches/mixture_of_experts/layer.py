@@ -19,19 +19,19 @@ class SparseFeedForward(nn.Module):
     Args:
         gate, experts: its parts.
         losses: of the whole model; this layer adds its own to them.
-        place: of this layer among those of the model, from 0.
+        layer: its number among those of the model, from 0.
         dropout: applied to the output, where the dense one had it.
     """
 
     def __init__(
-        self, gate: Gate, experts: Experts, losses: BalanceLosses, place: int, dropout: nn.Module | None = None
+        self, gate: Gate, experts: Experts, losses: BalanceLosses, layer: int, dropout: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
         self.dropout = dropout
         self._losses = losses
-        self._place = place
+        self._layer = layer
 
     @torch.compiler.disable(reason="which tokens an expert gets is known only from the data")
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class SparseFeedForward(nn.Module):
         rows = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
         mask = self._losses.mask_of(rows)
         routing = self.gate(rows, mask)
-        weights = self._losses.attach(routing.weights, routing.logits, routing.chosen, routing.kept, mask, self._place)
+        weights = self._losses.attach(routing.weights, routing.logits, routing.chosen, routing.kept, mask, self._layer)
         kept = None if routing.kept is None else routing.kept.flatten(0, 1)
         grouped = group_by_expert(rows.flatten(0, 1), routing.chosen.flatten(0, 1), kept, len(self.gate.weight))
         outputs = self.experts(grouped.tokens, grouped.counts, all_taken=kept is None)
@@ -54,7 +54,7 @@ class Grouped:
     Attributes:
         tokens: [S, hidden], those of the first expert first; choices that are not carried out come last.
         counts: [N], tokens of each expert.
-        permutation: [S], for each place the choice that stands there.
+        permutation: [S], for each row the choice that stands there.
         back: its inverse.
     """
 

@@ -95,7 +95,7 @@ class SDPEngine(_ShardedState):
     def _missed(self) -> Sequence[int]:
         if not self._shards or not self._sdp.unreached:
             return ()
-        return [place for place, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
+        return [position for position, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
 
     def _grad_norm(self) -> torch.Tensor:
         """As the base's; each rank adds the gradients that it owns, the only ones that it still has."""
@@ -132,7 +132,7 @@ class SequencedSDP(ShardedDataParallel):
     def _setup_backward_hooks(self) -> None:
         indices = {parameter: index for index, parameter in enumerate(self._trainable_params)}
         self._indices = [indices[p] for p in self.module.parameters() if p in indices]
-        self._places = {index: place for place, index in enumerate(self._indices)}
+        self._positions = {index: position for position, index in enumerate(self._indices)}
         self._sequence = GradientSequence(len(self._indices), self._reduce)
         super()._setup_backward_hooks()
 
@@ -150,16 +150,16 @@ class SequencedSDP(ShardedDataParallel):
             if not self._bucket_flush_callback_set:
                 self._bucket_flush_callback_set = True
                 Variable._execution_engine.queue_callback(self._flush_reduce_calls)
-            self._sequence.take(self._places[index])
+            self._sequence.take(self._positions[index])
 
         return ready
 
-    def _reduce(self, place: int) -> None:
-        parameter = self._trainable_params[self._indices[place]]
+    def _reduce(self, position: int) -> None:
+        parameter = self._trainable_params[self._indices[position]]
         if parameter.grad is None:
             self.unreached.add(id(parameter))
             parameter.grad = torch.zeros_like(parameter)
-        self._reducers[self._indices[place]]()
+        self._reducers[self._indices[position]]()
 
     def _flush_reduce_calls(self) -> None:
         """At the end of the backward: nothing more will become ready."""

@@ -112,7 +112,7 @@ class _Step:
 
     def do(self, action: Action) -> None:
         kind, stage, number = action
-        place = (stage, number)
+        index = (stage, number)
         if kind is Kind.FORWARD:
             self._forward(stage, number)
         elif kind is Kind.BACKWARD:
@@ -120,11 +120,11 @@ class _Step:
         elif kind is Kind.RECEIVE_FORWARD:
             self._coming[action] = self.links.receive_forward(stage, self._keys[number])
         elif kind is Kind.SEND_FORWARD:
-            self.links.send_forward(stage, self._keys[number], self._outputs[place])
+            self.links.send_forward(stage, self._keys[number], self._outputs[index])
         elif kind is Kind.RECEIVE_BACKWARD:
-            self._coming[action] = self.links.receive_backward(stage, self._outputs[place])
+            self._coming[action] = self.links.receive_backward(stage, self._outputs[index])
         else:
-            self.links.send_backward(stage, self._gradients.pop(place))
+            self.links.send_backward(stage, self._gradients.pop(index))
 
     def _forward(self, stage: int, number: int) -> None:
         engine, microbatch = self.engine, self.microbatches[number]

@@ -46,8 +46,8 @@ class Links:
 
     def _rank_of(self, stage: int) -> int:
         workers = self.workers
-        place = stage % workers.pipeline
-        return (place * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank
+        pipeline_rank = stage % workers.pipeline
+        return (pipeline_rank * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
         self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]

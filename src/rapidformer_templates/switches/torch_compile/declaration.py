@@ -81,14 +81,14 @@ def _can_compile(request: Request) -> list[Finding]:
 
 
 def _what_is_missing(request: Request) -> str | None:
-    backend, place = request.config.get("torch_compile"), request.environment
-    if backend in PACKAGES and PACKAGES[backend][0] not in place.packages:
+    backend, environment = request.config.get("torch_compile"), request.environment
+    if backend in PACKAGES and PACKAGES[backend][0] not in environment.packages:
         return "{}, which is not installed: {}".format(*PACKAGES[backend])
-    if backend == "cudagraphs" and place.device == "cpu":
+    if backend == "cudagraphs" and environment.device == "cpu":
         return "a GPU"
-    if backend == DEFAULT and place.device == "cpu" and place.cxx is None:
+    if backend == DEFAULT and environment.device == "cpu" and environment.cxx is None:
         return "a C++ compiler, and there is none: apt install g++, or name yours in CXX"
-    if backend == DEFAULT and place.compute_capability and "triton" not in place.packages:
+    if backend == DEFAULT and environment.compute_capability and "triton" not in environment.packages:
         return "triton, which is not installed: pip install triton"
     return None
 

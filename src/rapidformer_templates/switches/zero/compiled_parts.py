@@ -232,7 +232,7 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) ->
     started = time.monotonic()
     log = root / f"{part}.log"
     command = [sys.executable, "-P", "-m", __name__, part, device, str(root)]
-    path = os.pathsep.join(place for place in sys.path if place)  # the packages that this process would import
+    path = os.pathsep.join(entry for entry in sys.path if entry)  # the packages that this process would import
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,
@@ -275,7 +275,7 @@ def _session(pid: int) -> int | None:
 
 
 def _processes() -> list[int]:
-    return [int(place.name) for place in Path("/proc").glob("[0-9]*")]
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
 
 
 def _failure(part: str, status: int, log: Path) -> PartError:

@@ -120,29 +120,29 @@ class DeepSpeedEngine(SingleEngine):
         self._sequence.begin()
         self._deepspeed.backward(come_by_all(loss, (), then=self._sequence.finish), scale_wrt_gas=False)
 
-    def _came(self, place: int) -> None:
-        if self._parameters[place].grad is not None:
-            self._reached.add(place)
-        self._sequence.take(place)
+    def _came(self, index: int) -> None:
+        if self._parameters[index].grad is not None:
+            self._reached.add(index)
+        self._sequence.take(index)
 
     def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
         those = set(map(id, parameters))
-        self._reached |= {place for place, parameter in enumerate(self._parameters) if id(parameter) in those}
+        self._reached |= {index for index, parameter in enumerate(self._parameters) if id(parameter) in those}
 
     def _missed(self) -> Sequence[int]:
-        return [place for place in range(len(self._parameters)) if place not in self._reached]
+        return [index for index in range(len(self._parameters)) if index not in self._reached]
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
         return [names[id(parameter)] for parameter in parameters]
 
-    def _missed_everywhere(self, places: Sequence[int]) -> None:
+    def _missed_everywhere(self, indices: Sequence[int]) -> None:
         """ZeRO updates all parameters of a partition; one without a gradient would only decay.
 
         Raises:
             RapidformerError: no worker's loss reaches a parameter that is to be trained.
         """
-        unreached = self._names(self._parameters[place] for place in places)
+        unreached = self._names(self._parameters[index] for index in indices)
         if unreached:
             raise RapidformerError(
                 f"the loss does not reach {len(unreached)} parameters: {', '.join(unreached[:6])}",

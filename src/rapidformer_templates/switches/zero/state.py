@@ -89,10 +89,10 @@ class ZeroState(ABC):
 
     @abstractmethod
     def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
-        """Have DeepSpeed's hooks tell ``came`` that a parameter's gradient is there, by its place in ``parameters``.
+        """Have DeepSpeed's hooks tell ``came`` that a parameter's gradient is there, by its index in ``parameters``.
 
         Returns:
-            What DeepSpeed would have done then, for a place; with zeros, if no gradient came.
+            What DeepSpeed would have done then, for an index; with zeros, if no gradient came.
         """
 
     def route(self) -> Route | None:
@@ -257,12 +257,12 @@ class FlatGroups(ZeroState):
 
     def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.process_gradients
-        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
-        self.optimizer.process_gradients = lambda parameter, group: came(places[id(parameter)])
+        self.optimizer.process_gradients = lambda parameter, group: came(indices[id(parameter)])
 
-        def send(place: int) -> None:
-            parameter = parameters[place]
+        def send(index: int) -> None:
+            parameter = parameters[index]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             process(parameter, groups[id(parameter)])
@@ -354,11 +354,11 @@ class PartitionedParameters(ZeroState):
 
     def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.reduce_ready_partitions_and_remove_grads
-        places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(places[id(parameter)])
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(indices[id(parameter)])
 
-        def send(place: int) -> None:
-            parameter = parameters[place]
+        def send(index: int) -> None:
+            parameter = parameters[index]
             if parameter.grad is not None:
                 process(parameter)
                 return
