@@ -184,17 +184,17 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding
     needed_by = ("everything",) if name in REQUIRED_PACKAGES else serves(name)
     if probed is None:
         return Finding(name, "not installed", detail=_install(name), serves=needed_by)
-    found = _version(name)
+    installed = _version(name)
     if name == "apex" and not _is_nvidia_apex():
-        return Finding(name, "not Nvidia's", found, _install(name), needed_by)
+        return Finding(name, "not Nvidia's", installed, _install(name), needed_by)
     if name in NEEDS_GPU and not has_gpu:
-        return Finding(name, "needs a GPU", found, "torch sees none here", needed_by)
+        return Finding(name, "needs a GPU", installed, "torch sees none here", needed_by)
     if probed["error"]:
-        return Finding(name, "does not import", found, probed["error"], needed_by)
+        return Finding(name, "does not import", installed, probed["error"], needed_by)
     if probed["gone"]:
         gone = "; ".join(f"no {what}: without it, {broken}" for what, broken in probed["gone"])
-        return Finding(name, "lacks what this version uses", found, gone, needed_by)
-    return Finding(name, "ok", found, serves=needed_by)
+        return Finding(name, "lacks what this version uses", installed, gone, needed_by)
+    return Finding(name, "ok", installed, serves=needed_by)
 
 
 def _is_nvidia_apex() -> bool:
@@ -208,18 +208,18 @@ def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
 
     A module that crashes or hangs is left out of a second round, in which the others are tried again.
     """
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     left = dict(modules)
     while left:
         lines, end = _import_all(left)
         told = [json.loads(line) for line in lines if line.startswith(('{"start": ', '{"end": '))]
-        found |= {line["end"]: line for line in told if "end" in line}
-        left = {name: module for name, module in left.items() if name not in found}
+        results |= {line["end"]: line for line in told if "end" in line}
+        left = {name: module for name, module in left.items() if name not in results}
         if left:
             started = [line["start"] for line in told if line.get("start") in left]
-            found[started[0] if started else next(iter(left))] = {"error": f"{end} while it was imported"}
-            left = {name: module for name, module in left.items() if name not in found}
-    return found
+            results[started[0] if started else next(iter(left))] = {"error": f"{end} while it was imported"}
+            left = {name: module for name, module in left.items() if name not in results}
+    return results
 
 
 def _import_all(modules: dict[str, str]) -> tuple[list[str], str]:

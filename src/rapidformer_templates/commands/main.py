@@ -188,8 +188,8 @@ def _plan_script(script: str, words: list[str]) -> int:
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
-    found = {"file": script, "template": kind.__name__, "hooks": own_hooks(kind)}
-    return _show_resolved(config, detected, asked, checks, found, notes)
+    about_script = {"file": script, "template": kind.__name__, "hooks": own_hooks(kind)}
+    return _show_resolved(config, detected, asked, checks, about_script, notes)
 
 
 Check = Callable[[RunConfig], object]

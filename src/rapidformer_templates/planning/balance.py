@@ -36,8 +36,8 @@ def balanced_cut(front: float, blocks: Sequence[float], back: float, stages: int
     limit = _least(len(blocks), stages, cost, max)[0] * (1 + 1e-9)
 
     def square(stage: int, begin: int, end: int) -> float:
-        found = cost(stage, begin, end)
-        return found**2 if found <= limit else math.inf
+        costs = cost(stage, begin, end)
+        return costs**2 if costs <= limit else math.inf
 
     return _least(len(blocks), stages, square, lambda before, own: before + own)[1]
 

@@ -130,9 +130,9 @@ def _values(path: Sequence[Change]) -> dict[str, Any]:
     return values
 
 
-def _is_nearer(found: Sequence[Change], path: Sequence[Change]) -> bool:
-    """Whether ``path``, which costs no less, only adds to ``found`` or gives up the same switches."""
-    mine, its = _values(found), _values(path)
+def _is_nearer(changes: Sequence[Change], path: Sequence[Change]) -> bool:
+    """Whether ``path``, which costs no less, only adds to ``changes`` or gives up the same switches."""
+    mine, its = _values(changes), _values(path)
     given_up, its_given_up = ({name for name, value in values.items() if not value} for values in (mine, its))
     return mine.items() <= its.items() or bool(given_up and given_up == its_given_up)
 

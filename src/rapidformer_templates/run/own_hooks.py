@@ -71,8 +71,8 @@ def hook(*acting: str) -> Callable[[F], F]:
 def hooks_of(template: type) -> dict[str, frozenset[str]]:
     """The flags that act through each hook's default, by the hook's name."""
     base = _library_base(template)
-    found = {name: getattr(method, "acting_flags", None) for name, method in vars(base).items()}
-    return {name: flags for name, flags in found.items() if flags is not None}
+    flags_by_hook = {name: getattr(method, "acting_flags", None) for name, method in vars(base).items()}
+    return {name: flags for name, flags in flags_by_hook.items() if flags is not None}
 
 
 def own_hooks(template: type) -> list[str]:

@@ -200,8 +200,8 @@ class Receipts:
         template = self.template
         hooks = frozenset(own_hooks(type(template)))
         measured = Measured(template.plan, template.config, self._by_rank(), hooks)
-        found = {switch.name: switch.acted(measured) for switch in self.switches}
-        missing = {name: finding for name, finding in found.items() if finding}
+        acted = {switch.name: switch.acted(measured) for switch in self.switches}
+        missing = {name: finding for name, finding in acted.items() if finding}
         if missing:
             asked = [f"{spelling(name)} ({template.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
             raise SwitchDidNothing(missing, where=", ".join(asked))
@@ -210,7 +210,7 @@ class Receipts:
         """What was measured, each by the first rank that has it, and the bytes of each; every rank must call it."""
         ranks = self._by_rank()
         values: dict[str, Any] = {}
-        for found in reversed(ranks):
-            values |= {name: value for name, value in found.items() if name not in INTERNAL and value is not None}
-        held = [{name: found[name] for name in HELD if name in found} for found in ranks]
+        for of_rank in reversed(ranks):
+            values |= {name: value for name, value in of_rank.items() if name not in INTERNAL and value is not None}
+        held = [{name: of_rank[name] for name in HELD if name in of_rank} for of_rank in ranks]
         return values | {"held_bytes_by_rank": held}

@@ -50,8 +50,8 @@ def allow_tf32(model: nn.Module, building: Building) -> nn.Module:
 
 
 def _acted(measured: Measured) -> str | None:
-    found = measured["matmul_precision"]
-    return None if found == "high" else f"fp32 matrix products of precision high were expected; it is {found}"
+    precision = measured["matmul_precision"]
+    return None if precision == "high" else f"fp32 matrix products of precision high were expected; it is {precision}"
 
 
 SWITCHES = (

@@ -137,8 +137,8 @@ class Blend(Sequence[Any]):
             here = np.flatnonzero(sources == source)
             chosen, wanted = self.sets[source], within[here].tolist()
             many = getattr(chosen, "__getitems__", None)
-            found = many(wanted) if many else [chosen[index] for index in wanted]
-            for i, item in zip(here, found, strict=True):
+            taken = many(wanted) if many else [chosen[index] for index in wanted]
+            for i, item in zip(here, taken, strict=True):
                 items[i] = item
         return items
 

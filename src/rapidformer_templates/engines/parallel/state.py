@@ -59,13 +59,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
     """The parameters and persistent buffers of this worker, by their names in the whole model."""
     placement = placement_of(model)
-    found = {}
+    held = {}
     for name, tensor in named_tensors(model).items():
         whole = placement.whole_name(name)
         first = placement.stages.get(whole, (workers.pipeline_rank,))[0]
         speaks = first == workers.pipeline_rank and (is_sharded(tensor) or workers.tensor_rank == 0)
-        found[whole] = Held(tensor, speaks)
-    return found
+        held[whole] = Held(tensor, speaks)
+    return held
 
 
 def pieces(

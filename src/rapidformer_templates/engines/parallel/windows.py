@@ -71,7 +71,7 @@ def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -
         limit: elements of a window; a multiple of ``ranks`` is taken, so that only the last one is padded.
     """
     limit = max(1, limit // ranks) * ranks
-    found: list[Window] = []
+    finished: list[Window] = []
     segments: list[Segment] = []
     room = limit
     for index, size in sizes:
@@ -81,6 +81,6 @@ def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -
             segments.append(Segment(index, start, count))
             start, room = start + count, room - count
             if room == 0:
-                found.append(Window(tuple(segments), ranks))
+                finished.append(Window(tuple(segments), ranks))
                 segments, room = [], limit
-    return [*found, Window(tuple(segments), ranks)] if segments else found
+    return [*finished, Window(tuple(segments), ranks)] if segments else finished

@@ -46,10 +46,10 @@ def _bounds_the_search(request: Request) -> list[Finding]:
 
 def _acted(measured: Measured) -> str | None:
     sizes, origins = measured.plan.sizes, [value["origin"] for value in measured.plan.values.values()]
-    wanted, found = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
-    if "auto-strategy" in origins and found == wanted:
+    wanted, trained = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
+    if "auto-strategy" in origins and trained == wanted:
         return None
-    return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {found}"
+    return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {trained}"
 
 
 SWITCHES = (

@@ -117,8 +117,8 @@ def _auto_class(config: RunConfig, model_type: str) -> str:
     if task in (None, "pretraining"):
         return HEADS[objective_of(model_type)]
     module, _, kind = TASKS[task].partition(":")
-    found: str = getattr(importlib.import_module(module), kind).auto_class
-    return found
+    auto_class: str = getattr(importlib.import_module(module), kind).auto_class
+    return auto_class
 
 
 class _OwnVocabulary:

@@ -85,7 +85,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """All layouts: those that fit, best first, and the others; and what of the flags the numbers leave out."""
 
     layouts: tuple[Candidate, ...]
@@ -111,7 +111,7 @@ class Search:
         self.registry = registry
         self._model: ModelFacts = model_facts(config)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Try all layouts."""
         fitting: list[Candidate] = []
         rejected: list[Rejected] = []
@@ -137,7 +137,7 @@ class Search:
                 else:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
-        return Found(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
+        return SearchResult(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
 
     def _not_predicted(self) -> tuple[Unknown, ...]:
         """By switch and reason, of the switches that are on in every layout."""
@@ -190,9 +190,9 @@ class Search:
     def _setting(self, layout: Layout) -> Setting | str:
         """What else a layout's memory depends on, or the first rule that the layout breaks."""
         request = self._request(self._asking_for(layout))
-        found = next(iter(self.registry.refusals(request)), None)
-        if found:
-            return f"{found[0].code}: {found[1].message}"
+        refusal = next(iter(self.registry.refusals(request)), None)
+        if refusal:
+            return f"{refusal[0].code}: {refusal[1].message}"
         return setting_of(plan_of(request, self.registry))
 
     def _asking_for(self, layout: Layout) -> RunConfig:

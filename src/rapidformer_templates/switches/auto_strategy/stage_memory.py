@@ -119,12 +119,12 @@ class Stage:
         others = (self.in_flight - 1) * (trace.kept + given)
         if layout.pipeline > 1:
             others += (1 if self.is_last or self.is_first else 2) * trace.hidden
-        found = []
+        moments = []
         for phase in trace.phases:
             if self._has(phase):
                 alone = phase.peak_without_gradients + given + others
-                found.append(self._moment(phase, alone, held))
-        return [*found, *self._exchange(others, held)]
+                moments.append(self._moment(phase, alone, held))
+        return [*moments, *self._exchange(others, held)]
 
     def _moment(self, phase: Phase, activations: int, held: Held) -> Moment:
         unfinished = phase.peak - phase.peak_without_gradients

@@ -91,9 +91,9 @@ def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], Any]) -> dict[str,
     """
     stages = ("first", "middle", "last")
     workers = Workers(0, 0, 3, torch.device("cpu"), 1, 3)
-    found = PipelineCut(model, Building(find_blocks(model), None, Plan("Trainer"), workers, try_loss))
+    cut = PipelineCut(model, Building(find_blocks(model), None, Plan("Trainer"), workers, try_loss))
     return {
-        canonical_name(name): frozenset(stages[rank] for rank in found._ranks_of(name, {}))
+        canonical_name(name): frozenset(stages[rank] for rank in cut._ranks_of(name, {}))
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if found._block_of(name) is None
+        if cut._block_of(name) is None
     }

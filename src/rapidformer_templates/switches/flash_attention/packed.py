@@ -142,8 +142,8 @@ def _backward_on_cpu(
     of_value = gradient.unflatten(1, (value.shape[1], -1)).sum(2)  # those of one token; the others follow
     for document in _documents(borders, query.shape[2]):
         parts = [_slice(tensor, document) for tensor in (gradient, query, key, value, output, log_sums)]
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, 0.0, True, scale=scale)
-        for whole, part in zip((of_query, of_key, of_value), found, strict=True):
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, 0.0, True, scale=scale)
+        for whole, part in zip((of_query, of_key, of_value), gradients, strict=True):
             _slice(whole, document).copy_(part)
     return of_query, of_key, of_value
 

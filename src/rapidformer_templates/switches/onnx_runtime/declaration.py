@@ -87,7 +87,7 @@ def _notes(request: Request) -> Sequence[str]:
 
 
 def _acted(measured: Measured) -> str | None:
-    if any(found["graphs"] for found in measured.all("onnx_runtime")):
+    if any(captured["graphs"] for captured in measured.all("onnx_runtime")):
         return None
     return "graphs that ran in ONNX Runtime were expected; there is none"
 

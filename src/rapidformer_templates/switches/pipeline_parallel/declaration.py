@@ -107,8 +107,8 @@ def _acted(measured: Measured) -> str | None:
     names = [name for stage in stages for name in stage]
     if len(stages) == measured.plan.sizes.pipeline and len(set(names)) == len(names):
         return None
-    found = " and ".join(sorted(shown(stage) for stage in stages))
-    return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {found or 'none'}"
+    held = " and ".join(sorted(shown(stage) for stage in stages))
+    return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {held or 'none'}"
 
 
 SWITCHES = (

@@ -75,16 +75,16 @@ class PipelineEngine(ParallelEngine):
     def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
         """As every engine's; only the workers of the last stage have something to tell."""
         key = _shapes(microbatch.batch)
-        found: tuple[float, Any] = (0.0, None)
+        evaluated: tuple[float, Any] = (0.0, None)
         for part in range(self._parts):
             stage = self.stage_of(part)
             hidden = self._links.receive_forward(stage, key).unpack() if stage else None
             left = self._passage.run(part, hidden, lambda: super(PipelineEngine, self).eval_batch(microbatch))
             if stage == self.last_stage:
-                found = left
+                evaluated = left
             else:
                 self._links.send_forward(stage, key, left)
-        return found
+        return evaluated
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:

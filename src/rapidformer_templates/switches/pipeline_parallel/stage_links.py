@@ -68,15 +68,15 @@ class Links:
             RapidformerError: a batch of these shapes had a hidden state of another shape before.
         """
         hidden = hidden.detach().contiguous()
-        found = (hidden.dtype, tuple(hidden.shape))
-        known = self._known.setdefault((stage, key), found)
-        if known is found:
+        form = (hidden.dtype, tuple(hidden.shape))
+        known = self._known.setdefault((stage, key), form)
+        if known is form:
             lengths = [*hidden.shape, *[0] * (HEADER - 2 - hidden.ndim)]
             header = [DTYPES.index(hidden.dtype), hidden.ndim, *lengths]
             self._send(torch.tensor(header, device=hidden.device), stage + 1)
-        elif known != found:
+        elif known != form:
             raise RapidformerError(
-                f"stage {stage} put out {found} for a batch that gave {known} before",
+                f"stage {stage} put out {form} for a batch that gave {known} before",
                 hint="under a pipeline the hidden state's shape must follow from the batch's shapes",
             )
         self._send(hidden, stage + 1)

@@ -30,9 +30,9 @@ def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
         RapidformerError: the hook does not call the model exactly once.
     """
     workers, options = building.workers, building.options
-    found = PipelineCut(model, building)
-    sizes = found.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
-    set_placement(model, found.leave(sizes, workers.pipeline_rank))
+    cut = PipelineCut(model, building)
+    sizes = cut.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
+    set_placement(model, cut.leave(sizes, workers.pipeline_rank))
     return model
 
 

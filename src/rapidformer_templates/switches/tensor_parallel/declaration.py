@@ -59,10 +59,10 @@ def _notes(request: Request) -> Sequence[str]:
 
 
 def _acted(measured: Measured) -> str | None:
-    size, found = measured.plan.sizes.tensor, measured["tensor_parallel_size"]
-    if found == size and any(measured.all("divided_elements")):
+    size, measured_size = measured.plan.sizes.tensor, measured["tensor_parallel_size"]
+    if measured_size == size and any(measured.all("divided_elements")):
         return None
-    return f"matrices divided over {size} workers were expected; they are divided over {found or 1}"
+    return f"matrices divided over {size} workers were expected; they are divided over {measured_size or 1}"
 
 
 TENSOR_PARALLEL = Switch(

@@ -184,19 +184,19 @@ def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[
     Beside columns the first matrix is whole, and each worker has a part of its gradient; the second is divided as the
     layer is. Beside rows the first is divided as the layer is, and their sum goes through a whole second one.
     """
-    found, layers = dict(styles), {}
+    styles_with_adapters, layers = dict(styles), {}
     for name, module in model.named_modules():
         parts = adapter_parts(module)
         if parts is None:
             continue
-        style = found.pop(name, REPLICATED)
+        style = styles_with_adapters.pop(name, REPLICATED)
         down, up = {**dict.fromkeys(COLUMN, (PARTIAL, style)), **dict.fromkeys(ROW, (style, REPLICATED))}.get(
             style, (REPLICATED, REPLICATED)
         )
         for part, its_style in ((parts.base, style), (parts.down, down), (parts.up, up)):
-            found[f"{name}.{part}"] = its_style
+            styles_with_adapters[f"{name}.{part}"] = its_style
             layers[f"{name}.{part}"] = name
-    return found, layers
+    return styles_with_adapters, layers
 
 
 def _patterns_of(model: nn.Module) -> Mapping[str, str]:
@@ -205,8 +205,8 @@ def _patterns_of(model: nn.Module) -> Mapping[str, str]:
     plan: Any = next((plan for plan in plans if plan), None)
     if plan is None:
         raise _no_plan(model)
-    found: Mapping[str, str] = plan
-    return found
+    patterns: Mapping[str, str] = plan
+    return patterns
 
 
 def _no_plan(model: nn.Module) -> ModelError:
@@ -240,10 +240,10 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
 
 def _asked(question: Any) -> nn.Module | None:
     try:
-        found: nn.Module | None = question()
+        answer: nn.Module | None = question()
     except (AttributeError, NotImplementedError):  # how transformers says that there is none, or none in this stage
         return None
-    return found
+    return answer
 
 
 def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:

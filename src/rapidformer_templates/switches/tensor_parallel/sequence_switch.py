@@ -42,10 +42,10 @@ def _needs_tensor_parallel(request: Request) -> list[Finding]:
 
 
 def _acted(measured: Measured) -> str | None:
-    found = measured.all("sequence_tokens")
-    if any(held < whole or whole == 1 for held, whole in found):
+    tokens = measured.all("sequence_tokens")
+    if any(held < whole or whole == 1 for held, whole in tokens):
         return None
-    return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(found)}"
+    return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(tokens)}"
 
 
 SEQUENCE_PARALLEL = Switch(

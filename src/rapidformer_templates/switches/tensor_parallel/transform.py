@@ -191,15 +191,15 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
     whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
     named = dict(model.named_parameters(remove_duplicate=False))
-    found = {name for name, p in named.items() if id(p) in inside and name not in plan.divisions}
-    matrices = sorted(n for n in found if named[n].ndim > 1 and n.rpartition(".")[0] not in plan.adapted)
+    partial = {name for name, p in named.items() if id(p) in inside and name not in plan.divisions}
+    matrices = sorted(n for n in partial if named[n].ndim > 1 and n.rpartition(".")[0] not in plan.adapted)
     if matrices:
         raise ModelError(
             f"the tensor plan leaves {', '.join(matrices[:3])} whole, which may need the whole sequence",
             where="--sequence-parallel",
             hint="leave out --sequence-parallel for this model",
         )
-    return frozenset(found)
+    return frozenset(partial)
 
 
 def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers) -> None:
@@ -213,8 +213,10 @@ def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peer
             if parameter is None:
                 continue
             if id(parameter) not in sharded:
-                found = plan.divisions.get(names[id(parameter)])
-                sharded[id(parameter)] = _sharded(parameter, found.placement if found else Replicate(), mesh, peers)
+                division = plan.divisions.get(names[id(parameter)])
+                sharded[id(parameter)] = _sharded(
+                    parameter, division.placement if division else Replicate(), mesh, peers
+                )
             module._parameters[key] = sharded[id(parameter)]
 
 

@@ -190,15 +190,15 @@ def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
     """
     if not parts:
         return
-    if found := build_tools.missing_tool():
-        raise PartError(f"DeepSpeed's {parts[0]} cannot be used here: {found[0]}", hint=found[1])
+    if lacking := build_tools.missing_tool():
+        raise PartError(f"DeepSpeed's {parts[0]} cannot be used here: {lacking[0]}", hint=lacking[1])
     root = folder(device)
     missing = [part for part in parts if not is_built(part, root)]
     if not missing and not locks(parts, root):
         return
     for part in missing:
-        if found := build_tools.missing_library(part, device):
-            raise PartError(f"DeepSpeed's {part} cannot be built here: {found[0]}", hint=found[1])
+        if lacking := build_tools.missing_library(part, device):
+            raise PartError(f"DeepSpeed's {part} cannot be built here: {lacking[0]}", hint=lacking[1])
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _alone(root, say) as descriptor:

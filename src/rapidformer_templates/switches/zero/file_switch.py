@@ -94,11 +94,11 @@ def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> l
 def _deepspeed_is_there(request: Request) -> list[Finding]:
     if request.sizes.tensor * request.sizes.pipeline == 1:
         return []
-    found = deepspeed_recipe.for_deepspeed_alone(request)
-    if not found:
+    unsupported = deepspeed_recipe.for_deepspeed_alone(request)
+    if not unsupported:
         return []
     clash = ("deepspeed-config", *(name for name in ("tensor-parallel", "pipeline-parallel") if name in request.active))
-    message = f"DeepSpeed does not run under 3D parallelism, and only it knows {', '.join(found)}"
+    message = f"DeepSpeed does not run under 3D parallelism, and only it knows {', '.join(unsupported)}"
     return [Finding(message, request.asked_for(*clash), switches=clash)]
 
 
@@ -137,12 +137,12 @@ def _acted(measured: Measured) -> str | None:
         return "a step by DeepSpeed was expected; something else made it"
     given = {name: value for name, value in asked.items() if isinstance(value, (bool, int, float))}
     # DeepSpeed calls stage3_max_live_parameters max_live_parameters, once it has read it.
-    found = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in given}
-    differing = [name for name, value in given.items() if found[name] not in (value, None)]
+    in_effect = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in given}
+    differing = [name for name, value in given.items() if in_effect[name] not in (value, None)]
     if not differing:
         return None
     name = differing[0]
-    return f"zero_optimization.{name} = {given[name]} was expected, as in the file; DeepSpeed has {found[name]}"
+    return f"zero_optimization.{name} = {given[name]} was expected, as in the file; DeepSpeed has {in_effect[name]}"
 
 
 DEEPSPEED_CONFIG = Switch(
