@@ -19,7 +19,7 @@ from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts, part_of
 from rapidformer_templates.switches.pipeline_parallel.transform import PipelineCut
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
-from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, plan_of
+from rapidformer_templates.switches.tensor_parallel.tensor_plan import check_sizes, tensor_plan_of
 from rapidformer_templates.system.workers import Workers
 
 
@@ -67,7 +67,7 @@ def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: 
     """
     if tensor == 1:
         return dict(parameters)
-    plan = plan_of(model)
+    plan = tensor_plan_of(model)
     check_sizes(model, plan, tensor)
     divisions = {canonical_name(name): balanced_cut for name, balanced_cut in plan.divisions.items()}
     local = {}

@@ -29,7 +29,7 @@ class TensorParallelFlags:
     tensor_model_parallel_size: int = flag(1, "workers that share each block's matrices", metavar="N", minimum=1)
 
 
-def _has_plan(request: Request) -> list[Finding]:
+def _has_tensor_plan(request: Request) -> list[Finding]:
     kind = request.model.model_type
     if kind is None or kind in PLANS:
         return []
@@ -94,7 +94,7 @@ TENSOR_PARALLEL = Switch(
             "Tensor parallelism needs a plan of the architecture.",
             "a plan says which matrices are divided along which dimension; a guess would compute something else",
             "[transformers]",
-            _has_plan,
+            _has_tensor_plan,
             Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
         ),
         Rule(

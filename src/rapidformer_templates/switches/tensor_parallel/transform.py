@@ -16,8 +16,8 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.parallel.boxes import local_values
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.placement import placement_of
-from rapidformer_templates.switches.tensor_parallel import plan as tensor_plan
 from rapidformer_templates.switches.tensor_parallel import styles as tensor_styles
+from rapidformer_templates.switches.tensor_parallel import tensor_plan
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.layers import (
     AroundColumns,
@@ -32,9 +32,9 @@ from rapidformer_templates.switches.tensor_parallel.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from rapidformer_templates.switches.tensor_parallel.plan import TensorPlan
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams, draws_random_numbers
 from rapidformer_templates.switches.tensor_parallel.sequence import OnWholeSequence, SequenceShards
+from rapidformer_templates.switches.tensor_parallel.tensor_plan import TensorPlan
 
 LAYERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(tensor_styles.ROW, Row),
@@ -77,7 +77,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     assert building.workers.mesh is not None
     mesh = building.workers.mesh["tensor"]
     peers = Peers(mesh.get_group(), mesh.size(), building.workers.tensor_rank)
-    plan = tensor_plan.plan_of(model)
+    plan = tensor_plan.tensor_plan_of(model)
     tensor_plan.check_sizes(model, plan, peers.size)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     shards = SequenceShards(peers, streams) if "sequence-parallel" in building.plan.switches else None

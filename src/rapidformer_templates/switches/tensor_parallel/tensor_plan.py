@@ -81,13 +81,13 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
     """The dimension along which each parameter of ``named_parameters`` is divided; None is whole on each worker.
 
     Raises:
-        ModelError: see :func:`plan_of`.
+        ModelError: see :func:`tensor_plan_of`.
     """
-    divisions = plan_of(model).divisions
+    divisions = tensor_plan_of(model).divisions
     return {name: divisions[name].dim if name in divisions else None for name, _ in model.named_parameters()}
 
 
-def plan_of(model: nn.Module) -> TensorPlan:
+def tensor_plan_of(model: nn.Module) -> TensorPlan:
     """The plan of a model.
 
     Raises:
@@ -174,7 +174,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
         if style is not None:
             styles[name] = style
     if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
-        raise _no_plan(model)
+        raise _no_tensor_plan(model)
     return styles | _vocabulary(model)
 
 
@@ -204,12 +204,12 @@ def _patterns_of(model: nn.Module) -> Mapping[str, str]:
     plans = (getattr(model, "tensor_plan", None), getattr(model, "_tp_plan", None), PLANS.get(_type_of(model)))
     plan: Any = next((plan for plan in plans if plan), None)
     if plan is None:
-        raise _no_plan(model)
+        raise _no_tensor_plan(model)
     patterns: Mapping[str, str] = plan
     return patterns
 
 
-def _no_plan(model: nn.Module) -> ModelError:
+def _no_tensor_plan(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} has no tensor plan: nothing says which of its matrices are divided, and how",
         where="--tensor-model-parallel-size",
