@@ -75,7 +75,7 @@ class _Watch(TorchDispatchMode):
 
 def _gathered() -> float:
     """Elements that a late step gathers, over those of all parameters in each of its micro batches."""
-    job = _CountingJob([*f"{STEPS} {LAYOUTS['zero-3-all-partitioned']} --train-iters 7".split(), "--lr", "1e-3"])
+    job = _CountingJob([*f"{STEPS} {LAYOUTS['zero-3-all-cut']} --train-iters 7".split(), "--lr", "1e-3"])
     with _Watch(job):
         job.fit()
     parameters = sum(p.numel() for p in CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().parameters())

@@ -74,14 +74,14 @@ def read_examples(part: Part, question: str, context: str, answers: str) -> list
         DataError: a text is missing, or an answer does not stand where it is said to.
     """
     examples = []
-    for row, (asked, text, answer) in enumerate(_rows(part, question, context, answers)):
+    for row, (asked, text, given) in enumerate(_rows(part, question, context, answers)):
         if not isinstance(asked, str) or not isinstance(text, str):
             column = context if isinstance(asked, str) else question
             raise DataError(
                 f"the column '{column}' is not text", where=part.where(row), hint="fill it, or take the row out"
             )
         try:
-            pairs = tuple(_pairs(json.loads(answer) if isinstance(answer, str) else answer))
+            pairs = tuple(_pairs(json.loads(given) if isinstance(given, str) else given))
         except (KeyError, TypeError, ValueError):
             hint = 'write {"text": ["…"], "answer_start": [0]}'
             raise DataError(f"the column '{answers}' holds no answers", where=part.where(row), hint=hint) from None
