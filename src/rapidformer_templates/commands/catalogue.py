@@ -160,7 +160,7 @@ def _with_additions(request: Request, registry: Registry) -> list[Change] | None
     """What must be added before the request is accepted; None if adding is not enough."""
     added: list[Change] = []
     while refusals := registry.refusals(apply(request, added, registry)):
-        change = next((c for _, found in refusals for c in found.changes if c.cost == ADD and c not in added), None)
+        change = next((c for _, finding in refusals for c in finding.changes if c.cost == ADD and c not in added), None)
         if change is None:
             return None
         added.append(change)

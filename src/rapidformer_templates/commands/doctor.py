@@ -130,8 +130,8 @@ def examine(device: str) -> dict[str, Any]:
     parts, root = _parts(device)
     return {
         "machine": _machine(torch),
-        "packages": [dataclasses.asdict(found) for found in packages],
-        "deepspeed_parts": {"folder": root, "parts": [dataclasses.asdict(found) for found in parts]},
+        "packages": [dataclasses.asdict(finding) for finding in packages],
+        "deepspeed_parts": {"folder": root, "parts": [dataclasses.asdict(finding) for finding in parts]},
     }
 
 
@@ -303,9 +303,9 @@ def _table(title: str, findings: Sequence[dict[str, Any]]) -> Any:
     table = Table(title=title, title_justify="left")
     for heading in ("", "state", "what to know", "serves"):
         table.add_column(heading, overflow="fold")
-    for found in findings:
-        state = f"{found['version']} {found['state']}".strip()
-        fine, absent = found["state"] in ("ok", "built"), found["state"].startswith("not ")
-        cells = (found["name"], state, found["detail"], ", ".join(found["serves"]) or "nothing in this version")
+    for finding in findings:
+        state = f"{finding['version']} {finding['state']}".strip()
+        fine, absent = finding["state"] in ("ok", "built"), finding["state"].startswith("not ")
+        cells = (finding["name"], state, finding["detail"], ", ".join(finding["serves"]) or "nothing in this version")
         table.add_row(*(escape(cell) for cell in cells), style=None if fine else "dim" if absent else "yellow")
     return table

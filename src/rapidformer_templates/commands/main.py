@@ -214,7 +214,9 @@ def _show_resolved(
     except Refused as refused:
         if not asked.json:
             raise
-        print(json.dumps({"ok": False, "errors": [found.to_json() for found in refused.diagnostics]}, indent=2))
+        print(
+            json.dumps({"ok": False, "errors": [diagnostic.to_json() for diagnostic in refused.diagnostics]}, indent=2)
+        )
         return refused.exit_status
     for check in checks:
         check(config)

@@ -81,7 +81,7 @@ class Registry:
         Raises:
             ConfigError: a file cannot be used.
         """
-        return reduce(lambda found, switch: switch.adopt(found) if switch.adopt else found, self.switches, config)
+        return reduce(lambda adopted, switch: switch.adopt(adopted) if switch.adopt else adopted, self.switches, config)
 
     def without(self, code: str) -> Registry:
         """This registry without the rule of that code: what the test of a rule compares with."""

@@ -137,12 +137,12 @@ class PipelineCut:
         left = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         return Placement(
             names={name: whole for name, whole in left.items() if name != whole},
-            stages={name: tuple(sorted(found)) for name, found in ranks.items() if len(found) > 1},
+            stages={name: tuple(sorted(holding)) for name, holding in ranks.items() if len(holding) > 1},
             chunks={
                 name: part
-                for name, found in parts.items()
-                for part in found
-                if part is not None and len(found) == 1 and ranks[name] == {rank}
+                for name, copies in parts.items()
+                for part in copies
+                if part is not None and len(copies) == 1 and ranks[name] == {rank}
             },
             parts=tuple({name: self.blocks[name] for name in names} for names in mine),
             blocks_in_all=len(self.blocks),
