@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -196,3 +197,67 @@ FOLDERS = sorted(path.name for path in (SOURCE / "switches").iterdir() if (path 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_of_a_switch_declares_it(folder: str) -> None:
     assert import_module(f"{SOURCE.name}.switches.{folder}.declaration").SWITCHES
+
+
+def _glossary() -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Where each word of ``docs/glossary.md`` may stand in a name; those of two words first."""
+    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").partition("What took over")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][1:]
+    terms = {tuple(word.lower().split()): tuple(re.findall("`([^`]+)`", where)) for word, _, where in rows}
+    return dict(sorted(terms.items(), key=lambda item: -len(item[0])))
+
+
+GLOSSARY = _glossary()
+STEMS = {form: term for term in {t for terms in GLOSSARY for t in terms}
+         for form in (term, f"{term}s", f"{term}ed", f"{term}d", f"{term}ing", f"{term[:-1]}ing")}  # fmt: skip
+
+
+def _terms_in(name: str) -> list[tuple[str, ...]]:
+    """The words of the glossary in a name of code, whatever their endings."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
+    words = [STEMS.get(word, word) for word in words]
+    terms = []
+    for term in GLOSSARY:
+        for begin in range(len(words)):
+            if tuple(words[begin : begin + len(term)]) == term:
+                terms.append(term)
+                words[begin : begin + len(term)] = [""] * len(term)
+    return terms
+
+
+def _definitions(path: Path) -> Iterator[str]:
+    yield path.parent.name if path.stem == "__init__" else path.stem
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+
+
+def _uses() -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(word of the glossary, module, name) of all names that have one."""
+    for path in MODULES:
+        for name in _definitions(path):
+            for term in _terms_in(name):
+                yield term, str(path.relative_to(SOURCE)), name
+
+
+def test_names_use_words_as_the_glossary_says() -> None:
+    elsewhere = [use for use in _uses() if not any(_lies_in(use[1], where) for where in GLOSSARY[use[0]])]
+    assert elsewhere == []
+
+
+def test_the_glossary_names_no_room_in_vain() -> None:
+    used = [(term, module) for term, module, _ in _uses()]
+    listed = [(term, where) for term, rooms in GLOSSARY.items() for where in rooms]
+    assert listed
+    assert [(term, where) for term, where in listed if not any(t == term and _lies_in(m, where) for t, m in used)] == []
+
+
+def test_words_of_the_glossary_are_seen_in_names() -> None:
+    assert _terms_in("_needs_a_zero_stage") == [("zero", "stage")]
+    assert _terms_in("TensorPlan") == [("tensor", "plan")]
+    assert _terms_in("placed_by_StageCuts") == [("stage",), ("cut",), ("place",)]
+    assert _terms_in("replacement") == []
+
+
+def _lies_in(module: str, where: str) -> bool:
+    return module == where or module.startswith(f"{where}/")

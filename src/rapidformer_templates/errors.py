@@ -92,9 +92,9 @@ class SwitchDidNothing(RapidformerError):
     exit_status = 1
 
     def __init__(self, findings: Mapping[str, str], *, where: str) -> None:
-        found = "; ".join(f"{name} did nothing in the first step: {finding}" for name, finding in findings.items())
+        idle = "; ".join(f"{name} did nothing in the first step: {finding}" for name, finding in findings.items())
         super().__init__(
-            found,
+            idle,
             where=where,
             hint="leave the switch out, or see whether a hook of yours takes its place; nothing of this step was saved",
         )

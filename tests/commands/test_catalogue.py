@@ -94,9 +94,9 @@ def test_every_module_of_the_folder_is_in_the_registry() -> None:
     assert declaring == places
 
 
-def test_switches_come_in_the_order_of_their_stages() -> None:
-    stages = [switch.stage for switch in REGISTRY.switches]
-    assert stages == sorted(stages)
+def test_switches_come_by_their_precedence() -> None:
+    precedences = [switch.precedence for switch in REGISTRY.switches]
+    assert precedences == sorted(precedences)
 
 
 def test_each_code_is_one_rule() -> None:

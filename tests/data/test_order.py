@@ -62,7 +62,7 @@ def test_ranks_and_micro_batches_share_the_step(
         shared = [sample for request in requests if not request.idle for sample in request.samples]
         assert shared == whole.step(step)[0].tolist()
         assert all(len(request.samples) <= micro for request in requests)
-        assert all(len(request.samples) == len(request.places) for request in requests)
+        assert all(len(request.samples) == len(request.positions) for request in requests)
 
 
 @given(SIZES, BATCHES, st.booleans(), st.integers(0, 40))

@@ -85,16 +85,16 @@ def test_they_are_evenly_spread_and_tell_nothing_of_each_other() -> None:
         assert abs(float((bits >> bit & 1).double().mean()) - 0.5) < 4 * numbers.numel() ** -0.5
 
 
-def noise_of(model: Any, ids: torch.Tensor, places: Sequence[int] | None, mask: torch.Tensor | None = None) -> Any:
+def noise_of(model: Any, ids: torch.Tensor, positions: Sequence[int] | None, mask: torch.Tensor | None = None) -> Any:
     """What a training forward adds to the embeddings."""
     seen: list[torch.Tensor] = []
     embeddings = model.get_input_embeddings()
     hook = embeddings.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     batch = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
-    if places is None:
+    if positions is None:
         model(**batch)
     else:
-        with rows_of(MicroBatch(batch, list(places), places=places), batch):
+        with rows_of(MicroBatch(batch, list(positions), positions=positions), batch):
             model(**batch)
     hook.remove()
     return seen[0] - embeddings.weight[ids].detach()
@@ -150,7 +150,7 @@ def test_the_first_loss_is_that_of_noise_by_hand(alone: dict[str, Any], tmp_path
     """A job that gives its model the noisy embeddings, row by row, with numpy's numbers."""
 
     class ByHand(Deep):
-        places = 0
+        positions = 0
 
         def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
             if not torch.is_grad_enabled():
@@ -159,8 +159,8 @@ def test_the_first_loss_is_that_of_noise_by_hand(alone: dict[str, Any], tmp_path
             noise = torch.zeros_like(embeddings)
             for row, tokens in enumerate(batch["attention_mask"].sum(1).tolist()):
                 reach = ALPHA / (tokens * 16) ** 0.5
-                noise[row, :tokens] = torch.from_numpy(reach * numpys(self.places, tokens, 16)).float()
-                self.places += 1
+                noise[row, :tokens] = torch.from_numpy(reach * numpys(self.positions, tokens, 16)).float()
+                self.positions += 1
             mask, labels = batch["attention_mask"], batch["labels"]
             return model(inputs_embeds=embeddings + noise, attention_mask=mask, labels=labels).loss
 
@@ -228,5 +228,8 @@ def test_a_model_that_is_given_no_ids_is_told() -> None:
     add_noise(model, ALPHA, SEED)
     embeds = torch.zeros(1, 3, 16)
     batch = {"inputs_embeds": embeds}
-    with rows_of(MicroBatch(batch, [0], places=[0]), batch), pytest.raises(ModelError, match="does not call its input"):
+    with (
+        rows_of(MicroBatch(batch, [0], positions=[0]), batch),
+        pytest.raises(ModelError, match="does not call its input"),
+    ):
         model(**batch)

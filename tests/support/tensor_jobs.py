@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.models.blocks import ModelLayout, find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
@@ -175,17 +175,17 @@ def build(case: Case, workers: Workers | None = None) -> nn.Module:
         elif "bias" in name:
             parameter.data.mul_(0.5)
     model = model.to(torch.float64 if case.kind == "float64" else torch.float32).train()
-    layout = find_layout(model)
+    blocks = find_blocks(model)
     if workers is not None:
         switches = ("tensor-parallel", *(("sequence-parallel",) if case.sequence else ()))
-        model = tensor_parallel.apply(model, _building(layout, workers, *switches))
+        model = tensor_parallel.apply(model, _building(blocks, workers, *switches))
     if case.checkpointed:
-        checkpoint_activations(model, _building(layout, workers or alone()))
+        checkpoint_activations(model, _building(blocks, workers or alone()))
     return model
 
 
-def _building(layout: ModelLayout, workers: Workers, *switches: str) -> Building:
-    return Building(layout, None, Plan("Trainer", switches), workers, try_loss=lambda model: None)
+def _building(blocks: Mapping[str, nn.Module], workers: Workers, *switches: str) -> Building:
+    return Building(blocks, None, Plan("Trainer", switches), workers, try_loss=lambda model: None)
 
 
 def divided(workers: Workers, tensor: int) -> Workers:

@@ -90,7 +90,9 @@ def _section(switch: Switch) -> str:
     aliases = [f.metadata["alias"] for f in dataclasses.fields(switch.options) if f.metadata["alias"]]
     facts = facts or ["- computed from `--micro-batch-size` and `--global-batch-size`"]
     facts += [f"- also spelled `--{alias}`" for alias in aliases]
-    facts.append(f"- stage {switch.stage.name}, templates {', '.join(switch.templates)}, source {switch.source}")
+    facts.append(
+        f"- precedence {switch.precedence.name}, templates {', '.join(switch.templates)}, source {switch.source}"
+    )
     if switch.claims:
         facts.append(f"- takes over {', '.join(sorted(claim.value for claim in switch.claims))}")
     if switch.needs_package:
@@ -146,8 +148,8 @@ def _together(registry: Registry, a: Switch, b: Switch) -> str:
     config = registry.complete(RunConfig()).replace("matrix", **{**a.on, **b.on})
     letters, added = "", False
     for template in TEMPLATES:
-        place = dataclasses.replace(MATRIX_MACHINE, template=template)
-        additions = _with_additions(build_request(config, place, registry.switches), registry)
+        environment = dataclasses.replace(MATRIX_MACHINE, template=template)
+        additions = _with_additions(build_request(config, environment, registry.switches), registry)
         if additions is not None:
             letters += template[0]
             added |= bool(additions)
@@ -158,7 +160,7 @@ def _with_additions(request: Request, registry: Registry) -> list[Change] | None
     """What must be added before the request is accepted; None if adding is not enough."""
     added: list[Change] = []
     while refusals := registry.refusals(apply(request, added, registry)):
-        change = next((c for _, found in refusals for c in found.changes if c.cost == ADD and c not in added), None)
+        change = next((c for _, finding in refusals for c in finding.changes if c.cost == ADD and c not in added), None)
         if change is None:
             return None
         added.append(change)
@@ -174,9 +176,9 @@ def example_request(rule: Rule, registry: Registry) -> Request:
     workers = parsed.user.world_size or 1
     config = dataclasses.replace(parsed, user=None)
     template, origin = choose_template(config, registry)
-    place = Environment(template=template, template_origin=origin, world_size=workers, local_world_size=workers)
-    place = dataclasses.replace(place, **rule.example.machine)
-    return build_request(config, place, registry.switches, training=rule.example.training)
+    environment = Environment(template=template, template_origin=origin, world_size=workers, local_world_size=workers)
+    environment = dataclasses.replace(environment, **rule.example.machine)
+    return build_request(config, environment, registry.switches, training=rule.example.training)
 
 
 def explain(code: str, registry: Registry) -> str:

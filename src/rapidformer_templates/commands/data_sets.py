@@ -38,7 +38,7 @@ def inspect_main(options: argparse.Namespace) -> int:
     """Print what is in sets; the exit status."""
     decode = _decoder(options)
     prefixes = prefixes_of(options.input)
-    found = [facts_of(prefix) for prefix in prefixes]
+    about_sets = [facts_of(prefix) for prefix in prefixes]
     shown = {prefix: _first_documents(prefix, options.show, decode) for prefix in prefixes}
     losses = {prefix: _unigram_loss(prefix, options.split) for prefix in prefixes} if options.split else {}
     if options.json:
@@ -46,14 +46,14 @@ def inspect_main(options: argparse.Namespace) -> int:
             dataclasses.asdict(facts)
             | {"first": shown[facts.prefix]}
             | ({"unigram_loss": losses[facts.prefix]} if losses else {})
-            for facts in found
+            for facts in about_sets
         ]
         print(to_json({"sets": sets}), end="")
         return 0
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    for facts in found:
+    for facts in about_sets:
         console.print(_table(facts))
         if len(facts.shares) > 1:
             console.print(_histogram(facts))
@@ -95,14 +95,14 @@ def _decoder(options: argparse.Namespace) -> Any:
 def _first_documents(prefix: str, count: int, tokenizer: Any) -> list[dict[str, Any]]:
     dataset = IndexedDataset(prefix)
     bounds = dataset.documents[: count + 1]
-    found = []
+    documents = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         length = int(dataset.lengths[first:last].sum())
         start = int(dataset.pointers[first]) // dataset.dtype.itemsize
         tokens = dataset.tokens[start : start + min(length, 10 * SHOWN_TOKENS)].tolist()
         text = {"text": tokenizer.decode(tokens)} if tokenizer else {}
-        found.append({"length": length, "tokens": tokens[:SHOWN_TOKENS], **text})
-    return found
+        documents.append({"length": length, "tokens": tokens[:SHOWN_TOKENS], **text})
+    return documents
 
 
 def _table(facts: Facts) -> Table:
@@ -139,10 +139,10 @@ def _histogram(facts: Facts) -> Table:
 
 def verify_main(options: argparse.Namespace) -> int:
     """Check sets and print the damage; 1 if there is some."""
-    found = {prefix: _verified(prefix) for prefix in prefixes_of(options.input)}
+    damages = {prefix: _verified(prefix) for prefix in prefixes_of(options.input)}
     written = []
     if options.write_sums:
-        written = [str(add_sums(prefix)) for prefix, damage in found.items() if damage is None]
+        written = [str(add_sums(prefix)) for prefix, damage in damages.items() if damage is None]
     if options.json:
         sets = [
             {
@@ -150,15 +150,15 @@ def verify_main(options: argparse.Namespace) -> int:
                 "checked": damage is not None,
                 "damage": [{"file": str(part.file), "what": part.what} for part in damage or ()],
             }
-            for prefix, damage in found.items()
+            for prefix, damage in damages.items()
         ]
-        print(to_json({"ok": not any(found.values()), "sets": sets, "written": written}), end="")
+        print(to_json({"ok": not any(damages.values()), "sets": sets, "written": written}), end="")
     else:
-        for prefix, damage in found.items():
+        for prefix, damage in damages.items():
             _show(prefix, damage)
         for path in written:
             print(f"{path} written")
-    return 1 if any(found.values()) else 0
+    return 1 if any(damages.values()) else 0
 
 
 def _verified(prefix: str) -> list[Damage] | None:

@@ -130,8 +130,8 @@ def examine(device: str) -> dict[str, Any]:
     parts, root = _parts(device)
     return {
         "machine": _machine(torch),
-        "packages": [dataclasses.asdict(found) for found in packages],
-        "deepspeed_parts": {"folder": root, "parts": [dataclasses.asdict(found) for found in parts]},
+        "packages": [dataclasses.asdict(finding) for finding in packages],
+        "deepspeed_parts": {"folder": root, "parts": [dataclasses.asdict(finding) for finding in parts]},
     }
 
 
@@ -184,23 +184,23 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding
     needed_by = ("everything",) if name in REQUIRED_PACKAGES else serves(name)
     if probed is None:
         return Finding(name, "not installed", detail=_install(name), serves=needed_by)
-    found = _version(name)
+    installed = _version(name)
     if name == "apex" and not _is_nvidia_apex():
-        return Finding(name, "not Nvidia's", found, _install(name), needed_by)
+        return Finding(name, "not Nvidia's", installed, _install(name), needed_by)
     if name in NEEDS_GPU and not has_gpu:
-        return Finding(name, "needs a GPU", found, "torch sees none here", needed_by)
+        return Finding(name, "needs a GPU", installed, "torch sees none here", needed_by)
     if probed["error"]:
-        return Finding(name, "does not import", found, probed["error"], needed_by)
+        return Finding(name, "does not import", installed, probed["error"], needed_by)
     if probed["gone"]:
         gone = "; ".join(f"no {what}: without it, {broken}" for what, broken in probed["gone"])
-        return Finding(name, "lacks what this version uses", found, gone, needed_by)
-    return Finding(name, "ok", found, serves=needed_by)
+        return Finding(name, "lacks what this version uses", installed, gone, needed_by)
+    return Finding(name, "ok", installed, serves=needed_by)
 
 
 def _is_nvidia_apex() -> bool:
     spec = find_spec("apex")
-    places = spec.submodule_search_locations if spec else None
-    return any(Path(place, "optimizers").is_dir() for place in places or ())
+    folders = spec.submodule_search_locations if spec else None
+    return any(Path(folder, "optimizers").is_dir() for folder in folders or ())
 
 
 def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -208,23 +208,23 @@ def probe(modules: dict[str, str]) -> dict[str, dict[str, Any]]:
 
     A module that crashes or hangs is left out of a second round, in which the others are tried again.
     """
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     left = dict(modules)
     while left:
         lines, end = _import_all(left)
         told = [json.loads(line) for line in lines if line.startswith(('{"start": ', '{"end": '))]
-        found |= {line["end"]: line for line in told if "end" in line}
-        left = {name: module for name, module in left.items() if name not in found}
+        results |= {line["end"]: line for line in told if "end" in line}
+        left = {name: module for name, module in left.items() if name not in results}
         if left:
             started = [line["start"] for line in told if line.get("start") in left]
-            found[started[0] if started else next(iter(left))] = {"error": f"{end} while it was imported"}
-            left = {name: module for name, module in left.items() if name not in found}
-    return found
+            results[started[0] if started else next(iter(left))] = {"error": f"{end} while it was imported"}
+            left = {name: module for name, module in left.items() if name not in results}
+    return results
 
 
 def _import_all(modules: dict[str, str]) -> tuple[list[str], str]:
     """(the child's lines, how it ended)."""
-    path = os.pathsep.join(place for place in sys.path if place)  # the packages that this process would import
+    path = os.pathsep.join(folder for folder in sys.path if folder)  # the packages that this process would import
     command = [sys.executable, "-P", "-W", "ignore", "-c", PROBE, json.dumps(modules)]
     with subprocess.Popen(
         command,
@@ -303,9 +303,9 @@ def _table(title: str, findings: Sequence[dict[str, Any]]) -> Any:
     table = Table(title=title, title_justify="left")
     for heading in ("", "state", "what to know", "serves"):
         table.add_column(heading, overflow="fold")
-    for found in findings:
-        state = f"{found['version']} {found['state']}".strip()
-        fine, absent = found["state"] in ("ok", "built"), found["state"].startswith("not ")
-        cells = (found["name"], state, found["detail"], ", ".join(found["serves"]) or "nothing in this version")
+    for finding in findings:
+        state = f"{finding['version']} {finding['state']}".strip()
+        fine, absent = finding["state"] in ("ok", "built"), finding["state"].startswith("not ")
+        cells = (finding["name"], state, finding["detail"], ", ".join(finding["serves"]) or "nothing in this version")
         table.add_row(*(escape(cell) for cell in cells), style=None if fine else "dim" if absent else "yellow")
     return table

@@ -150,25 +150,25 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
     origins = {name: origin for name, origin in config.origins.items() if name not in own}
     config = REGISTRY.adopt(dataclasses.replace(config, user=None, origins=origins))
     template, origin = choose_template(config)
-    place = environment.detect(
+    detected = environment.detect(
         template,
         origin,
         device=config.launch.device,
         world_size=asked.world_size or config.launch.nproc_per_node,
         local_world_size=asked.local_world_size,
     )
-    return with_template_defaults(config, template), place, asked
+    return with_template_defaults(config, template), detected, asked
 
 
 def _plan(words: list[str]) -> int:
     script, rest = handover.take_script(words)
     if script is not None:
         return _plan_script(script, rest)
-    config, place, asked = plan_request(words)
+    config, detected, asked = plan_request(words)
     if config.launch.user_script:
         raise ConfigError("--user-script stands on the command line", where=config.origin("user_script"))
     checks = [check_task_flags, check_data_flags, check_metric] if config.training.task else []
-    return _show_resolved(config, place, asked, checks)
+    return _show_resolved(config, detected, asked, checks)
 
 
 def _plan_script(script: str, words: list[str]) -> int:
@@ -181,15 +181,15 @@ def _plan_script(script: str, words: list[str]) -> int:
     def look(template: Template) -> tuple[Template, Environment, tuple[str, ...]]:
         kind, config = type(template), template.config
         world, local = asked.world_size or config.launch.nproc_per_node, asked.local_world_size
-        return template, configure.place_of(kind, config, world, local), idle_flags(kind, config)
+        return template, configure.environment_of(kind, config, world, local), idle_flags(kind, config)
 
-    template, place, notes = handover.ask(script, rest, look)
+    template, detected, notes = handover.ask(script, rest, look)
     kind, config = type(template), template.config
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]
-    found = {"file": script, "template": kind.__name__, "hooks": own_hooks(kind)}
-    return _show_resolved(config, place, asked, checks, found, notes)
+    about_script = {"file": script, "template": kind.__name__, "hooks": own_hooks(kind)}
+    return _show_resolved(config, detected, asked, checks, about_script, notes)
 
 
 Check = Callable[[RunConfig], object]
@@ -197,7 +197,7 @@ Check = Callable[[RunConfig], object]
 
 def _show_resolved(
     config: RunConfig,
-    place: Environment,
+    detected: Environment,
     asked: PlanFlags,
     checks: Iterable[Check],
     script: Mapping[str, Any] | None = None,
@@ -208,13 +208,15 @@ def _show_resolved(
         if config.get("auto_strategy"):
             from rapidformer_templates.switches.auto_strategy.command import plan_command
 
-            return plan_command(config, place, as_json=asked.json)
-        plan = resolve(config, place)
+            return plan_command(config, detected, as_json=asked.json)
+        plan = resolve(config, detected)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     except Refused as refused:
         if not asked.json:
             raise
-        print(json.dumps({"ok": False, "errors": [found.to_json() for found in refused.diagnostics]}, indent=2))
+        print(
+            json.dumps({"ok": False, "errors": [diagnostic.to_json() for diagnostic in refused.diagnostics]}, indent=2)
+        )
         return refused.exit_status
     for check in checks:
         check(config)

@@ -239,9 +239,9 @@ def _stacked(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 
 def _positions(begins: np.ndarray) -> np.ndarray:
     """Place of each token in its document, int64; ``begins`` says so of all but the first token of a row."""
-    places = np.arange(begins.shape[1] + 1)
-    starts = np.where(np.pad(begins, ((0, 0), (1, 0))), places, 0)
-    return places - np.maximum.accumulate(starts, axis=1)
+    positions = np.arange(begins.shape[1] + 1)
+    starts = np.where(np.pad(begins, ((0, 0), (1, 0))), positions, 0)
+    return positions - np.maximum.accumulate(starts, axis=1)
 
 
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]

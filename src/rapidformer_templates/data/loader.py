@@ -47,7 +47,7 @@ class MicroBatch:
         size: (samples, tokens) in it, where the order or the data set knows them; None where they can be
             read off the batch.
         looked: see :meth:`look`.
-        places: for each row, the place of its sample in the order; -1 for a row that counts for nothing.
+        positions: for each row, the position of its sample in the order; -1 for a row that counts for nothing.
     """
 
     batch: Batch
@@ -56,7 +56,7 @@ class MicroBatch:
     idle: bool = False
     size: tuple[int, int] | None = None
     looked: dict[str, bool] = field(default_factory=dict)
-    places: Sequence[int] = ()
+    positions: Sequence[int] = ()
 
     def look(self) -> None:
         """Note what models will ask of the batch's masks and positions, while it is on the host.
@@ -115,14 +115,15 @@ class _Fetcher(Dataset[MicroBatch]):
         many = getattr(self.samples, "__getitems__", None)
         items = many(request.samples) if many else [self.samples[i] for i in request.samples]
         if self.augment:
-            generators = (np.random.default_rng((*request.key, place)) for place in request.places)
+            generators = (np.random.default_rng((*request.key, position)) for position in request.positions)
             items = [self.augment(item, generator) for item, generator in zip(items, generators, strict=True)]
         if request.shape is not None:
             batch = collate_to_shape(self.collate, items, request.shape)
-            known, places = (len(items), request.tokens), [*request.places, *[-1] * (request.shape.rows - len(items))]
-            return MicroBatch(batch, request.samples, idle=request.idle, size=known, places=places)
+            known = (len(items), request.tokens)
+            positions = [*request.positions, *[-1] * (request.shape.rows - len(items))]
+            return MicroBatch(batch, request.samples, idle=request.idle, size=known, positions=positions)
         batch, size = checked_batch(self.collate(items)), self.size_of(request.samples) if self.size_of else None
-        return MicroBatch(batch, request.samples, idle=request.idle, size=size, places=request.places)
+        return MicroBatch(batch, request.samples, idle=request.idle, size=size, positions=request.positions)
 
     @staticmethod
     def _by_default(items: list[Any]) -> Batch:

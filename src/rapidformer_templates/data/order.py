@@ -25,8 +25,8 @@ class Request:
 
     Attributes:
         samples: indices into the data set.
-        key: with the place of a sample, what its random changes depend on.
-        places: for each sample, its place in the order (in an evaluation, its index).
+        key: with the position of a sample, what its random changes depend on.
+        positions: for each sample, its position in the order (in an evaluation, its index).
         idle: there was no sample left for this rank; the batch only keeps it in step with the others.
         shape: what the batch is padded to; None is its longest row.
         tokens: of the samples without padding, where a shape is given.
@@ -34,7 +34,7 @@ class Request:
 
     samples: list[int]
     key: tuple[int, int]
-    places: list[int]
+    positions: list[int]
     idle: bool = False
     shape: Shape | None = None
     tokens: int = 0
@@ -126,12 +126,12 @@ class SampleOrder:
 
     def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
         """The global batch cut into ``count`` even pieces, so that nothing of a short one is lost or doubled."""
-        samples, places = (column.tolist() for column in self.step(step))
+        samples, positions = (column.tolist() for column in self.step(step))
         for number in mine:
             first, end = len(samples) * number // count, len(samples) * (number + 1) // count
             idle = first == end
             piece = slice(0, 1) if idle else slice(first, end)
-            yield Request(samples[piece], (self.seed, Stream.SAMPLE), places[piece], idle)
+            yield Request(samples[piece], (self.seed, Stream.SAMPLE), positions[piece], idle)
 
     def depends_on(self) -> dict[str, Any]:
         """What the samples of a step depend on."""
@@ -149,7 +149,7 @@ class SampleOrder:
 
     def _grouped(self, epoch: int, index: int, end: int | None) -> np.ndarray:
         """Batches of a window of positions, sorted by length and then shuffled as batches."""
-        window, place = divmod(index, WINDOW)
+        window, number = divmod(index, WINDOW)
         if self._window[0] != (epoch, window):
             span = WINDOW * self.global_batch
             positions = self._slice(window * span, span, end) + epoch * self.size
@@ -158,7 +158,7 @@ class SampleOrder:
             batches = [positions[i : i + self.global_batch] for i in range(0, len(positions), self.global_batch)]
             shuffled = np.random.default_rng((self.seed, Stream.BATCHES, epoch, window)).permutation(len(batches))
             self._window = ((epoch, window), [batches[i] for i in shuffled])
-        return self._window[1][place]
+        return self._window[1][number]
 
     def _samples(self, positions: np.ndarray) -> np.ndarray:
         if self.in_order:

@@ -49,14 +49,14 @@ def assign_rows(lengths: np.ndarray, capacity: int, generator: np.random.Generat
     spaces: list[int] = []  # the keys of it, in order
     rows, count = np.empty(len(lengths), dtype=np.int64), 0
     for sample, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        place = bisect_left(spaces, length)
-        if place == len(spaces):
+        index = bisect_left(spaces, length)
+        if index == len(spaces):
             space, row, count = capacity, count, count + 1
         else:
-            space = spaces[place]
+            space = spaces[index]
             row = open_rows[space].pop()
             if not open_rows[space]:
-                del open_rows[space], spaces[place]
+                del open_rows[space], spaces[index]
         rows[sample] = row
         left = space - length
         if left not in open_rows:

@@ -37,11 +37,11 @@ class AuxiliaryLosses(Protocol):
 
 def auxiliary_losses_of(model: nn.Module) -> AuxiliaryLosses | None:
     """Those of a model, if it has any."""
-    found: AuxiliaryLosses | None = getattr(model, ATTRIBUTE, None)
-    return found
+    losses: AuxiliaryLosses | None = getattr(model, ATTRIBUTE, None)
+    return losses
 
 
 def receipts_of(model: nn.Module, workers: Workers) -> Mapping[str, Any]:
     """What a model's own losses have measured; nothing if it has none."""
-    found = auxiliary_losses_of(model)
-    return found.receipts(workers) if found else {}
+    losses = auxiliary_losses_of(model)
+    return losses.receipts(workers) if losses else {}

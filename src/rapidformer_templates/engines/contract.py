@@ -107,7 +107,7 @@ class Engine(Protocol):
                 host hears only now; the weights are as before that step.
         """
 
-    def settle(self) -> None:
+    def hear_all(self) -> None:
         """Hear of all steps so far; called before anything is written or saved of them. Raises as ``train_batch``."""
 
     def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:

@@ -30,13 +30,13 @@ class _Running:
     """The micro batch that the model runs over.
 
     Attributes:
-        places: for each row, that of its sample in the order; negative for a row that counts for nothing.
+        positions: for each row, that of its sample in the order; negative for a row that counts for nothing.
         mask: (rows, tokens), zero for padding; None where there is none.
         is_noisy: whether the embeddings have got their noise.
     """
 
     def __init__(self, microbatch: MicroBatch, batch: Batch) -> None:
-        self.places = microbatch.places
+        self.positions = microbatch.positions
         self.mask = field_of(batch, "attention_mask")
         self.is_noisy = False
 
@@ -87,15 +87,15 @@ class _Adds:
             return None  # an evaluation, or a forward that is no training step
         rows, tokens, features = output.shape
         mask = torch.ones(rows, tokens, device=output.device) if running.mask is None else running.mask
-        if mask.shape != (rows, tokens) or len(running.places) != rows:
+        if mask.shape != (rows, tokens) or len(running.positions) != rows:
             raise ModelError(
-                f"the embeddings are of {rows} rows × {tokens} tokens, the batch has {len(running.places)} samples "
+                f"the embeddings are of {rows} rows × {tokens} tokens, the batch has {len(running.positions)} samples "
                 f"and a mask of {' × '.join(map(str, mask.shape))}",
                 where=FLAG,
                 hint="noise needs batches of one row a sample; leave it out",
             )
         running.is_noisy = True
-        share = uniform(keys_of(running.places, self.seed).to(output.device, non_blocking=True), mask, features)
+        share = uniform(keys_of(running.positions, self.seed).to(output.device, non_blocking=True), mask, features)
         lengths = mask.sum(dim=1).clamp(min=1)
         reach = self.alpha / (lengths * features).sqrt()
         return output + (share * reach[:, None, None]).to(output.dtype)
@@ -109,12 +109,12 @@ def _check(model: nn.Module, inputs: Any, output: Any) -> None:
         )
 
 
-def keys_of(places: Sequence[int], seed: int) -> torch.Tensor:
+def keys_of(positions: Sequence[int], seed: int) -> torch.Tensor:
     """Two numbers of 32 bits and a 1 for each row, (rows, 3); zeros for one that counts for nothing."""
-    keys = np.zeros((len(places), 3), dtype=np.int32)
-    for row, place in enumerate(places):
-        if place >= 0:
-            keys[row, :2] = np.random.SeedSequence((seed, Stream.NOISE, place)).generate_state(2).view(np.int32)
+    keys = np.zeros((len(positions), 3), dtype=np.int32)
+    for row, position in enumerate(positions):
+        if position >= 0:
+            keys[row, :2] = np.random.SeedSequence((seed, Stream.NOISE, position)).generate_state(2).view(np.int32)
             keys[row, 2] = 1
     return torch.from_numpy(keys)
 

@@ -44,13 +44,13 @@ def entries(optimizer: Optimizer, index: int, state: Mapping[str, Any]) -> dict[
 
 def of_parameters(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """For each parameter, by its ``id``, its state and what its group keeps."""
-    found: dict[int, dict[str, Any]] = {}
+    by_index: dict[int, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.param_groups):
         changed = _changed(optimizer, index)
         for parameter in group["params"]:
             state = dict(optimizer.state.get(parameter, {}))
-            found[id(parameter)] = state | _beside(changed, state)
-    return found
+            by_index[id(parameter)] = state | _beside(changed, state)
+    return by_index
 
 
 def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
@@ -59,10 +59,10 @@ def _changed(optimizer: Optimizer, index: int) -> dict[str, torch.Tensor]:
 
 
 def _beside(changed: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    found = {PREFIX + key: value for key, value in changed.items() if key != COUNT}
+    prefixed = {PREFIX + key: value for key, value in changed.items() if key != COUNT}
     if COUNT in changed and state and COUNT not in state:
-        found[COUNT] = changed[COUNT].to(torch.float32)  # as torch's optimizers count
-    return found
+        prefixed[COUNT] = changed[COUNT].to(torch.float32)  # as torch's optimizers count
+    return prefixed
 
 
 def split(optimizer: Optimizer, keys: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -183,17 +183,17 @@ def check_count(optimizer: Optimizer, name: str, keys: Sequence[str]) -> None:
 
 def _scalars_of(group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The numbers and flags of a group as tensors without dimensions; those of a list by their places."""
-    found: dict[str, torch.Tensor] = {}
+    scalars: dict[str, torch.Tensor] = {}
     for key, value in group.items():
         if key in NOT_KEPT:
             continue
         several = isinstance(value, (tuple, list)) and all(isinstance(part, (bool, int, float)) for part in value)
         for name, part in [(f"{key}.{i}", part) for i, part in enumerate(value)] if several else [(key, value)]:
             if isinstance(part, torch.Tensor) and part.numel() == 1:
-                found[name] = part.detach().reshape(()).clone()
+                scalars[name] = part.detach().reshape(()).clone()
             elif isinstance(part, (bool, int, float)):
-                found[name] = torch.tensor(part, dtype=torch.float64 if isinstance(part, float) else None)
-    return found
+                scalars[name] = torch.tensor(part, dtype=torch.float64 if isinstance(part, float) else None)
+    return scalars
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -205,10 +205,10 @@ def _as_kept(group: Mapping[str, Any], scalars: Mapping[str, torch.Tensor]) -> d
     """Scalars of a checkpoint in the form that the group has them in: a number, a tensor, a place of a list."""
     values: dict[str, Any] = {}
     for name, scalar in scalars.items():
-        key, _, place = name.rpartition(".")
+        key, _, index = name.rpartition(".")
         if key and isinstance(group.get(key), (tuple, list)):
             parts = list(values.get(key, group[key]))
-            parts[int(place)] = scalar.item()
+            parts[int(index)] = scalar.item()
             values[key] = type(group[key])(parts)
         elif isinstance(kept := group.get(name), torch.Tensor):
             values[name] = scalar.to(kept).reshape(kept.shape)

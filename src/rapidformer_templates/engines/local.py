@@ -152,7 +152,7 @@ class SingleEngine:
         return StepResult(loss, norm, skipped, self._measured)
 
     @final
-    def settle(self) -> None:
+    def hear_all(self) -> None:
         if self._outcomes:
             self._outcomes.hear()
 
@@ -250,17 +250,17 @@ class SingleEngine:
             flags = torch.zeros(len(self._parameters))
             flags[list(missed)] = 1
             counts = self.workers.sum(*flags.tolist())
-            self._missed_everywhere([place for place, count in enumerate(counts) if count == self.workers.world])
+            self._missed_everywhere([index for index, count in enumerate(counts) if count == self.workers.world])
         return total
 
     def _missed(self) -> Sequence[int]:
         """Places of the parameters that no loss of this worker has reached, and that were exchanged as zeros."""
         return ()
 
-    def _missed_everywhere(self, places: Sequence[int]) -> None:
+    def _missed_everywhere(self, indices: Sequence[int]) -> None:
         """Leave out parameters that no worker's loss has reached: zeros for a gradient would let them decay."""
-        for place in places:
-            self._parameters[place].grad = None
+        for index in indices:
+            self._parameters[index].grad = None
 
     @property
     def _averages_over(self) -> int:
@@ -389,7 +389,7 @@ class DDPEngine(SingleEngine):
 
     def _look_for_missing(self) -> None:
         """At the end of the backward; after it, DDP puts its zeros where no gradient is."""
-        self._missing = [place for place, p in enumerate(self._parameters) if p.grad is None]
+        self._missing = [index for index, p in enumerate(self._parameters) if p.grad is None]
 
     def _missed(self) -> Sequence[int]:
         return self._missing

@@ -29,8 +29,8 @@ class DynamicLossScale:
 
     def update(self, *, overflow: bool | torch.Tensor) -> None:
         """Take note of a step; a tensor is 1 (fp32, on the device) for an overflow, else 0."""
-        found = torch.as_tensor(overflow, dtype=torch.float32, device=self.scale.device)
-        torch._amp_update_scale_(self.scale, self._good_steps, found, 2.0, 0.5, self.growth_interval)
+        overflowed = torch.as_tensor(overflow, dtype=torch.float32, device=self.scale.device)
+        torch._amp_update_scale_(self.scale, self._good_steps, overflowed, 2.0, 0.5, self.growth_interval)
         self.scale.clamp_(min=1.0)
 
     def state(self) -> dict[str, Any]:

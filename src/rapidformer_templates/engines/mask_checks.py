@@ -101,22 +101,22 @@ def watch_positions(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             names = list(inspect.signature(part.forward).parameters)
-            places = [place for place, name in enumerate(names) if "position" in name]
-            part.register_forward_pre_hook(_Enters(places), with_kwargs=True)
+            indices = [index for index, name in enumerate(names) if "position" in name]
+            part.register_forward_pre_hook(_Enters(indices), with_kwargs=True)
             part.register_forward_hook(_leaves, always_call=True)
 
 
 class _Enters:
-    """The hook before a model's forward; ``places``: of its arguments that are positions."""
+    """The hook before a model's forward; ``indices``: of its arguments that are positions."""
 
-    def __init__(self, places: list[int]) -> None:
-        self._places = places
+    def __init__(self, indices: list[int]) -> None:
+        self._indices = indices
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running = _now()
         if running:
             named = any(value is not None for name, value in kwargs.items() if "position" in name)
-            running.enter(with_positions=named or any(args[i] is not None for i in self._places if i < len(args)))
+            running.enter(with_positions=named or any(args[i] is not None for i in self._indices if i < len(args)))
 
 
 def _leaves(model: nn.Module, args: Any, output: Any) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from rapidformer_templates.models.blocks import ModelLayout
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers
 
@@ -18,7 +17,7 @@ class Building:
     """A model on its way from ``build_model`` to the engine.
 
     Attributes:
-        layout: where the blocks of the model are, as it was built.
+        blocks: the blocks of the model by name, as it was built.
         options: the flags of the switch that the transform belongs to.
         plan: what the run will do.
         workers: this process among its peers.
@@ -26,7 +25,7 @@ class Building:
         has_values: False where the shapes of the model are planned, and its tensors have no data.
     """
 
-    layout: ModelLayout
+    blocks: Mapping[str, nn.Module]
     options: Any
     plan: Plan
     workers: Workers

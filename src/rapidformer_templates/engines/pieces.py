@@ -143,11 +143,11 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
         name, _, key = entry.rpartition("/")
         saved.setdefault(name, {})[key] = shape
     names = {id(tensor): name for name, tensor in tensors.items()}
-    order = [p for group in optimizer.param_groups for p in group["params"]]
-    # Not those of ``order``: where the state is sharded by whole parameters, this rank has only some of them.
+    flattened = [p for group in optimizer.param_groups for p in group["params"]]
+    # Not those of ``flattened``: where the state is sharded by whole parameters, this rank has only some of them.
     check_optimizer({name for name, tensor in tensors.items() if tensor.requires_grad}, reader.names("optimizer"))
     state: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(order):
+    for index, parameter in enumerate(flattened):
         name = names[id(parameter)]
         shapes = saved.get(name, {})
         keys, _ = group_values.split(optimizer, list(shapes))
@@ -155,9 +155,9 @@ def _load_optimizer(tensors: dict[str, torch.Tensor], optimizer: torch.optim.Opt
         if keys:
             state[index] = {key: _read_like(parameter, reader, f"{name}/{key}", shapes[key]) for key in keys}
     groups = optimizer.state_dict()["param_groups"]
-    for place, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizer.param_groups):
         here = [names[id(parameter)] for parameter in group["params"]]
-        groups[place] |= group_values.read(optimizer, place, here, reader)
+        groups[number] |= group_values.read(optimizer, number, here, reader)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

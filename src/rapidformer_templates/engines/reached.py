@@ -61,7 +61,7 @@ class _ComeBy(torch.autograd.Function):
         return (gradients[0], None, *[None] * ctx.count)
 
 
-class InOrder:
+class GradientSequence:
     """Hands gradients on in one and the same order on all workers, each as soon as those before it have come.
 
     A backward brings them in the order of its own graph. Where they are collected and sent as they come, workers with
@@ -69,11 +69,11 @@ class InOrder:
 
     Args:
         parameters: in the order in which a model names them; a backward comes to them in about the reverse.
-        send: takes the place of a parameter, whose gradient is there, or None if it did not come.
+        send: takes the index of a parameter, whose gradient is there, or None if it did not come.
     """
 
     def __init__(self, parameters: int, send: Callable[[int], None]) -> None:
-        self._order = range(parameters - 1, -1, -1)
+        self._sequence = range(parameters - 1, -1, -1)
         self._send = send
         self.begin()
 
@@ -82,21 +82,21 @@ class InOrder:
         self._came: set[int] = set()
         self._done = 0
 
-    def take(self, place: int) -> None:
+    def take(self, index: int) -> None:
         """A gradient has come."""
-        self._came.add(place)
-        while self._done < len(self._order) and self._order[self._done] in self._came:
+        self._came.add(index)
+        while self._done < len(self._sequence) and self._sequence[self._done] in self._came:
             self._next()
 
     def finish(self) -> None:
         """The backward is at its end, and no more will come."""
-        while self._done < len(self._order):
+        while self._done < len(self._sequence):
             self._next()
 
     def _next(self) -> None:
-        place = self._order[self._done]
+        index = self._sequence[self._done]
         self._done += 1
-        self._send(place)
+        self._send(index)
 
 
 class Route:
@@ -116,7 +116,7 @@ class Route:
         self, modules: Mapping[str, nn.Module], parameters: Mapping[str, Sequence[str]], workers: Workers, where: str
     ) -> None:
         self._parameters, self._workers, self._where = parameters, workers, where
-        self._places = {name: place for place, name in enumerate(modules)}
+        self._indices = {name: index for index, name in enumerate(modules)}
         self._learned: list[tuple[str, bool]] | None = None
         self._taken: list[tuple[str, bool]] = []
         self._followed = False
@@ -145,12 +145,12 @@ class Route:
     def _come(self, name: str, backward: bool) -> None:
         if not self._followed:
             return
-        place, here = len(self._taken), (name, backward)
+        index, here = len(self._taken), (name, backward)
         self._taken.append(here)
         if self._learned is None:
             self._compare(here)
-        elif self._learned[place : place + 1] != [here]:
-            raise self._left(self._learned[place][0] if place < len(self._learned) else name)
+        elif self._learned[index : index + 1] != [here]:
+            raise self._left(self._learned[index][0] if index < len(self._learned) else name)
 
     def _watch(self, name: str, output: Any) -> None:
         """See the backward come to a module: to the first of what it has put out."""
@@ -192,12 +192,12 @@ class Route:
 
     def _compare(self, here: tuple[str, bool] | None) -> None:
         """See that all workers have come to the same place; None is the end of a forward or a backward."""
-        if self._workers.agree(0 if here is None else 1 + 2 * self._places[here[0]] + here[1]):
+        if self._workers.agree(0 if here is None else 1 + 2 * self._indices[here[0]] + here[1]):
             return
-        places = self._workers.gather(here)
+        indices = self._workers.gather(here)
         # The one who is further on has left out what the other is at: the earlier one in a forward.
-        earliest = min((there for there in places if there), key=lambda there: self._places[there[0]])
-        ahead = next(rank for rank, there in enumerate(places) if there != earliest)
+        earliest = min((there for there in indices if there), key=lambda there: self._indices[there[0]])
+        ahead = next(rank for rank, there in enumerate(indices) if there != earliest)
         raise self._left(earliest[0], f" (worker {ahead})")
 
     def _left(self, name: str, who: str = "") -> RapidformerError:

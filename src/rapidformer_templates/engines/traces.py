@@ -12,13 +12,13 @@ from torch import nn
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
     """Put the buffers of ``model`` back afterwards: batch norm, for one, counts each forward in its statistics."""
-    places = [(module, name) for module in model.modules() for name in module._buffers]
-    before = [module._buffers[name] for module, name in places]
+    indices = [(module, name) for module in model.modules() for name in module._buffers]
+    before = [module._buffers[name] for module, name in indices]
     values = [None if buffer is None else buffer.detach().clone() for buffer in before]
     try:
         yield
     finally:
-        for (module, name), buffer, value in zip(places, before, values, strict=True):
+        for (module, name), buffer, value in zip(indices, before, values, strict=True):
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
                 buffer.data.copy_(value)  # not seen by autograd: a backward may still come, which does not read them

@@ -1,8 +1,6 @@
-"""ModelLayout: where the blocks of a model are. One answer for sharding, checkpointing and receipts."""
+"""Where the blocks of a model are: one answer for sharding, checkpointing and receipts."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,31 +24,20 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-@dataclass(frozen=True)
-class ModelLayout:
-    """The repeated blocks of a model.
-
-    Attributes:
-        blocks: the blocks in the order in which they stand in the model, by name.
-    """
-
-    blocks: dict[str, nn.Module]
-
-
-def find_layout(model: nn.Module) -> ModelLayout:
-    """The blocks of ``model``.
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of ``model`` by name, as they follow each other in it.
 
     A transformers model names the classes that must not be split (``_no_split_modules``); a model
     that names none has its blocks in its longest ``ModuleList`` or ``Sequential`` of equal modules. Of a model
     that was cut into pipeline stages, the blocks that are here.
     """
     if placement_of(model).parts is not None:
-        return ModelLayout(placement_of(model).blocks)
+        return placement_of(model).blocks
     named = set(getattr(model, "_no_split_modules", None) or ())
     blocks = {name: module for name, module in model.named_modules() if type(module).__name__ in named}
     # An embedding may be listed as unsplittable, too; a block stands in a list beside others of its kind.
     blocks = {name: module for name, module in blocks.items() if name.rsplit(".", 1)[-1].isdigit()}
-    return ModelLayout(blocks or _longest_list(model))
+    return blocks or _longest_list(model)
 
 
 def _longest_list(model: nn.Module) -> dict[str, nn.Module]:

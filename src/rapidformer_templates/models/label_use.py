@@ -101,11 +101,11 @@ def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
     output = model(input_ids=ids, labels=ids)
     loss = _loss_in(output)
 
-    def counts(place: int) -> bool:
+    def counts(position: int) -> bool:
         """Whether the label at a place is compared with something."""
         for other in others:
             labels = ids.clone()
-            labels[:, place] = other[:, place]
+            labels[:, position] = other[:, position]
             if _differ(loss, _loss_in(model(input_ids=ids, labels=labels))):
                 return True
         return False

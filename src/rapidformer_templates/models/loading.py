@@ -152,9 +152,11 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
     try:
         reader = _own_reader(folder)
         if reader:
-            found = reader.read_config(folder)
+            pretrained = reader.read_config(folder)
         else:
-            found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=flags.trust_remote_code)
+            pretrained = AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=flags.trust_remote_code
+            )
     except (OSError, ValueError) as error:
         if folder.is_dir():
             hint = (
@@ -169,8 +171,8 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
         raise ModelError(
             f"the model '{path}' is neither a folder nor in the local cache", where=_PRETRAINED, hint=hint
         ) from error
-    _check_pretrained_sizes(config, found)
-    return found
+    _check_pretrained_sizes(config, pretrained)
+    return pretrained
 
 
 class _Reader(Protocol):
@@ -192,13 +194,13 @@ def _own_reader(folder: Path) -> _Reader | None:
 _PRETRAINED = "--pretrained-model-name-or-path"
 
 
-def _check_pretrained_sizes(config: RunConfig, found: PreTrainedConfig) -> None:
+def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> None:
     """A size flag beside a pretrained model must say what the model is: it cannot change it."""
     sizes = {"model_type": "model_type", **SIZE_FLAGS}
     for flag, attribute in sizes.items():
-        asked, there = getattr(config.model, flag), getattr(found, attribute, None)
+        asked, there = getattr(config.model, flag), getattr(pretrained, attribute, None)
         if flag == "max_position_embeddings":
-            there = positions_of(found)
+            there = positions_of(pretrained)
         if asked is not None and asked != there:
             message = f"the pretrained model's {attribute} is {there}, not {asked}"
             hint = f"leave out {spelling(flag)}, or leave out {_PRETRAINED} to start from scratch"

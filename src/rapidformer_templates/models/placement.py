@@ -44,8 +44,8 @@ class Placement:
 
 def placement_of(model: nn.Module) -> Placement:
     """What is known of a model that was cut; of another one, that it is whole."""
-    found: Placement | None = getattr(model, _ATTRIBUTE, None)
-    return found or Placement()
+    placement: Placement | None = getattr(model, _ATTRIBUTE, None)
+    return placement or Placement()
 
 
 def set_placement(model: nn.Module, placement: Placement) -> None:

@@ -49,7 +49,7 @@ def all_of(*checks: Callable[[Measured], str | None]) -> Callable[[Measured], st
     """The first of these that finds something."""
 
     def acted(measured: Measured) -> str | None:
-        return next((found for check in checks if (found := check(measured))), None)
+        return next((sentence for check in checks if (sentence := check(measured))), None)
 
     return acted
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 
 
-def cut(front: float, blocks: Sequence[float], back: float, stages: int) -> list[int]:
+def balanced_cut(front: float, blocks: Sequence[float], back: float, stages: int) -> list[int]:
     """The number of consecutive blocks of each stage, so that the most costly stage costs the least.
 
     Among the cuts that do so, the one whose stages are most alike (least sum of squared costs) is taken, and
@@ -22,7 +22,7 @@ def cut(front: float, blocks: Sequence[float], back: float, stages: int) -> list
     Raises:
         ValueError: there are fewer blocks than stages.
 
-    >>> cut(2.0, [1.0] * 8, 2.0, 4)
+    >>> balanced_cut(2.0, [1.0] * 8, 2.0, 4)
     [1, 3, 3, 1]
     """
     if not 0 < stages <= len(blocks):
@@ -36,8 +36,8 @@ def cut(front: float, blocks: Sequence[float], back: float, stages: int) -> list
     limit = _least(len(blocks), stages, cost, max)[0] * (1 + 1e-9)
 
     def square(stage: int, begin: int, end: int) -> float:
-        found = cost(stage, begin, end)
-        return found**2 if found <= limit else math.inf
+        costs = cost(stage, begin, end)
+        return costs**2 if costs <= limit else math.inf
 
     return _least(len(blocks), stages, square, lambda before, own: before + own)[1]
 

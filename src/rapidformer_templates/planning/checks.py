@@ -62,7 +62,7 @@ def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
         return [(name, f", which {why}") for name, why in side.items() if name in request.active]
     if callable(side):
         return [(name, "") for name, switch in request.active.items() if side(switch)]
-    return [found for name in side for found in _of_side(request, name)]
+    return [finding for name in side for finding in _of_side(request, name)]
 
 
 def idle_alone(note: str) -> Callable[[Request], tuple[str, ...]]:

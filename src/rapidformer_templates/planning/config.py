@@ -241,22 +241,22 @@ def choices(options: Iterable[type]) -> dict[str, set[str]]:
 
 
 def _merged(
-    places: Iterable[Mapping[str, tuple[Any, str]]], excluding: Mapping[str, set[str]]
+    sources: Iterable[Mapping[str, tuple[Any, str]]], excluding: Mapping[str, set[str]]
 ) -> tuple[dict[str, tuple[Any, str]], tuple[str, ...]]:
     """The values of several places, from the lowest to the highest, and a line for each choice that was replaced."""
     values: dict[str, tuple[Any, str]] = {}
     lines = []
-    for place in places:
-        for name, (value, origin) in place.items():
+    for source in sources:
+        for name, (value, origin) in source.items():
             if value in (None, False):
                 continue  # turned off: nothing is chosen
-            for other in sorted(excluding.get(name, set()) & values.keys() - place.keys()):
+            for other in sorted(excluding.get(name, set()) & values.keys() - source.keys()):
                 old, earlier = values.pop(other)
                 if old not in (None, False):
                     lines.append(
                         f"{_shown(name, value)} ({origin}) takes the place of {_shown(other, old)} ({earlier})"
                     )
-        values.update(place)
+        values.update(source)
     return values, tuple(lines)
 
 

@@ -67,19 +67,19 @@ def installed_packages() -> dict[str, str]:
     ``onnxruntime-gpu`` brings the same module. ``apex`` counts only when it is Nvidia's: the package of that
     name in the public index is something else and has no ``apex.optimizers``.
     """
-    found = {}
+    versions = {}
     for name in OPTIONAL_PACKAGES:
         if importlib.util.find_spec(name) is None:
             continue
         if name == "apex" and importlib.util.find_spec("apex.optimizers") is None:
             continue
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
+            versions[name] = "unknown"
         else:
-            found[name] += "+cpu" if name == "onnxruntime" else ""
-    return found
+            versions[name] += "+cpu" if name == "onnxruntime" else ""
+    return versions
 
 
 def find_cxx() -> str | None:

@@ -48,12 +48,12 @@ CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 LAMB = "rapidformer_templates.switches.optimizer.lamb.Lamb"
 TORCHAO = "pip install torchao"
 # OSS and pipeline stages keep each one whole.
-CUTS_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "distributed-optimizer", "tensor-parallel"})
+DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "distributed-optimizer", "tensor-parallel"})
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
     "apex_adam": OptimizerFacts("apex.optimizers.FusedAdam", 8, stand_in=FUSED_ADAMW),
     "apex_lamb": OptimizerFacts(
-        "apex.optimizers.FusedLAMB", 8, stand_in=LAMB, cpu_form=False, not_under=CUTS_PARAMETERS
+        "apex.optimizers.FusedLAMB", 8, stand_in=LAMB, cpu_form=False, not_under=DIVIDES_PARAMETERS
     ),
     "adamw_torch": OptimizerFacts("torch.optim.AdamW", 8),
     "adamw_torch_fused": OptimizerFacts(FUSED_ADAMW, 8),
@@ -61,35 +61,35 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         "apex.optimizers.FusedAdam", 8, "apex", APEX, needs_cuda=True, cpu_form=False, not_under=frozenset({"fsdp"})
     ),
     # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes for each element of a vector.
-    "adafactor": OptimizerFacts("torch.optim.Adafactor", 0.01, not_under=CUTS_PARAMETERS, has_betas=False),
+    "adafactor": OptimizerFacts("torch.optim.Adafactor", 0.01, not_under=DIVIDES_PARAMETERS, has_betas=False),
     "adamw_bnb_8bit": OptimizerFacts(
         "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
         2.03,
         "bitsandbytes",
         "pip install bitsandbytes",
         cpu_since=(0, 50),
-        not_under=CUTS_PARAMETERS,
+        not_under=DIVIDES_PARAMETERS,
     ),
     "adamw_torch_8bit": OptimizerFacts(
         "rapidformer_templates.switches.optimizer.torchao_adamw.TorchAOAdamW8bit",
         2.03,
         "torchao",
         TORCHAO,
-        not_under=CUTS_PARAMETERS,
+        not_under=DIVIDES_PARAMETERS,
     ),
     "adamw_torch_4bit": OptimizerFacts(
         "rapidformer_templates.switches.optimizer.torchao_adamw.TorchAOAdamW4bit",
         1.06,
         "torchao",
         TORCHAO,
-        not_under=CUTS_PARAMETERS,
+        not_under=DIVIDES_PARAMETERS,
     ),
     "adamw_anyprecision": OptimizerFacts("rapidformer_templates.switches.optimizer.anyprecision.AnyPrecisionAdamW", 4),
-    "lamb": OptimizerFacts(LAMB, 8, cpu_form=False, not_under=CUTS_PARAMETERS),
+    "lamb": OptimizerFacts(LAMB, 8, cpu_form=False, not_under=DIVIDES_PARAMETERS),
     "muon": OptimizerFacts(
         "rapidformer_templates.switches.optimizer.muon.Muon",
         4,
-        not_under=CUTS_PARAMETERS,
+        not_under=DIVIDES_PARAMETERS,
         groups="rapidformer_templates.switches.optimizer.muon:groups_of",
     ),
 }

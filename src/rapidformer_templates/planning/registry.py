@@ -81,7 +81,7 @@ class Registry:
         Raises:
             ConfigError: a file cannot be used.
         """
-        return reduce(lambda found, switch: switch.adopt(found) if switch.adopt else found, self.switches, config)
+        return reduce(lambda adopted, switch: switch.adopt(adopted) if switch.adopt else adopted, self.switches, config)
 
     def without(self, code: str) -> Registry:
         """This registry without the rule of that code: what the test of a rule compares with."""
@@ -99,14 +99,14 @@ def _by_code(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 def _discover() -> tuple[Switch, ...]:
     """The switches of every file in the folder of switches, of the ``declaration`` of every folder, and of others."""
-    found: list[Switch] = []
+    switches: list[Switch] = []
     folder = importlib.import_module(SWITCHES)
     for module in pkgutil.iter_modules(folder.__path__, f"{SWITCHES}."):
-        found += importlib.import_module(f"{module.name}.declaration" if module.ispkg else module.name).SWITCHES
+        switches += importlib.import_module(f"{module.name}.declaration" if module.ispkg else module.name).SWITCHES
     for point in entry_points(group=SWITCHES):
-        found += _declared_by(point)
-    _check_unique(found)
-    return tuple(sorted(found, key=lambda switch: (switch.stage, switch.name)))
+        switches += _declared_by(point)
+    _check_unique(switches)
+    return tuple(sorted(switches, key=lambda switch: (switch.precedence, switch.name)))
 
 
 def _declared_by(point: EntryPoint) -> tuple[Switch, ...]:

@@ -73,11 +73,11 @@ def model_facts(config: RunConfig) -> ModelFacts:
     Raises:
         ModelError: that file is not a JSON object.
     """
-    found = _read_config(config.model.pretrained_model_name_or_path)
-    kind = found.get("model_type") if found else config.model.model_type
+    content = _read_config(config.model.pretrained_model_name_or_path)
+    kind = content.get("model_type") if content else config.model.model_type
     facts: dict[str, Any] = {}
     for name, keys in CONFIG_KEYS.items():
-        in_file = next((found[key] for key in keys if isinstance(found.get(key), int)), None)
+        in_file = next((content[key] for key in keys if isinstance(content.get(key), int)), None)
         asked = getattr(config.model, name, None)
         facts[name] = in_file if asked is None else asked
     return ModelFacts(model_type=kind if isinstance(kind, str) else None, **facts)
@@ -88,9 +88,9 @@ def _read_config(folder: str | None) -> dict[str, Any]:
     if file is None or not file.is_file():
         return {}  # a name on the hub, or a folder that loading the model will speak about
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}", where="--pretrained-model-name-or-path") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ModelError(f"{file} does not hold a JSON object", where="--pretrained-model-name-or-path")
-    return found
+    return content

@@ -42,8 +42,8 @@ def resolve(
         works = tuple(to_suggestion(path) for path in nearest(request, registry))
         raise Refused(
             [
-                Diagnostic(rule.code, found.message, rule.why, rule.source, found.asked, works)
-                for rule, found in refusals
+                Diagnostic(rule.code, finding.message, rule.why, rule.source, finding.asked, works)
+                for rule, finding in refusals
             ]
         )
     return plan_of(request, registry)

@@ -36,7 +36,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
     with the fewest ways out. Each set returned has been resolved.
     """
     frontier: list[tuple[float, int, Path]] = [(0.0, 0, ())]
-    order = itertools.count(1)
+    tie_breaker = itertools.count(1)
     seen: set[frozenset[tuple[str, Any]]] = set()
     found: list[Path] = []
     nearest_cost = 0.0
@@ -57,7 +57,7 @@ def nearest(request: Request, registry: Registry, limit: int = 3) -> list[Path]:
             state = frozenset(_values(longer).items())
             if not _overlap(path, change) and state not in seen:
                 seen.add(state)
-                heapq.heappush(frontier, (cost + change.cost, next(order), longer))
+                heapq.heappush(frontier, (cost + change.cost, next(tie_breaker), longer))
     return found or [_take_out(request, registry)]
 
 
@@ -94,7 +94,7 @@ def _changes(request: Request, finding: Finding, registry: Registry) -> list[Cha
     changes = list(finding.changes)
     for name in finding.switches:
         switch = request.active[name]
-        changes += [_in_place(switch, other) for other in _relatives(request, switch, registry)]
+        changes += [_exchanged(switch, other) for other in _relatives(request, switch, registry)]
         changes.append(drop(_given(request, switch)))
     return sorted(changes, key=lambda change: change.cost)
 
@@ -106,7 +106,7 @@ def _relatives(request: Request, switch: Switch, registry: Registry) -> list[Swi
     return [other for other in registry.switches if other.family == switch.family and other != switch]
 
 
-def _in_place(switch: Switch, other: Switch) -> Change:
+def _exchanged(switch: Switch, other: Switch) -> Change:
     difference = len(switch.claims ^ other.claims)
     note = f"in place of {switch.name}"
     if switch.family == PARTITIONING:
@@ -130,9 +130,9 @@ def _values(path: Sequence[Change]) -> dict[str, Any]:
     return values
 
 
-def _is_nearer(found: Sequence[Change], path: Sequence[Change]) -> bool:
-    """Whether ``path``, which costs no less, only adds to ``found`` or gives up the same switches."""
-    mine, its = _values(found), _values(path)
+def _is_nearer(changes: Sequence[Change], path: Sequence[Change]) -> bool:
+    """Whether ``path``, which costs no less, only adds to ``changes`` or gives up the same switches."""
+    mine, its = _values(changes), _values(path)
     given_up, its_given_up = ({name for name, value in values.items() if not value} for values in (mine, its))
     return mine.items() <= its.items() or bool(given_up and given_up == its_given_up)
 

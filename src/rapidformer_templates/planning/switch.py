@@ -15,8 +15,8 @@ from rapidformer_templates.planning.plan import Plan, Sizes
 TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
 
 
-class Stage(enum.IntEnum):
-    """The order in which active switches are applied, first to last."""
+class Precedence(enum.IntEnum):
+    """When a switch is applied: before those of a higher number."""
 
     DATA = 0  # shapes the batches, before there is a model
     PARTITION = 1  # pipeline: cut the model while its blocks are still plain modules
@@ -28,7 +28,7 @@ class Stage(enum.IntEnum):
     COMPILE = 7  # torch.compile: sees the checkpointed blocks
     PRECISION = 8  # the type that the engine computes in
     OPTIMIZER = 9  # the update rule that the engine will build
-    SHARD = 10  # the engine: wraps or shards what the other stages left
+    SHARD = 10  # the engine: wraps or shards what the others left
 
 
 class Resource(enum.Enum):
@@ -253,7 +253,7 @@ class Switch:
         name: as in the plan, such as ``zero-3``.
         summary: one line of what it does and through which package.
         source: where it is documented.
-        stage: its place in the order of application.
+        precedence: when it is applied, among those that are on.
         options: dataclass of its flags; flags, help and docs are derived from it.
         predicts: what the planner makes of it.
         family: switches that can stand for one another, such as ``partitioning``.
@@ -289,7 +289,7 @@ class Switch:
     name: str
     summary: str
     source: str
-    stage: Stage
+    precedence: Precedence
     options: type
     predicts: Prediction
     acted: Callable[[Measured], str | None]

@@ -120,11 +120,11 @@ def _schedule_fits(request: Request) -> list[Finding]:
             message = f"a warmup of {warmup} steps is longer than the {end} steps of {spelling(name)}"
             changes = (replace({"lr_warmup_iters": end // 10}), drop({"lr_warmup_iters": None}))
             findings.append(Finding(message, request.asked("lr_warmup_iters", name), changes=changes))
-    return findings + _stages_fit(request)
+    return findings + _decay_fits(request)
 
 
-def _stages_fit(request: Request) -> list[Finding]:
-    """The last stage of warmup_stable_decay begins after the warmup."""
+def _decay_fits(request: Request) -> list[Finding]:
+    """The decay of warmup_stable_decay begins after the warmup."""
     training = request.config.training
     ends = [request.config.get(name) for name in ("lr_decay_iters", "train_iters")]
     end = next((steps for steps in ends if steps is not None), None)

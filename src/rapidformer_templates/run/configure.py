@@ -99,10 +99,10 @@ def chosen_layout(config: RunConfig) -> dict[str, str]:
 
 def _environment(template: type[Template], config: RunConfig) -> Environment:
     """The place in which this process, or the workers that it will start, train."""
-    return place_of(template, config, None if is_worker() else config.launch.nproc_per_node)
+    return environment_of(template, config, None if is_worker() else config.launch.nproc_per_node)
 
 
-def place_of(
+def environment_of(
     template: type[Template], config: RunConfig, world_size: int | None, local_world_size: int | None = None
 ) -> Environment:
     """The place in which so many workers train a template; None asks the environment of this process."""

@@ -61,13 +61,13 @@ def show_plan(plan: Plan) -> None:
 
 def versions() -> dict[str, str]:
     """Python, and the packages that a run's results may depend on."""
-    found = {"python": platform.python_version()}
+    versions_by_package = {"python": platform.python_version()}
     for name in ("rapidformer_templates", *REPORTED_PACKAGES):
         try:
-            found[name] = version(name)
+            versions_by_package[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_by_package
 
 
 def summarise(

@@ -19,7 +19,7 @@ from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.traces import without_trace
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.label_use import can_be_tried, label_use
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.registry import REGISTRY, load_object
@@ -228,7 +228,7 @@ def _build_engine(template: Template, workers: Workers) -> Engine:
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.transform:
             options = config.switches[switch.name]
-            building = Building(find_layout(model), options, plan, workers, partial(_loss_of_one, template))
+            building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
             model = load_object(switch.transform)(model, building)
             del building
     if config.training.neftune_alpha:

@@ -241,10 +241,10 @@ class Loop:
         with self._located(step):
             return self.engine.train_batch(microbatches, targets, self.schedule(step))
 
-    def _settle(self) -> None:
+    def _hear_all(self) -> None:
         """Nothing is written of a step before it is known to be right."""
         with self._located(self.position.step - 1):
-            self.engine.settle()
+            self.engine.hear_all()
 
     @contextlib.contextmanager
     def _located(self, newest: int) -> Iterator[None]:
@@ -266,7 +266,7 @@ class Loop:
         return "go on with --resume" if self.folder else "nothing was saved: there is no --save"
 
     def _log(self, result: StepResult, step: int) -> None:
-        self._settle()
+        self._hear_all()
         line = {
             "step": step + 1,
             "epoch": round(self.order.epoch(step + 1), 6),
@@ -285,7 +285,7 @@ class Loop:
 
     def _evaluate(self) -> dict[str, float]:
         assert self.evaluator is not None
-        self._settle()
+        self._hear_all()
         with self.meter.paused():
             metrics = self.evaluator.evaluate()
         step = self.position.step
@@ -324,7 +324,7 @@ class Loop:
     def _save(self) -> None:
         if self.folder is None:
             return
-        self._settle()
+        self._hear_all()
         with self.meter.paused():
             if self.metrics:
                 self.metrics.sync()

@@ -71,8 +71,8 @@ def hook(*acting: str) -> Callable[[F], F]:
 def hooks_of(template: type) -> dict[str, frozenset[str]]:
     """The flags that act through each hook's default, by the hook's name."""
     base = _library_base(template)
-    found = {name: getattr(method, "acting_flags", None) for name, method in vars(base).items()}
-    return {name: flags for name, flags in found.items() if flags is not None}
+    flags_by_hook = {name: getattr(method, "acting_flags", None) for name, method in vars(base).items()}
+    return {name: flags for name, flags in flags_by_hook.items() if flags is not None}
 
 
 def own_hooks(template: type) -> list[str]:
@@ -116,7 +116,7 @@ def check_names(template: type) -> None:
             if meant:
                 raise ConfigError(
                     f"{kind.__name__}.{name} is no hook, and nothing would call it",
-                    where=_place(kind, value),
+                    where=_file_and_line(kind, value),
                     hint=f"did you mean {meant}? a method of your own may begin with an underscore: _{name}",
                 )
 
@@ -137,7 +137,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _place(kind: type, value: Any) -> str:
+def _file_and_line(kind: type, value: Any) -> str:
     code = getattr(getattr(value, "__func__", None) or getattr(value, "fget", None) or value, "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else kind.__module__
 
@@ -148,7 +148,7 @@ def idle_flags(template: type, config: RunConfig) -> tuple[str, ...]:
     None is made of a flag that the script's own code names: it reads it by itself.
     """
     base, hooks = _library_base(template), hooks_of(template)
-    own = [name for name in hooks if _takes_the_place(getattr(template, name), getattr(base, name))]
+    own = [name for name in hooks if _overrides(getattr(template, name), getattr(base, name))]
     acting = frozenset[str]().union(*(flags for name, flags in hooks.items() if name not in own))
     named = frozenset(_names_in(template)) if own else frozenset()
     notes = []
@@ -161,7 +161,7 @@ def idle_flags(template: type, config: RunConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _takes_the_place(method: Any, default: Any) -> bool:
+def _overrides(method: Any, default: Any) -> bool:
     """Whether a method is a script's own and does not call the default, or what that calls."""
     if method is default:
         return False

@@ -75,11 +75,11 @@ class Profile:
     def _write(self, recorder: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         recorder.export_chrome_trace(str(self.folder / "trace.json"))
-        found = summary(list(recorder.events() or []), self.steps)
-        write_json(self.folder / "summary.json", found)
+        measured = summary(list(recorder.events() or []), self.steps)
+        write_json(self.folder / "summary.json", measured)
         by = "self_device_time_total" if self._gpu else "self_cpu_time_total"
         table = recorder.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
-        (self.folder / "table.txt").write_text(f"{describe(found)}\n\n{table}\n", encoding="utf-8")
+        (self.folder / "table.txt").write_text(f"{describe(measured)}\n\n{table}\n", encoding="utf-8")
 
 
 def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
@@ -94,8 +94,10 @@ def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
     operators = _union(_interval(e) for e in host if e.name.startswith(("aten::", "c10d::")))
     parts = {name: [_interval(e) for e in host if e.name == name] for name in (DATA, EXCHANGE, TRAIN)}
     wall = _length(whole)
-    outside = {name: _length(found) - _length(_cut(operators, found)) for name, found in parts.items()}
-    in_operators = _length(_cut(operators, whole))
+    outside = {
+        name: _length(intervals) - _length(_intersection(operators, intervals)) for name, intervals in parts.items()
+    }
+    in_operators = _length(_intersection(operators, whole))
     rest = wall - in_operators - sum(outside.values())
     result: dict[str, Any] = {
         "steps": steps,
@@ -115,28 +117,28 @@ def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:
     return result
 
 
-def describe(found: dict[str, Any]) -> str:
+def describe(measured: dict[str, Any]) -> str:
     """The summary in words."""
-    waits = ", ".join(f"{name} {count:g}" for name, count in found["host_waits_a_step"].items() if count) or "none"
+    waits = ", ".join(f"{name} {count:g}" for name, count in measured["host_waits_a_step"].items() if count) or "none"
     lines = [
-        f"{found['steps']} steps of {found['step_ms']} ms",
-        f"  in operators             {found['operators_ms']:>10} ms",
-        f"  waiting for data         {found['waiting_for_data_ms']:>10} ms",
-        f"  exchange between workers {found['exchange_between_workers_ms']:>10} ms",
-        f"  Python and the rest      {found['python_ms']:>10} ms",
-        f"  outside of operators     {found['outside_operators_share']:>10.1%}",
+        f"{measured['steps']} steps of {measured['step_ms']} ms",
+        f"  in operators             {measured['operators_ms']:>10} ms",
+        f"  waiting for data         {measured['waiting_for_data_ms']:>10} ms",
+        f"  exchange between workers {measured['exchange_between_workers_ms']:>10} ms",
+        f"  Python and the rest      {measured['python_ms']:>10} ms",
+        f"  outside of operators     {measured['outside_operators_share']:>10.1%}",
         f"  host reads and waits a step: {waits}",
     ]
-    if "device_idle_share" in found:
-        lines.insert(1, f"  device busy              {found['device_busy_ms']:>10} ms")
-        lines.insert(2, f"  device idle              {found['device_idle_share']:>10.1%}")
+    if "device_idle_share" in measured:
+        lines.insert(1, f"  device busy              {measured['device_busy_ms']:>10} ms")
+        lines.insert(2, f"  device idle              {measured['device_idle_share']:>10.1%}")
     return "\n".join(lines)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """The summary that a run has written."""
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return found
+    run_summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return run_summary
 
 
 def _is_mark(event: Any) -> bool:
@@ -159,7 +161,7 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def _cut(intervals: Sequence[Interval], frames: Sequence[Interval]) -> list[Interval]:
+def _intersection(intervals: Sequence[Interval], frames: Sequence[Interval]) -> list[Interval]:
     """What of ``intervals`` lies in ``frames``; neither has overlaps of its own."""
     return [(max(a, x), min(b, y)) for a, b in intervals for x, y in frames if min(b, y) > max(a, x)]
 

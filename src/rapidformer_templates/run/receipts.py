@@ -21,7 +21,7 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import SwitchDidNothing
-from rapidformer_templates.models.blocks import find_layout, shape_of
+from rapidformer_templates.models.blocks import find_blocks, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured
@@ -161,9 +161,9 @@ class Receipts:
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
             "matmul_precision": torch.get_float32_matmul_precision,
             "optimizer_is_fused": lambda: any(group.get("fused") for group in engine.optimizer.param_groups),
-            "blocks": lambda: list(find_layout(engine.model).blocks),
+            "blocks": lambda: list(find_blocks(engine.model)),
             "swapped_bytes": lambda: getattr(engine, "swapped_bytes", 0),
-            "layout": lambda: engine.workers.layout,
+            "layout": lambda: engine.workers.dimensions,
         }
         always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
@@ -200,8 +200,8 @@ class Receipts:
         template = self.template
         hooks = frozenset(own_hooks(type(template)))
         measured = Measured(template.plan, template.config, self._by_rank(), hooks)
-        found = {switch.name: switch.acted(measured) for switch in self.switches}
-        missing = {name: finding for name, finding in found.items() if finding}
+        acted = {switch.name: switch.acted(measured) for switch in self.switches}
+        missing = {name: finding for name, finding in acted.items() if finding}
         if missing:
             asked = [f"{spelling(name)} ({template.config.origin(name)})" for s in missing for name in REGISTRY[s].on]
             raise SwitchDidNothing(missing, where=", ".join(asked))
@@ -210,7 +210,7 @@ class Receipts:
         """What was measured, each by the first rank that has it, and the bytes of each; every rank must call it."""
         ranks = self._by_rank()
         values: dict[str, Any] = {}
-        for found in reversed(ranks):
-            values |= {name: value for name, value in found.items() if name not in INTERNAL and value is not None}
-        held = [{name: found[name] for name in HELD if name in found} for found in ranks]
+        for of_rank in reversed(ranks):
+            values |= {name: value for name, value in of_rank.items() if name not in INTERNAL and value is not None}
+        held = [{name: of_rank[name] for name in HELD if name in of_rank} for of_rank in ranks]
         return values | {"held_bytes_by_rank": held}

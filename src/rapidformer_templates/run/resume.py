@@ -93,17 +93,17 @@ def _newest(root: Path, workers: Workers) -> Path | None:
     Raises:
         CheckpointError: there are some, and none is whole.
     """
-    found, passed_over = newest_whole(root, workers)
+    newest, passed_over = newest_whole(root, workers)
     for line in passed_over:
         say(workers, f"passed over {line}", loud=True)
-    if found is not None:
-        say(workers, f"going on from {found}")
+    if newest is not None:
+        say(workers, f"going on from {newest}")
     elif passed_over:
         raise CheckpointError(
             f"no checkpoint in {root} is whole: {'; '.join(passed_over)}",
             hint="start anew with --overwrite, or put a copy there",
         )
-    return found
+    return newest
 
 
 def _to_load(path: Path, workers: Workers) -> Path:
@@ -112,10 +112,10 @@ def _to_load(path: Path, workers: Workers) -> Path:
         if problem:
             raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(path))
         return path
-    found = _newest(path / "checkpoints", workers)
-    if found is None:
+    newest = _newest(path / "checkpoints", workers)
+    if newest is None:
         raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with one", where="--load")
-    return found
+    return newest
 
 
 def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Workers) -> dict[str, Any] | None:
@@ -182,7 +182,7 @@ def _check_base(reader: Reader, fresh: Position, path: Path) -> None:
 
 def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers) -> None:
     saved = reader.state.get("layout", [1, reader.state["world"], 1])
-    if saved == workers.layout:
+    if saved == workers.dimensions:
         restore(*reader.random_state(workers.rank))
         return
     # Other workers have other streams of random numbers; seeded by the step, they repeat no earlier ones.

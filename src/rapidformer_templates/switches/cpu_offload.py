@@ -14,11 +14,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Resource,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -41,9 +41,10 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _acted(measured: Measured) -> str | None:
     """On a CPU only DeepSpeed has something to do: its own class makes the updates of an offloaded Adam."""
-    places, rule = {place for places in measured.all("optimizer_state_device") for place in places}, "optimizer_class"
-    if places - {"cpu"}:
-        return f"optimizer state in host memory was expected; it is on {shown(sorted(places))}"
+    devices = {device for of_worker in measured.all("optimizer_state_device") for device in of_worker}
+    rule = "optimizer_class"
+    if devices - {"cpu"}:
+        return f"optimizer state in host memory was expected; it is on {shown(sorted(devices))}"
     if measured.plan.optimizer_implementation == CPU_ADAM and CPU_ADAM.rpartition(".")[2] not in str(measured[rule]):
         return f"updates by {CPU_ADAM} were expected; {measured[rule]} makes them"
     return None
@@ -78,7 +79,7 @@ SWITCHES = (
         name="cpu-offload",
         summary="Optimizer state in host memory; with ZeRO-3 also parameters.",
         source="[R, D]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=CpuOffloadFlags,
         predicts=Prediction(
             {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.acted import shared_out
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Prediction, Resource, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import Example, Precedence, Prediction, Resource, Rule, Switch
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ SWITCHES = (
         name="distributed-optimizer",
         summary="Shard optimizer state over the data-parallel workers, together with 3D parallelism.",
         source="[M]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=DistributedOptimizerFlags,
         predicts=Prediction(
             {

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 from rapidformer_templates.planning.changes import drop
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,7 +106,7 @@ SWITCHES = (
         name="frozen-parameters",
         summary="Leaves parameters as they are, by their names.",
         source="[rapidformer_templates]",
-        stage=Stage.STRUCTURE,
+        precedence=Precedence.STRUCTURE,
         options=FrozenFlags,
         active=lambda options, sizes: options.freeze is not None or options.train_only is not None,
         on={"freeze": "embed|wte|wpe"},

@@ -13,10 +13,10 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Rule,
-    Stage,
     Switch,
 )
 
@@ -71,7 +71,7 @@ SWITCHES = (
         name="gradient-accumulation",
         summary="Several micro batches an optimizer step: global batch / (micro batch × data-parallel size).",
         source="[R, S]",
-        stage=Stage.DATA,
+        precedence=Precedence.DATA,
         options=GradientAccumulationFlags,
         active=lambda options, sizes: sizes.accumulation > 1,
         on={"global_batch_size": 16},

@@ -11,7 +11,16 @@ from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 
 AMPERE = (8, 0)  # the first compute capability with bf16 and tf32 units
 
@@ -59,7 +68,7 @@ SWITCHES = (
         name="mixed-precision",
         summary="Matrix products in fp16 (with loss scaling) or bf16; weights and optimizer state stay fp32.",
         source="[R, S]",
-        stage=Stage.PRECISION,
+        precedence=Precedence.PRECISION,
         options=MixedPrecisionFlags,
         on={"mixed_precision": "bf16"},
         predicts=Prediction(

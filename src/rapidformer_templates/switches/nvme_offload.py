@@ -10,11 +10,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Resource,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -61,7 +61,7 @@ SWITCHES = (
         name="nvme-offload",
         summary="Optimizer state and parameters on a local disk (ZeRO-Infinity).",
         source="[D]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=NvmeOffloadFlags,
         on={"nvme_path": "/local_nvme"},
         predicts=Prediction(

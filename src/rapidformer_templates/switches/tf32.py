@@ -10,10 +10,10 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -50,8 +50,8 @@ def allow_tf32(model: nn.Module, building: Building) -> nn.Module:
 
 
 def _acted(measured: Measured) -> str | None:
-    found = measured["matmul_precision"]
-    return None if found == "high" else f"fp32 matrix products of precision high were expected; it is {found}"
+    precision = measured["matmul_precision"]
+    return None if precision == "high" else f"fp32 matrix products of precision high were expected; it is {precision}"
 
 
 SWITCHES = (
@@ -59,7 +59,7 @@ SWITCHES = (
         name="tf32",
         summary="fp32 matrix products through the tensor cores' tf32.",
         source="[S]",
-        stage=Stage.KERNEL,
+        precedence=Precedence.KERNEL,
         options=Tf32Flags,
         predicts=Prediction(
             unknown=always(time="products are as fast as DEVICE_TFLOPS says, which is assumed for fp32 without tf32")

@@ -180,8 +180,8 @@ def unbuffered(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write_at(descriptor: int, data: memoryview, place: int) -> None:
-    """Write all of ``data`` at ``place``; pages of a file from :func:`unbuffered`, any bytes of another.
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data`` at ``offset``; pages of a file from :func:`unbuffered`, any bytes of another.
 
     Raises:
         OSError: it cannot be written.
@@ -189,7 +189,7 @@ def write_at(descriptor: int, data: memoryview, place: int) -> None:
     through_cache = False
     while data:
         try:
-            count = os.pwrite(descriptor, data, place)
+            count = os.pwrite(descriptor, data, offset)
         except OSError as error:
             if error.errno != errno.EINVAL or through_cache:
                 raise
@@ -198,4 +198,4 @@ def write_at(descriptor: int, data: memoryview, place: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
             through_cache = True
             continue
-        data, place = data[count:], place + count
+        data, offset = data[count:], offset + count

@@ -73,7 +73,7 @@ class Workers:
         return self.rank // self.tensor
 
     @property
-    def layout(self) -> list[int]:
+    def dimensions(self) -> list[int]:
         """[stages, replicas, workers that share matrices]."""
         return [self.pipeline, self.data, self.tensor]
 

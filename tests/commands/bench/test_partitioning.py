@@ -19,12 +19,12 @@ from rapidformer_templates.commands.bench.tables import PARTITIONING
 from rapidformer_templates.switches.auto_strategy.state_bytes import (
     Facts,
     Held,
-    cut_each,
-    cut_each_on_disk,
-    cut_each_on_host,
-    cut_groups,
-    cut_groups_on_host,
-    cut_in_rows,
+    divided_groups,
+    divided_groups_on_host,
+    divided_in_rows,
+    each_divided,
+    each_divided_on_disk,
+    each_divided_on_host,
     owned,
     owned_with_gradients,
     replicated,
@@ -53,31 +53,31 @@ def test_oss_gives_each_parameter_to_whoever_has_fewest() -> None:
 def test_fsdp_fills_up_what_cannot_be_halved() -> None:
     # Halves of 10 rows of four, 3 numbers, 5 rows of four, 5 numbers: room for the larger, states of what is there.
     first, second = 20 + 2 + 12 + 3, 20 + 1 + 8 + 2
-    assert cut_in_rows(FEW, 2, 4) == [Held(4 * first, 4 * first, 8 * count + 16) for count in (first, second)]
+    assert divided_in_rows(FEW, 2, 4) == [Held(4 * first, 4 * first, 8 * count + 16) for count in (first, second)]
 
 
 def test_zero_1_and_2_hold_masters_beside_whole_parameters() -> None:
     # Groups of 60 and 8: parts of 30 and 4. The first parameter of each group is cut, and its gradient whole in both.
     first = Held(272, 4 * (40 + 3 + 5), 12 * 34 + 8)
     second = Held(272, 4 * (40 + 20 + 5), 12 * 34 + 8)
-    assert cut_groups(FEW, 2, 4) == [first, second]
-    assert cut_groups_on_host(FEW, 2, 4) == [Held(272, 4 * 34, 12 * 34)] * 2
-    assert cut_groups(FEW, 2, 2)[0].parameters == 2 * 68
+    assert divided_groups(FEW, 2, 4) == [first, second]
+    assert divided_groups_on_host(FEW, 2, 4) == [Held(272, 4 * 34, 12 * 34)] * 2
+    assert divided_groups(FEW, 2, 2)[0].parameters == 2 * 68
 
 
 def test_zero_3_cuts_everything_and_keeps_what_is_small() -> None:
     share = 20 + 2 + 10 + 3
-    assert cut_each(FEW, 2, 4) == [Held(4 * (share + 68), 4 * share, 12 * share + 8)] * 2
-    assert cut_each_on_host(FEW, 2, 4) == [Held(4 * (share + 68), 8 * share, 12 * share)] * 2
-    assert cut_each(FEW, 2, 2) == [Held(2 * (share + 68), 2 * share, 12 * share + 8)] * 2
+    assert each_divided(FEW, 2, 4) == [Held(4 * (share + 68), 4 * share, 12 * share + 8)] * 2
+    assert each_divided_on_host(FEW, 2, 4) == [Held(4 * (share + 68), 8 * share, 12 * share)] * 2
+    assert each_divided(FEW, 2, 2) == [Held(2 * (share + 68), 2 * share, 12 * share + 8)] * 2
     large = [Facts((1000, 1000), True)]
-    assert cut_each(large, 4, 4)[0].parameters == 1_000_000
+    assert each_divided(large, 4, 4)[0].parameters == 1_000_000
 
 
 def test_nvme_leaves_small_groups_in_memory() -> None:
     large, small = Facts((1024, 1024), True), Facts((512,), False)
     # 524,288 elements of the first group are on the disk, 256 of the second are not.
-    assert cut_each_on_disk([large, small], 2, 4) == [Held(4 * (524_544 + 512), 4 * (524_544 + 256), 12 * 256)] * 2
+    assert each_divided_on_disk([large, small], 2, 4) == [Held(4 * (524_544 + 512), 4 * (524_544 + 256), 12 * 256)] * 2
 
 
 def test_each_partitioning_approaches_its_share() -> None:

@@ -21,7 +21,7 @@ from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.data.pretraining import sentence_pairs
 from rapidformer_templates.data.pretraining.masking import MaskTokens
 from rapidformer_templates.data.pretraining.sentence_pairs import (
-    _cut_at_random,
+    _truncate_at_random,
     lay_out,
     truncated_lengths,
 )
@@ -112,7 +112,7 @@ def test_truncation_takes_from_the_longer_one() -> None:
 
 def test_each_token_too_many_goes_from_either_end() -> None:
     generator = np.random.default_rng(5)
-    fronts = np.asarray([_cut_at_random(np.arange(20), 12, generator)[0] for _ in range(4000)])
+    fronts = np.asarray([_truncate_at_random(np.arange(20), 12, generator)[0] for _ in range(4000)])
     counts = Counter(fronts.tolist())
     for front in range(9):
         share = math.comb(8, front) / 2**8

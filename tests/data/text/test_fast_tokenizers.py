@@ -23,7 +23,7 @@ from rapidformer_templates.data.text.fast_tokenizers import (
     hard_texts,
     proven,
 )
-from rapidformer_templates.data.text.preprocess import Made, cut
+from rapidformer_templates.data.text.preprocess import Made, split_files
 from rapidformer_templates.errors import DataError
 from tests.support.texts import TEXTS, files_of
 
@@ -60,7 +60,7 @@ def test_a_difference_is_found(recipe: Recipe, corpus: Path, monkeypatch: pytest
     monkeypatch.setattr(Gigatoken, "ids", Whole.ids, raising=False)
     monkeypatch.setattr(Gigatoken, "__call__", _hands_out_wrong_ids(50))
     encoder = Encoder(Recipe(recipe.tokenizer, "uint16", 0, way="gigatoken"))
-    first, *_, last = cut([corpus], ["text"], 20, check_all=True)
+    first, *_, last = split_files([corpus], ["text"], 20, check_all=True)
     assert encoder(first).compared == sum(reference(TEXTS[:20])[1])
     with pytest.raises(Differs, match=r"it gives other tokens in .*corpus.jsonl, text 20: '"):
         encoder(last)

@@ -18,7 +18,7 @@ from rapidformer_templates.data.text import fast_tokenizers, preprocess
 from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
 from rapidformer_templates.data.text.fast_tokenizers import Whole
 from rapidformer_templates.data.text.files import Span
-from rapidformer_templates.data.text.preprocess import AHEAD, Made, cut
+from rapidformer_templates.data.text.preprocess import AHEAD, Made, split_files
 from rapidformer_templates.errors import DataError
 from tests.support.indexed_sets import contents
 from tests.support.texts import TEXTS, files_of, write_jsonl
@@ -162,13 +162,13 @@ def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., Made], recipe: Reci
 
 def test_parts_of_a_file_are_whole_lines(tmp_path: Path) -> None:
     lines = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * n} for n in range(50)])
-    jobs = list(cut([lines], ["text"], 7))
+    jobs = list(split_files([lines], ["text"], 7))
     assert b"".join(job.part.read(lines).read() for job in jobs) == lines.read_bytes()
     assert [job.part.line for job in jobs] == list(range(1, 51, 7))
     assert sum(job.bytes for job in jobs) == lines.stat().st_size
     text = tmp_path / "a.txt"
     text.write_text("".join(f"first {n}\nsecond\n\n" for n in range(9)) + "last")
-    jobs = list(cut([text], ["text"], 2))
+    jobs = list(split_files([text], ["text"], 2))
     parts = [job.part.read(text).read().decode() for job in jobs]
     assert "".join(parts) == text.read_text()
     assert [part.count("first") for part in parts] == [2, 2, 2, 2, 1]
@@ -177,8 +177,8 @@ def test_parts_of_a_file_are_whole_lines(tmp_path: Path) -> None:
 
 def test_every_64th_part_is_checked(tmp_path: Path) -> None:
     lines = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}] * 130)
-    assert [n for n, job in enumerate(cut([lines], ["text"], 1)) if job.check] == [0, 64, 128]
-    assert all(job.check for job in cut([lines], ["text"], 1, check_all=True))
+    assert [n for n, job in enumerate(split_files([lines], ["text"], 1)) if job.check] == [0, 64, 128]
+    assert all(job.check for job in split_files([lines], ["text"], 1, check_all=True))
 
 
 def test_few_parts_are_under_way(corpus: Path, recipe: Recipe) -> None:
@@ -186,7 +186,7 @@ def test_few_parts_are_under_way(corpus: Path, recipe: Recipe) -> None:
 
     def jobs() -> Iterator[Job]:
         nonlocal taken
-        for job in cut([corpus], ["text"], 1):
+        for job in split_files([corpus], ["text"], 1):
             taken += 1
             yield job
 

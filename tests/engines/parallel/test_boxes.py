@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rapidformer_templates.engines.parallel.boxes import boxes_of, cut, local_boxes, local_shape, whole_shape
+from rapidformer_templates.engines.parallel.boxes import boxes_of, local_boxes, local_shape, local_values, whole_shape
 
 WHOLE = torch.arange(7 * 12 * 5.0).view(7, 12, 5)
 
@@ -19,7 +19,7 @@ WHOLE = torch.arange(7 * 12 * 5.0).view(7, 12, 5)
 def test_a_shard_is_what_chunk_gives(dim: int, size: int) -> None:
     chunks = WHOLE.chunk(size, dim)
     for rank in range(size):
-        part = cut(WHOLE, [Shard(dim)], [size], [rank])
+        part = local_values(WHOLE, [Shard(dim)], [size], [rank])
         expected = chunks[rank] if rank < len(chunks) else WHOLE.narrow(dim, 0, 0)
         assert torch.equal(part, expected)
         assert local_shape(tuple(WHOLE.shape), [Shard(dim)], [size], [rank]) == tuple(expected.shape)
@@ -30,7 +30,7 @@ def test_of_fused_parts_a_rank_has_a_share_of_each(parts: int, size: int) -> Non
     placement = _StridedShard(1, split_factor=parts)
     for rank in range(size):
         expected = torch.cat([part.chunk(size, 1)[rank] for part in WHOLE.chunk(parts, 1)], 1)
-        assert torch.equal(cut(WHOLE, [placement], [size], [rank]), expected)
+        assert torch.equal(local_values(WHOLE, [placement], [size], [rank]), expected)
         assert len(boxes_of(tuple(WHOLE.shape), [placement], [size], [rank])) == parts
 
 
@@ -44,7 +44,7 @@ def test_the_boxes_of_all_ranks_fill_the_whole_once(placements: list) -> None:
     counts = torch.zeros_like(WHOLE)
     rebuilt = torch.zeros_like(WHOLE)
     for coordinate in itertools.product(range(2), range(3)):
-        part = cut(WHOLE, placements, [2, 3], coordinate)
+        part = local_values(WHOLE, placements, [2, 3], coordinate)
         held = 0
         for box in boxes_of(tuple(WHOLE.shape), placements, [2, 3], coordinate):
             rebuilt[box.whole] = part[box.local]
@@ -64,7 +64,7 @@ def test_a_plain_tensor_is_one_box_and_a_scalar_too() -> None:
 
 def test_an_empty_shard_has_no_box() -> None:
     assert boxes_of((3, 2), [Shard(0)], [4], [3]) == []
-    assert cut(torch.ones(3, 2), [Shard(0)], [4], [3]).shape == (0, 2)
+    assert local_values(torch.ones(3, 2), [Shard(0)], [4], [3]).shape == (0, 2)
 
 
 def test_parts_that_do_not_divide_are_refused() -> None:

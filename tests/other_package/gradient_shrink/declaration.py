@@ -9,10 +9,10 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Rule,
-    Stage,
     Switch,
 )
 
@@ -46,7 +46,7 @@ SWITCHES = (
         name="gradient-shrink",
         summary="Multiply what the input sends back to the word embeddings by a factor (GLM-130B).",
         source="[gradient-shrink]",
-        stage=Stage.KERNEL,
+        precedence=Precedence.KERNEL,
         options=GradientShrinkFlags,
         active=lambda options, sizes: options.embedding_gradient_shrink is not None,
         on={"embedding_gradient_shrink": 0.1},

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from rapidformer_templates.engines.contract import Piece
 from rapidformer_templates.errors import CheckpointError
-from rapidformer_templates.models.blocks import canonical_name, find_layout
+from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint import tensor_file
@@ -416,4 +416,4 @@ def test_blocks_are_found_without_a_list_of_names() -> None:
             "heads": torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)]),
         }
     )
-    assert list(find_layout(model).blocks) == ["layers.0", "layers.1", "layers.2"]
+    assert list(find_blocks(model)) == ["layers.0", "layers.1", "layers.2"]

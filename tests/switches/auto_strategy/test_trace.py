@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, load_object
@@ -33,7 +33,7 @@ def real_step(model: Any, variant: Variant) -> None:
 
 def real_model(name: str, blocks: int, variant: Variant) -> Any:
     model = MODELS[name](blocks)
-    for block in find_layout(model).blocks.values() if variant.recompute else ():
+    for block in find_blocks(model).values() if variant.recompute else ():
         block.forward = Checkpointed(block.forward)
     return model
 
@@ -131,7 +131,7 @@ def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict
     for switch in (REGISTRY[switch] for switch in plan.switches if REGISTRY[switch].transform):
         alone = Workers(0, 0, 1, torch.device("cpu"))
         real = load_object(switch.transform)(
-            real, Building(find_layout(real), config.switches[switch.name], plan, alone, no_loss)
+            real, Building(find_blocks(real), config.switches[switch.name], plan, alone, no_loss)
         )
     with LiveStorages([*real.parameters(), *real.buffers()]) as live:
         real_step(real, Variant(4))

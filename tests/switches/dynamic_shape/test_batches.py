@@ -75,7 +75,7 @@ def test_workers_share_what_one_worker_would_take(
     busy = [request for request in dealt if not request.idle]
     samples, places = order.step(step)
     assert [sample for request in busy for sample in request.samples] == samples.tolist()
-    assert [place for request in busy for place in request.places] == places.tolist()
+    assert [place for request in busy for place in request.positions] == places.tolist()
     for request in dealt:
         assert request.shape in order.shapes
         assert request.shape is not None

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.mixture_of_experts.convert import (
     FeedForward,
     MixtureSizes,
@@ -61,7 +61,7 @@ def test_one_expert_with_the_dense_weights_is_the_dense_model(kind: str) -> None
     mask[1, 5:] = 0
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        blocks = find_layout(model).blocks
+        blocks = find_blocks(model)
         dense = [find_feed_forward(block) for block in blocks.values()]
         parts = [_parts(found) for found in dense]
         make_sparse(model, blocks, MixtureSizes(1, 1))
@@ -78,7 +78,7 @@ def test_one_expert_with_the_dense_weights_is_the_dense_model(kind: str) -> None
 @pytest.mark.parametrize("kind", ["gpt2", "starcoder2"])
 def test_dropout_behind_the_feed_forward_stays(kind: str) -> None:
     model = _model(kind)
-    make_sparse(model, find_layout(model).blocks, MixtureSizes(4, 2))
+    make_sparse(model, find_blocks(model), MixtureSizes(4, 2))
     assert [layer.dropout.p for _, layer in sparse_layers(model)] == [0.3, 0.3]  # type: ignore[union-attr]
 
 
@@ -86,7 +86,7 @@ def test_experts_begin_as_the_dense_one_did() -> None:
     model = _model("gpt2", n_embd=64)
     down = model.h[0].mlp.c_proj.weight
     deviation = float(down.detach().std())
-    make_sparse(model, find_layout(model).blocks, MixtureSizes(4, 2, width=96))
+    make_sparse(model, find_blocks(model), MixtureSizes(4, 2, width=96))
     _, layer = next(sparse_layers(model))
     assert layer.experts.down.shape == (4, 96, 64)
     spread = layer.experts.down.detach().std((1, 2))
@@ -97,21 +97,21 @@ def test_experts_begin_as_the_dense_one_did() -> None:
 
 def test_every_second_block() -> None:
     model = _model("gpt2", n_layer=4)
-    losses = make_sparse(model, find_layout(model).blocks, MixtureSizes(4, 2, interval=2))
+    losses = make_sparse(model, find_blocks(model), MixtureSizes(4, 2, interval=2))
     assert [name for name, _ in sparse_layers(model)] == ["h.1.mlp", "h.3.mlp"]
     assert losses.layers == 2
 
 
 def test_unknown_feed_forwards_are_refused_by_name() -> None:
     model = _model("opt", **OTHER, ffn_dim=48, word_embed_proj_dim=32).decoder
-    blocks = find_layout(model).blocks
+    blocks = find_blocks(model)
     with pytest.raises(ModelError, match=r"the feed-forward of layers.0 \(OPTDecoderLayer\) is of no known shape"):
         make_sparse(model, blocks, MixtureSizes(4, 2))
 
 
 def test_encoder_decoders_are_refused() -> None:
     model = _model("t5", d_model=32, num_layers=2, num_heads=2, d_kv=16, d_ff=48)
-    blocks = find_layout(model).blocks
+    blocks = find_blocks(model)
     with pytest.raises(ModelError, match="encoder-decoder"):
         make_sparse(model, blocks, MixtureSizes(4, 2))
 
@@ -124,5 +124,5 @@ def test_a_model_of_your_own() -> None:
             self.mlp.fc1, self.mlp.act, self.mlp.fc2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
 
     model = nn.Sequential(Block(), Block())
-    make_sparse(model, find_layout(model).blocks, MixtureSizes(3, 2))
+    make_sparse(model, find_blocks(model), MixtureSizes(3, 2))
     assert [name for name, _ in sparse_layers(model)] == ["0.mlp", "1.mlp"]

@@ -62,8 +62,8 @@ def _gradient(parts: list[MicroBatch], rows: list[slice], loss_scale: float) -> 
         own, mask = logits[cut], MASK[cut]
         weights, chosen = choose(own, 2)
         total = torch.zeros((), dtype=torch.float64)
-        for place in range(2):
-            total = total + losses.attach(weights, own, chosen, None, mask, place).sum() * 0
+        for layer in range(2):
+            total = total + losses.attach(weights, own, chosen, None, mask, layer).sum() * 0
         losses.follow(total, part, scale=8.0)
         (total * loss_scale).backward()  # as an engine with a loss scale of its own does
     return logits.grad, losses.results(alone())

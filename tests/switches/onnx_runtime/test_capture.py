@@ -16,7 +16,7 @@ pytest.importorskip("onnxscript")
 import onnxruntime
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.switches.onnx_runtime import session
 from rapidformer_templates.switches.onnx_runtime.receipt import graphs_of
@@ -24,7 +24,7 @@ from rapidformer_templates.switches.onnx_runtime.transform import captured, run_
 
 
 def _capture(model: nn.Module) -> nn.Module:
-    building: Any = SimpleNamespace(layout=find_layout(model), workers=SimpleNamespace(device=torch.device("cpu")))
+    building: Any = SimpleNamespace(blocks=find_blocks(model), workers=SimpleNamespace(device=torch.device("cpu")))
     return run_in_onnx_runtime(model, building)
 
 

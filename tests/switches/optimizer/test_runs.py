@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.planning.environment import installed_packages
-from rapidformer_templates.planning.optimizers import CUTS_PARAMETERS, OPTIMIZERS
+from rapidformer_templates.planning.optimizers import DIVIDES_PARAMETERS, OPTIMIZERS
 from rapidformer_templates.run.checkpoint.format import Reader
 from tests.support.jobs import JOBS, VOCABULARY, CausalJob, train
 from tests.support.worker_group import run_in_workers
@@ -193,4 +193,4 @@ def test_losses_are_close_to_those_of_adamw(alone: Any) -> None:
 
 @pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "muon"])
 def test_shards_of_parameters_are_refused(name: str) -> None:
-    assert OPTIMIZERS[name].not_under == CUTS_PARAMETERS
+    assert OPTIMIZERS[name].not_under == DIVIDES_PARAMETERS

@@ -33,7 +33,7 @@ from transformers import (
 
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError, RapidformerError
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.pipeline_parallel.stage_forward import Passage
@@ -123,9 +123,9 @@ def _loss(model: nn.Module) -> torch.Tensor:
 
 
 def _cut(model: nn.Module, rank: int, loss: Any = _loss, *, workers: int = 2, **options: Any) -> nn.Module:
-    place = Workers(rank, rank, workers, torch.device("cpu"), pipeline=workers)
+    worker = Workers(rank, rank, workers, torch.device("cpu"), pipeline=workers)
     flags = SimpleNamespace(**{"virtual_pipeline_size": 1, "pipeline_stages": None, **options})
-    return cut_into_stages(model, Building(find_layout(model), flags, Plan("Trainer"), place, loss))
+    return cut_into_stages(model, Building(find_blocks(model), flags, Plan("Trainer"), worker, loss))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_the_stages_are_the_model(kind: str, options: dict[str, Any]) -> None:
 def test_a_stage_has_its_blocks_and_ends_under_their_own_names() -> None:
     whole = MODELS["gpt2"]()
     first, last = (_cut(copy.deepcopy(whole), rank) for rank in range(2))
-    assert list(find_layout(first).blocks) == ["transformer.h.0", "transformer.h.1"]
-    assert list(find_layout(last).blocks) == ["transformer.h.2", "transformer.h.3"]
+    assert list(find_blocks(first)) == ["transformer.h.0", "transformer.h.1"]
+    assert list(find_blocks(last)) == ["transformer.h.2", "transformer.h.3"]
     assert {n for n, _ in first.named_parameters() if ".h." not in n} == {
         "transformer.wte.weight",
         "transformer.wpe.weight",
@@ -187,7 +187,7 @@ def test_a_stage_has_its_blocks_and_ends_under_their_own_names() -> None:
 
 def test_a_heavy_head_leaves_its_stage_fewer_blocks() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=900, n_embd=16, n_layer=8, n_head=2, tie_word_embeddings=False))
-    sizes = [len(find_layout(_cut(copy.deepcopy(model), rank, workers=4)).blocks) for rank in range(4)]
+    sizes = [len(find_blocks(_cut(copy.deepcopy(model), rank, workers=4))) for rank in range(4)]
     assert sum(sizes) == 8
     assert sizes[0] < sizes[1]
     assert sizes[3] < sizes[2]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops, _get_warmup_ops
 
-from rapidformer_templates.planning.balance import cut
-from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, compute_order, with_transfers
+from rapidformer_templates.planning.balance import balanced_cut
+from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, compute_schedule, with_transfers
 
 COSTS = st.integers(0, 6)
 
@@ -26,16 +26,16 @@ def test_a_cut_is_the_best_of_all_cuts(front: int, blocks: list[int], back: int,
         each[0], each[-1] = each[0] + front, each[-1] + back
         return max(each), sum(cost**2 for cost in each)
 
-    places = itertools.combinations(range(1, len(blocks)), stages - 1)
-    every = (tuple(b - a for a, b in itertools.pairwise((0, *cuts, len(blocks)))) for cuts in places)
-    found = tuple(cut(front, blocks, back, stages))
+    borders = itertools.combinations(range(1, len(blocks)), stages - 1)
+    every = (tuple(b - a for a, b in itertools.pairwise((0, *cuts, len(blocks)))) for cuts in borders)
+    found = tuple(balanced_cut(front, blocks, back, stages))
     assert sum(found) == len(blocks)
     assert costs(found) == min(costs(sizes) for sizes in every)
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 blocks cannot be cut into 3 stages"):
-        cut(0, [1, 1], 0, 3)
+        balanced_cut(0, [1, 1], 0, 3)
 
 
 SIZES = [(w, v, m) for w in range(1, 6) for v in range(1, 4) for m in range(1, 11) if w > 1 or v == 1]
@@ -118,7 +118,7 @@ def test_orders_are_those_of_torch(workers: int, per_worker: int, microbatches: 
             ),
         )
         expected = [(str(a.computation_type.value), a.stage_index, a.microbatch_index) for a in theirs if a]
-        ours = compute_order(workers, rank, per_worker, microbatches)
+        ours = compute_schedule(workers, rank, per_worker, microbatches)
         assert [(a.kind.value, a.stage, a.microbatch) for a in ours] == expected
 
 
@@ -126,7 +126,7 @@ def test_early_stages_hold_more_micro_batches() -> None:
     """1F1B: a stage holds as many as there are stages from it to the end, whatever the number of micro batches."""
     for rank in range(4):
         held = most = 0
-        for action in compute_order(4, rank, 1, 12):
+        for action in compute_schedule(4, rank, 1, 12):
             held += 1 if action.kind is Kind.FORWARD else -1
             most = max(most, held)
         assert most == 4 - rank

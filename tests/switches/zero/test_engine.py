@@ -175,9 +175,9 @@ def test_an_infinite_loss_ends_the_run_on_every_worker(name: str, runs: Any) -> 
 
 
 def test_alone_zero_is_plain_training(references: Any, tmp_path: Path) -> None:
-    for stage in (1, 2, 3):
-        flags = f"{STEPS} --micro-batch-size 4 --zero-{stage}-memory-optimization"
-        _assert_like(references["causal"], train("causal", False, flags, str(tmp_path / str(stage))))
+    for zero_stage in (1, 2, 3):
+        flags = f"{STEPS} --micro-batch-size 4 --zero-{zero_stage}-memory-optimization"
+        _assert_like(references["causal"], train("causal", False, flags, str(tmp_path / str(zero_stage))))
 
 
 def test_what_fits_is_gathered_once_for_forward_and_backward(runs: Any) -> None:

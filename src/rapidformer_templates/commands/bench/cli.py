@@ -46,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command_first(words: Sequence[str]) -> list[str]:
     """``--table NAME …`` and ``--table=NAME …`` as ``NAME …``: a table is a command."""
-    rest, found = [], None
+    rest, table = [], None
     remaining = iter(words)
     for word in remaining:
         name, equals, value = word.partition("=")
-        if name == "--table" and found is None:
-            found = value if equals else next(remaining, "")
+        if name == "--table" and table is None:
+            table = value if equals else next(remaining, "")
         else:
             rest.append(word)
-    return rest if found is None else [found, *rest]
+    return rest if table is None else [table, *rest]
 
 
 def _refuse_evidence(words: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ def accelerate_fsdp(job: Job, line: Line) -> None:
     _accelerate(job, line, accelerator)
 
 
-def accelerate_zero(job: Job, line: Line, stage: int) -> None:
+def accelerate_zero(job: Job, line: Line, zero_stage: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", job.device)
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
@@ -53,7 +53,9 @@ def accelerate_zero(job: Job, line: Line, stage: int) -> None:
 
     if job.device == "cpu":
         leave_out_shm_comm()  # half a minute of compiling for what training does not use, here as in ours
-    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=job.accumulation, gradient_clipping=CLIP)
+    plugin = DeepSpeedPlugin(
+        zero_stage=zero_stage, gradient_accumulation_steps=job.accumulation, gradient_clipping=CLIP
+    )
     options = _options(job)
     if job.device == "cpu":
         # With cpu=True it would leave DeepSpeed out, and without a backend the other workers.
@@ -269,9 +271,9 @@ PEERS: dict[str, Callable[[Job, Line], None]] = {
     "accelerate DDP": accelerate_ddp,
     "accelerate FSDP": accelerate_fsdp,
     "torch fully_shard": torch_fully_shard,
-    "accelerate ZeRO-1": partial(accelerate_zero, stage=1),
-    "accelerate ZeRO-2": partial(accelerate_zero, stage=2),
-    "accelerate ZeRO-3": partial(accelerate_zero, stage=3),
+    "accelerate ZeRO-1": partial(accelerate_zero, zero_stage=1),
+    "accelerate ZeRO-2": partial(accelerate_zero, zero_stage=2),
+    "accelerate ZeRO-3": partial(accelerate_zero, zero_stage=3),
     HAND_WRITTEN: plain_pytorch,
     f"{HAND_WRITTEN}, compiled": partial(plain_pytorch, compiled=True),
     HF_TRAINER: transformers_trainer,

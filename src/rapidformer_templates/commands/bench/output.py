@@ -34,13 +34,13 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions_by_package = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions_by_package[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions_by_package
 
 
 def machine() -> dict[str, Any]:

@@ -146,9 +146,9 @@ def resident_mb() -> float:
 def _of_status(field: str) -> float:
     status = Path("/proc/self/status")
     if status.exists():
-        found = re.search(rf"^{field}:\s*(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return int(found[1]) * 1024 / 1e6
+        match = re.search(rf"^{field}:\s*(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)
+        if match:
+            return int(match[1]) * 1024 / 1e6
     import torch
 
     from rapidformer_templates.run.meter import peak_memory_mb

@@ -71,8 +71,10 @@ def find_columns(part: Part, flags: DataFlags) -> Columns:
     there = set(part.table.column_names)
     for asked, usual in PROMPTS.items():
         named = flags.text_column == asked
-        found = flags.text_column is None and asked in there and (flags.label_column or not there & set(CHAT_COLUMNS))
-        if (named or found) and (flags.label_column or there.intersection(usual)):
+        is_text_alone = (
+            flags.text_column is None and asked in there and (flags.label_column or not there & set(CHAT_COLUMNS))
+        )
+        if (named or is_text_alone) and (flags.label_column or there.intersection(usual)):
             return asked_and_answered(part, asked, part.column("label_column", flags.label_column, usual))
     if flags.label_column:
         asked = part.column("text_column", flags.text_column, tuple(PROMPTS))

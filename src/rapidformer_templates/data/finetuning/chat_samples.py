@@ -22,7 +22,7 @@ class ChatReader:
 
     Attributes:
         tokenizer: one without a chat template is given the plain one.
-        seq_length: tokens that a sample is cut to, at its end.
+        seq_length: tokens that a sample is truncated to, at its end.
         answers_only: only answers are learned; else every token is.
         skip_bad: leave rows out that cannot be used, instead of ending with an error.
         skipped: ``file:line: reason`` of each that was left out.
@@ -55,8 +55,8 @@ class ChatReader:
         texts = self._texts(part, columns)
         counts = _Counts(len(texts))
         encoded = encode(self.tokenizer, texts, special=texts[0].bare)  # a column holds one kind of value
-        cut = [self._cut(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)]
-        kept = [tokens for tokens in cut if not self.answers_only or tokens.learned[1:].any()]
+        truncated = [self._truncate(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)]
+        kept = [tokens for tokens in truncated if not self.answers_only or tokens.learned[1:].any()]
         self._tell(name, part, counts, len(kept))
         samples = {"input_ids": Ragged(tokens.ids for tokens in kept)}
         if self.answers_only:
@@ -88,12 +88,12 @@ class ChatReader:
             return self._template.answers(example.messages, example.given)
         return Rendered(self._template.render(example.messages))
 
-    def _cut(self, text: Rendered, tokens: Encoded, counts: _Counts) -> Encoded:
-        """The tokens with an end token, if the text has no template to give one, cut to the length."""
+    def _truncate(self, text: Rendered, tokens: Encoded, counts: _Counts) -> Encoded:
+        """The tokens with an end token, if the text has no template to give one, truncated to the length."""
         ids, learned, end = tokens.ids, tokens.learned, self.tokenizer.eos_token_id
         if text.bare and end is not None and end not in ids[-1:]:
             ids, learned = np.append(ids, end), np.append(learned, True)
-        counts.cut += len(ids) > self.seq_length
+        counts.truncated += len(ids) > self.seq_length
         counts.split += tokens.split
         return Encoded(ids[: self.seq_length], learned[: self.seq_length], tokens.split)
 
@@ -102,8 +102,8 @@ class ChatReader:
         if not kept:
             message = f"no token of an answer is within the first {length} tokens of any of the {counts.texts} samples"
             raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
-        if counts.cut:
-            note = f"{name}: {counts.cut:,} of {counts.texts:,} samples are cut to {length} tokens"
+        if counts.truncated:
+            note = f"{name}: {counts.truncated:,} of {counts.texts:,} samples are cut to {length} tokens"
             self.notes.append(note + (f"; {lost:,}, of whose answers nothing is left, are not used" if lost else ""))
         elif lost:
             self.notes.append(f"{name}: {lost:,} of {counts.texts:,} samples are not used: their answers have no token")
@@ -116,8 +116,8 @@ class ChatReader:
 
 @dataclass
 class _Counts:
-    """Texts of a part; those that are cut; answers that begin inside a token."""
+    """Texts of a part; those that are truncated; answers that begin inside a token."""
 
     texts: int
-    cut: int = 0
+    truncated: int = 0
     split: int = 0

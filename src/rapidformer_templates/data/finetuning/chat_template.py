@@ -165,12 +165,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Rendered], *, spe
 
 
 def _encoded(rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
-    places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     # Tokens added behind the text claim to end at 0; they end where the text does.
-    ends = np.maximum.accumulate(places[:, 1])
+    ends = np.maximum.accumulate(spans[:, 1])
     learned, split = np.zeros(len(ids), dtype=bool), 0
     for begin, end in rendered.answers:
         first, stop = np.searchsorted(ends, (begin, end), side="right")
         learned[first:stop] = True
-        split += bool(first < stop and places[first, 0] < begin)
+        split += bool(first < stop and spans[first, 0] < begin)
     return Encoded(np.asarray(ids, dtype=np.int32), learned, split)

@@ -32,12 +32,12 @@ def sorted_names(names: Iterable[str], model_config: PreTrainedConfig) -> list[s
     Whole numbers are sorted as numbers. A pretrained model that knows exactly these labels keeps
     its order, so that its head stays valid.
     """
-    found = set(names)
+    distinct = set(names)
     own = [str(name) for _, name in sorted((model_config.id2label or {}).items())]
-    if set(own) == found:
+    if set(own) == distinct:
         return own
-    numbers = all(name.lstrip("-").isdigit() for name in found)
-    return sorted(found, key=int) if numbers else sorted(found)
+    numbers = all(name.lstrip("-").isdigit() for name in distinct)
+    return sorted(distinct, key=int) if numbers else sorted(distinct)
 
 
 def declared_names(part: Part, column: str) -> list[str] | None:
@@ -72,13 +72,13 @@ def label_names(parts: Sequence[Part], column: str, model_config: PreTrainedConf
     Raises:
         DataError: a label is empty or stands for none, or the labels are measures.
     """
-    found = [_names(part, column) for part in parts]
+    names_of_parts = [_names(part, column) for part in parts]
     declared = declared_names(parts[0], column)
     if declared is not None:
         return declared
-    for part, names in zip(parts, found, strict=True):
-        _refuse_measures(part, column, names, set().union(*found))
-    return sorted_names((name for names in found for name in names), model_config)
+    for part, names in zip(parts, names_of_parts, strict=True):
+        _refuse_measures(part, column, names, set().union(*names_of_parts))
+    return sorted_names((name for names in names_of_parts for name in names), model_config)
 
 
 def _refuse_measures(part: Part, column: str, names: Sequence[str], of_all: set[str]) -> None:
@@ -102,11 +102,11 @@ def encode_labels(part: Part, column: str, names: Sequence[str]) -> list[int]:
         DataError: a label is empty or is not among ``names``.
     """
     numbers = {name: i for i, name in enumerate(names)}
-    found = _names(part, column)
-    for row, name in enumerate(found):
+    names_here = _names(part, column)
+    for row, name in enumerate(names_here):
         if name not in numbers:
             unknown_label(name, names, part.where(row))
-    return [numbers[name] for name in found]
+    return [numbers[name] for name in names_here]
 
 
 def unknown_label(name: str, names: Sequence[str], where: str) -> None:

@@ -115,10 +115,10 @@ def training_samples(config: RunConfig) -> int | None:
     if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.data_dir is None:
         return None
     try:
-        found = locate(flags)
-        files = saved_parts(found) if isinstance(found, Path) else found
+        located = locate(flags)
+        files = saved_parts(located) if isinstance(located, Path) else located
         parts = tuple((path, path.stat().st_size) for path in files.get("train", ()))
-        rows = _rows(parts, saved=isinstance(found, Path))
+        rows = _rows(parts, saved=isinstance(located, Path))
     except (RapidformerError, OSError, ValueError):
         return None  # training speaks about it
     if not rows:

@@ -74,14 +74,14 @@ def read_examples(part: Part, question: str, context: str, answers: str) -> list
         DataError: a text is missing, or an answer does not stand where it is said to.
     """
     examples = []
-    for row, (asked, text, found) in enumerate(_rows(part, question, context, answers)):
+    for row, (asked, text, given) in enumerate(_rows(part, question, context, answers)):
         if not isinstance(asked, str) or not isinstance(text, str):
             column = context if isinstance(asked, str) else question
             raise DataError(
                 f"the column '{column}' is not text", where=part.where(row), hint="fill it, or take the row out"
             )
         try:
-            pairs = tuple(_pairs(json.loads(found) if isinstance(found, str) else found))
+            pairs = tuple(_pairs(json.loads(given) if isinstance(given, str) else given))
         except (KeyError, TypeError, ValueError):
             hint = 'write {"text": ["…"], "answer_start": [0]}'
             raise DataError(f"the column '{answers}' holds no answers", where=part.where(row), hint=hint) from None
@@ -130,25 +130,27 @@ def best_answers(
     """
     best: dict[int, tuple[float, str]] = {}
     null: dict[int, float] = {}
-    for found, feature in zip(candidates, features, strict=False):
+    for candidates_of_one, feature in zip(candidates, features, strict=False):
         number = feature.example
-        score, text = _best_span(found, feature, examples[number].context)
-        null[number] = min(null.get(number, np.inf), found.null_score)
+        score, text = _best_span(candidates_of_one, feature, examples[number].context)
+        null[number] = min(null.get(number, np.inf), candidates_of_one.null_score)
         if number not in best or score > best[number][0]:
             best[number] = (score, text)
     return {n: "" if may_be_null and null[n] > score else text for n, (score, text) in best.items()}
 
 
-def _best_span(found: Candidates, feature: Feature, context: str) -> tuple[float, str]:
+def _best_span(candidates: Candidates, feature: Feature, context: str) -> tuple[float, str]:
     """(score, text) of the best span that lies in the context and is not too long."""
-    first, last = found.starts[:, None], found.ends[None, :]
-    scores = found.start_scores[:, None] + found.end_scores[None, :]
+    first, last = candidates.starts[:, None], candidates.ends[None, :]
+    scores = candidates.start_scores[:, None] + candidates.end_scores[None, :]
     inside = (feature.offsets[first, 0] >= 0) & (feature.offsets[last, 0] >= 0)
     fits = inside & (last >= first) & (last - first < MAX_ANSWER_TOKENS)
     if not fits.any():
         return -np.inf, ""
     i, j = np.unravel_index(np.where(fits, scores, -np.inf).argmax(), scores.shape)
-    return float(scores[i, j]), context[feature.offsets[found.starts[i], 0] : feature.offsets[found.ends[j], 1]]
+    return float(scores[i, j]), context[
+        feature.offsets[candidates.starts[i], 0] : feature.offsets[candidates.ends[j], 1]
+    ]
 
 
 def normalized(text: str) -> str:

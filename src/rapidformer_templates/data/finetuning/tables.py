@@ -129,15 +129,15 @@ def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
 
 
 def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
-    found = locate(flags)
-    files = saved_parts(found) if isinstance(found, Path) else found
+    parts = locate(flags)
+    files = saved_parts(parts) if isinstance(parts, Path) else parts
     if "train" not in files:
         there = ", ".join(str(path) for paths in files.values() for path in paths)
         raise DataError(
             "the data set has no training part", where=flags.data_dir, hint=f"name a file train; there is: {there}"
         )
     read = {name: paths for name, paths in files.items() if name in READ}
-    if isinstance(found, Path):
+    if isinstance(parts, Path):
         return {name: _read_saved(folder) for name, (folder,) in read.items()}
     return {name: _read_files(paths, bad) for name, paths in read.items()}
 

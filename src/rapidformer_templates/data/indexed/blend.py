@@ -131,22 +131,22 @@ class Blend(Sequence[Any]):
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Several items at once."""
-        sources, places = self.origin(np.asarray(positions, np.int64))
-        items: list[Any] = [None] * len(places)
+        sources, within = self.origin(np.asarray(positions, np.int64))
+        items: list[Any] = [None] * len(within)
         for source in np.unique(sources):
             here = np.flatnonzero(sources == source)
-            chosen, wanted = self.sets[source], places[here].tolist()
+            chosen, wanted = self.sets[source], within[here].tolist()
             many = getattr(chosen, "__getitems__", None)
-            found = many(wanted) if many else [chosen[place] for place in wanted]
-            for i, item in zip(here, found, strict=True):
+            taken = many(wanted) if many else [chosen[index] for index in wanted]
+            for i, item in zip(here, taken, strict=True):
                 items[i] = item
         return items
 
     def origin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(set, position in that set) of each position."""
-        periods, places = np.divmod(positions, self.period)
-        sources = self._tables["order"][places].astype(np.int64)
-        return sources, periods * np.asarray(self.weights)[sources] + self._tables["ranks"][places]
+        periods, within = np.divmod(positions, self.period)
+        sources = self._tables["order"][within].astype(np.int64)
+        return sources, periods * np.asarray(self.weights)[sources] + self._tables["ranks"][within]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}

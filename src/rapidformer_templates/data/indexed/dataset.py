@@ -165,12 +165,12 @@ class IndexedDataset:
         self.has_modes = size != needed
         with path.open("rb") as file:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        place = HEADER.size
-        self.lengths = np.frombuffer(buffer, "<i4", sequences, place)
-        self.pointers = np.frombuffer(buffer, "<i8", sequences, place + 4 * sequences)
-        self.documents = np.frombuffer(buffer, "<i8", entries, place + 12 * sequences)
+        begin = HEADER.size
+        self.lengths = np.frombuffer(buffer, "<i4", sequences, begin)
+        self.pointers = np.frombuffer(buffer, "<i8", sequences, begin + 4 * sequences)
+        self.documents = np.frombuffer(buffer, "<i8", entries, begin + 12 * sequences)
         # Views that give Python's integers: for single sequences they are several times faster than numpy's.
-        tables, split = memoryview(buffer)[place:], 4 * sequences
+        tables, split = memoryview(buffer)[begin:], 4 * sequences
         self._sizes, self._starts = tables[:split].cast("i"), tables[split : 3 * split].cast("q")
         self._shift = self.dtype.itemsize.bit_length() - 1
 
@@ -273,10 +273,10 @@ def check_vocabulary(dataset: IndexedDataset, size: int, largest: int | None = N
         tokens = dataset.tokens[start : min(start + CHUNK, dataset.token_count)]
         wrong = (tokens < 0) | (tokens >= size)
         if wrong.any():
-            place = start + int(wrong.argmax())
-            sequence = int(np.searchsorted(dataset.pointers, place * dataset.dtype.itemsize, side="right")) - 1
+            first = start + int(wrong.argmax())
+            sequence = int(np.searchsorted(dataset.pointers, first * dataset.dtype.itemsize, side="right")) - 1
             raise DataError(
-                f"token {dataset.tokens[place : place + 1][0]} in sequence {sequence:,} is not in the vocabulary "
+                f"token {dataset.tokens[first : first + 1][0]} in sequence {sequence:,} is not in the vocabulary "
                 f"of {size:,} tokens",
                 where=str(bin_path(dataset.prefix)),
                 hint="the set was made with another tokenizer: give the one that made it, or make the set anew",

@@ -157,13 +157,13 @@ def verify(prefix: str) -> list[Damage] | None:
     if sums["bin"]["bytes"] != path.stat().st_size:
         hint = "delete them, or make them anew with --write-sums if you trust the set"
         raise DataError("the checksums are those of another set", where=str(sums_path(prefix)), hint=hint)
-    found = []
+    problems = []
     if crc32(idx_path(prefix)) != sums["idx"]["crc32"]:
-        found.append(Damage(idx_path(prefix), "the index is not what was written: documents may end elsewhere"))
+        problems.append(Damage(idx_path(prefix), "the index is not what was written: documents may end elsewhere"))
     for block, (right, own) in enumerate(zip(sums["bin"]["crc32"], block_sums(path, size), strict=True)):
         if right != own:
-            found.append(Damage(path, _describe(dataset, block, size)))
-    return found
+            problems.append(Damage(path, _describe(dataset, block, size)))
+    return problems
 
 
 def _describe(dataset: IndexedDataset, block: int, size: int) -> str:

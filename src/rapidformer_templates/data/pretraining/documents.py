@@ -14,9 +14,9 @@ from rapidformer_templates.data.random_streams import Stream
 
 
 class Documents(Sequence[dict[str, np.ndarray]]):
-    """Each sequence of a part of an indexed data set as a sample; long ones are cut into several.
+    """Each sequence of a part of an indexed data set as a sample; long ones are split.
 
-    A share of the samples can be cut in two at a random place, so that a model also learns from short
+    A share of the samples can be split in two at a random place, so that a model also learns from short
     ones (the short sequences of BERT's pretraining data, Devlin et al. 2019, appendix A.2). Both halves
     are samples: nothing is lost, and all lengths are known before the first batch is formed.
 
@@ -28,8 +28,8 @@ class Documents(Sequence[dict[str, np.ndarray]]):
         length: most tokens from the beginning of one sample to that of the next.
         overlap: tokens that a sample shares with the next one of its document; with 1 every token but a
             document's first is a target once, and a document of one token is no sample.
-        short_probability: share of the samples that are cut in two; those of one token are left alone.
-        seed: of these cuts.
+        short_probability: share of the samples that are split in two; those of one token are left alone.
+        seed: of these splits.
 
     Attributes:
         sizes: number of tokens of each sample.
@@ -49,8 +49,8 @@ class Documents(Sequence[dict[str, np.ndarray]]):
         self.dataset = dataset
         self.part = part
         firsts = dataset.pointers[slice(*part)] // dataset.dtype.itemsize
-        firsts, sizes = _cut(firsts, dataset.lengths[slice(*part)].astype(np.int64), length, overlap)
-        self._firsts, self.sizes = _cut_some(firsts, sizes, short_probability, seed)
+        firsts, sizes = _split_long(firsts, dataset.lengths[slice(*part)].astype(np.int64), length, overlap)
+        self._firsts, self.sizes = _split_some(firsts, sizes, short_probability, seed)
         self._sets, self._borders = [dataset], [0]
 
     @property
@@ -75,7 +75,7 @@ class Documents(Sequence[dict[str, np.ndarray]]):
         return {"input_ids": dataset.tokens[first : first + int(self.sizes[index])]}
 
 
-def _cut(firsts: np.ndarray, sizes: np.ndarray, length: int, overlap: int) -> tuple[np.ndarray, np.ndarray]:
+def _split_long(firsts: np.ndarray, sizes: np.ndarray, length: int, overlap: int) -> tuple[np.ndarray, np.ndarray]:
     """(first tokens, sizes) of the pieces of documents: as many of ``length + overlap`` as there are, and the rest."""
     pieces = np.maximum(-(-(sizes - overlap) // length), 0)
     number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -83,11 +83,11 @@ def _cut(firsts: np.ndarray, sizes: np.ndarray, length: int, overlap: int) -> tu
     return np.repeat(firsts, pieces) + offsets, np.minimum(np.repeat(sizes, pieces) - offsets, length + overlap)
 
 
-def _cut_some(firsts: np.ndarray, sizes: np.ndarray, probability: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut a share of the pieces in two, after a number of tokens that is evenly drawn."""
+def _split_some(firsts: np.ndarray, sizes: np.ndarray, probability: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split a share of the pieces in two, after a number of tokens that is evenly drawn."""
     draw = np.random.default_rng((seed, Stream.DOCUMENTS))
-    cut = (draw.random(len(sizes)) < probability) & (sizes > 1)
-    heads = np.where(cut, draw.integers(1, np.maximum(sizes, 2)), sizes)
+    split = (draw.random(len(sizes)) < probability) & (sizes > 1)
+    heads = np.where(split, draw.integers(1, np.maximum(sizes, 2)), sizes)
     halves = np.stack([heads, sizes - heads], axis=1)
     starts = np.stack([firsts, firsts + heads], axis=1)
     kept = halves > 0

@@ -87,20 +87,20 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
 
     def __getitems__(self, positions: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """Several items at once, which is several times faster than one by one."""
-        epochs, places = np.divmod(np.asarray(positions, np.int64), self.samples)
+        epochs, within = np.divmod(np.asarray(positions, np.int64), self.samples)
         if epochs[0] == epochs[-1] and (epochs == epochs[0]).all():
-            return self._read(int(epochs[0]), places)
-        return [self._read(int(e), places[i : i + 1])[0] for i, e in enumerate(epochs)]
+            return self._read(int(epochs[0]), within)
+        return [self._read(int(e), within[i : i + 1])[0] for i, e in enumerate(epochs)]
 
-    def _read(self, epoch: int, places: np.ndarray) -> list[dict[str, np.ndarray]]:
+    def _read(self, epoch: int, within: np.ndarray) -> list[dict[str, np.ndarray]]:
         tables = self._tables(epoch)
         ends, size = tables["ends"], self.length + self.overlap
-        samples = tables["shuffle"][places].astype(np.int64)
+        samples = tables["shuffle"][within].astype(np.int64)
         begins = samples * self.length
         # 1. The documents that each sample goes through, one row for each piece of one.
         first, last = tables["samples"][samples], tables["samples"][samples + 1]
         counts = last.astype(np.int64) - first + 1
-        sample = np.repeat(np.arange(len(places)), counts)
+        sample = np.repeat(np.arange(len(within)), counts)
         document = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
         # 2. Where each piece begins and ends, in the row of all documents, and where that is in the file.
         begin = np.maximum(ends[document], begins[sample])
@@ -108,9 +108,9 @@ class GPTSamples(Sequence[dict[str, np.ndarray]]):
         start = begin + tables["shifts"][document]
         stop = start + np.maximum(end - begin, 0)
         # 3. One copy.
-        columns = {"input_ids": self.dataset.gather(start, stop).reshape(len(places), size)}
+        columns = {"input_ids": self.dataset.gather(start, stop).reshape(len(within), size)}
         if self.marks_documents:
-            columns["documents"] = np.repeat(document, stop - start).reshape(len(places), size)
+            columns["documents"] = np.repeat(document, stop - start).reshape(len(within), size)
         return Rows(columns)
 
     def _tables(self, epoch: int) -> Tables:

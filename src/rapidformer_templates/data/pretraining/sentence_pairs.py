@@ -1,11 +1,11 @@
 """Sentence pairs, the pretraining objective of BERT (Devlin et al. 2019, section 3.1 and appendix A.2).
 
-Consecutive sentences of a document are gathered into chunks, and a chunk is cut into A and B. In half
+Consecutive sentences of a document are gathered into chunks, and a chunk is split into A and B. In half
 of the samples B is replaced (next sentence: a text of another document) or A and B change places
 (sentence order: Lan et al. 2020, section 3.1), and a second head learns to tell.
 
 Chunks are laid out once, so that every sentence of a document with two or more stands in exactly one and
-an epoch has always the same samples. Where a chunk is cut, what B becomes, and the masks are drawn anew
+an epoch has always the same samples. Where a chunk is split, what B becomes, and the masks are drawn anew
 at each position.
 """
 
@@ -138,15 +138,15 @@ class SentencePairs(Sequence[dict[str, Any]]):
             position = range(len(self))[position]
         first, end, target = self.chunks[self._order(position // len(self))[position % len(self)]].tolist()
         generator = np.random.default_rng((self.seed, Stream.PAIR_SAMPLES, position))
-        cut = int(generator.integers(first + 1, end))
+        border = int(generator.integers(first + 1, end))
         other = bool(generator.random() < 0.5)
-        a, b = self._read(first, cut), self._read(cut, end)
+        a, b = self._read(first, border), self._read(border, end)
         if other and self.label == "next_sentence_label":
             b = self._elsewhere(first, max(target - len(a), 1), generator)
         elif other:
             a, b = b, a
         keep_a, keep_b = truncated_lengths(len(a), len(b), target)
-        a, b = _cut_at_random(a, keep_a, generator), _cut_at_random(b, keep_b, generator)
+        a, b = _truncate_at_random(a, keep_a, generator), _truncate_at_random(b, keep_b, generator)
         types = np.repeat([0, 1], [len(a) + 2, len(b) + 1])
         sample = {"input_ids": np.concatenate([self.cls, a, self.sep, b, self.sep]), "token_type_ids": types}
         return self.mask(sample, generator) | {self.label: int(other)}
@@ -256,7 +256,7 @@ def truncated_lengths(a: int, b: int, limit: int) -> tuple[int, int]:
     return limit - limit // 2, limit // 2
 
 
-def _cut_at_random(tokens: np.ndarray, length: int, generator: np.random.Generator) -> np.ndarray:
+def _truncate_at_random(tokens: np.ndarray, length: int, generator: np.random.Generator) -> np.ndarray:
     """``length`` tokens; each one too many goes from the front or the back, by the toss of a coin."""
     if len(tokens) == length:
         return tokens

@@ -139,5 +139,5 @@ def hidden_spans(sizes: SpanSizes, generator: np.random.Generator) -> np.ndarray
 
 def random_parts(total: int, parts: int, generator: np.random.Generator) -> np.ndarray:
     """One of all ways to write ``total`` as a sum of ``parts`` positive numbers in a row, evenly drawn."""
-    cuts = np.sort(generator.choice(total - 1, parts - 1, replace=False, shuffle=False)) + 1
-    return np.diff(cuts, prepend=0, append=total)
+    borders = np.sort(generator.choice(total - 1, parts - 1, replace=False, shuffle=False)) + 1
+    return np.diff(borders, prepend=0, append=total)

@@ -25,8 +25,8 @@ def counts_of(dataset: IndexedDataset, part: tuple[int, int]) -> np.ndarray:
         tokens = dataset.tokens[start : min(start + CHUNK, end)]
         if int(tokens.min()) < 0:
             raise DataError(f"there are negative tokens, such as {int(tokens.min())}", where=dataset.prefix)
-        found = np.bincount(tokens)
-        longer, shorter = (found, counts) if len(found) > len(counts) else (counts, found)
+        occurrences = np.bincount(tokens)
+        longer, shorter = (occurrences, counts) if len(occurrences) > len(counts) else (counts, occurrences)
         counts = longer.astype(np.int64)
         counts[: len(shorter)] += shorter
     return counts

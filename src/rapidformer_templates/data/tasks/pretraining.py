@@ -79,16 +79,16 @@ class Pretraining(Task):
         parts: list[Samples | Blend | None] = []
         for i, name in enumerate(PARTS):
             needed = i == 0 or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
-            found = []
+            sources = []
             for corpus in corpora:
                 part = split_sequences(shares, self.objective.units(corpus.dataset))[i]
                 try:
-                    found.append((corpus, self.objective.samples(corpus.dataset, part, cache)))
+                    sources.append((corpus, self.objective.samples(corpus.dataset, part, cache)))
                 except NoSamples as error:
                     if needed:
                         message = f"the {name} part of {corpus.dataset.prefix} is too small: {error.message}"
                         raise NoSamples(message, where=f"--split {self.config.data.split}", hint=error.hint) from error
-            parts.append(_blended(found, repeats=i == 0, cache=cache))
+            parts.append(_blended(sources, repeats=i == 0, cache=cache))
         return parts
 
     def use_labels(self, use: LabelUse) -> bool:
@@ -123,12 +123,12 @@ def _refuse_flags_of_others(config: RunConfig, architecture: str, kind: type[Obj
             raise DataError(message, where=f"{spelling(flag)} ({config.origin(flag)})", hint=hint)
 
 
-def _blended(found: Sequence[tuple[Corpus, Samples]], *, repeats: bool, cache: IndexCache) -> Samples | Blend | None:
+def _blended(corpora: Sequence[tuple[Corpus, Samples]], *, repeats: bool, cache: IndexCache) -> Samples | Blend | None:
     """One set of the samples of several corpora; without weights, each in proportion to its size."""
-    if not found:
+    if not corpora:
         return None
-    sets: list[Any] = [samples for _, samples in found]
+    sets: list[Any] = [samples for _, samples in corpora]
     if len(sets) == 1 or isinstance(sets[0], Documents):
         return reduce(add, sets)
-    weights = [len(samples) if corpus.weight is None else corpus.weight for corpus, samples in found]
+    weights = [len(samples) if corpus.weight is None else corpus.weight for corpus, samples in corpora]
     return Blend(sets, weights, repeats=repeats, cache=cache)

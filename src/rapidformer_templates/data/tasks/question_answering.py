@@ -110,11 +110,11 @@ class QuestionAnswering(Task):
         """The best starts and ends of each window; the true answers are known by the window's place in the data."""
         padding = batch["attention_mask"].cpu() == 0
         starts, ends = outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu()
-        found = [
+        candidates = [
             Candidates(*_best(start, tokens), *_best(end, tokens), float(start[0] + end[0]))
             for start, end, tokens in zip(starts, ends, ~padding, strict=True)
         ]
-        return found, [None] * len(found)
+        return candidates, [None] * len(candidates)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         """Over the examples of the first windows of the validation part, as many as there are predictions."""
@@ -129,6 +129,6 @@ class QuestionAnswering(Task):
 
 def _best(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """(places, scores) of the best tokens of a window; ``tokens``: which places are no padding."""
-    places = tokens.nonzero()[:, 0]  # a window may have fewer tokens than are asked for, beside longer ones
-    best = scores[places].topk(min(BEST, len(places)))
-    return places[best.indices].numpy(), best.values.numpy()
+    positions = tokens.nonzero()[:, 0]  # a window may have fewer tokens than are asked for, beside longer ones
+    best = scores[positions].topk(min(BEST, len(positions)))
+    return positions[best.indices].numpy(), best.values.numpy()

@@ -42,10 +42,14 @@ class Seq2SeqLM(Task):
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _samples(self, part: Part, source: str, target: str) -> TokenizedSamples:
-        cut: dict[str, Any] = {"truncation": True, "max_length": self.seq_length}
-        sources = tokenized(self.tokenizer, _sources(part, part.column("text_column", source, ()), target), **cut)
+        truncation: dict[str, Any] = {"truncation": True, "max_length": self.seq_length}
+        sources = tokenized(
+            self.tokenizer, _sources(part, part.column("text_column", source, ()), target), **truncation
+        )
         targets = texts_of(part, part.column("label_column", target, ()))
-        labels = self.tokenizer(text_target=targets, return_attention_mask=False, verbose=False, **cut)["input_ids"]
+        labels = self.tokenizer(text_target=targets, return_attention_mask=False, verbose=False, **truncation)[
+            "input_ids"
+        ]
         # The models take no token types.
         return TokenizedSamples({"input_ids": sources["input_ids"], "labels": Ragged(labels)})
 

@@ -48,11 +48,11 @@ class TokenClassification(Task):
         read = {name: (part, *_words_and_tags(part, words, tags)) for name, part in raw.parts().items()}
         # What was held out of one file may hold a rare tag that is not among the rows that are left.
         known = ("train", "valid") if raw.held_out else ("train",)
-        found = {tag for name in known for row in read[name][2] for tag in row if tag is not None}
-        if not found:
+        distinct = {tag for name in known for row in read[name][2] for tag in row if tag is not None}
+        if not distinct:
             hint = "choose another --label-column, or tag the words"
             raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
-        self.labels = declared_names(raw.train, tags) or sorted_names(found, self.model_config)
+        self.labels = declared_names(raw.train, tags) or sorted_names(distinct, self.model_config)
         sets = {name: self._samples(*part) for name, part in read.items()}
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 

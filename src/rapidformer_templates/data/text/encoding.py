@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.data.text.fast_tokenizers import Way, compare, proven
-from rapidformer_templates.data.text.files import BadLines, Row, Span, jsonl_rows, report_column, text_documents
+from rapidformer_templates.data.text.files import BadLines, Row, Span, jsonl_rows, note_column, text_documents
 from rapidformer_templates.data.text.sentences import split_sentences
 
 
@@ -142,12 +142,12 @@ class Encoder:
             elif self.recipe.sentences and isinstance(value, list) and all(isinstance(part, str) for part in value):
                 texts = value
             else:
-                report_column(row, key, self.recipe.keys_flag, path, number, bad)
+                note_column(row, key, self.recipe.keys_flag, path, number, bad)
                 return None
             try:
                 "".join(texts).encode()
             except UnicodeEncodeError:
-                bad.report(path, number, f"the column '{key}' holds half of a surrogate pair, which is no character")
+                bad.note(path, number, f"the column '{key}' holds half of a surrogate pair, which is no character")
                 return None
             columns.append([text for text in texts if not text.isspace()])
         return columns

@@ -55,7 +55,7 @@ class Whole:
         self.added = [str(token.content) for token in self.tokenizer.get_added_tokens_decoder().values()]
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return [found.ids for found in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         return _joined([np.array(ids, dtype=np.uint32) for ids in self.ids(texts)])

@@ -34,7 +34,7 @@ class BadLines:
     skip: bool = False
     skipped: list[str] = field(default_factory=list)
 
-    def report(self, path: Path, line: int, reason: str, hint: str = "") -> None:
+    def note(self, path: Path, line: int, reason: str, hint: str = "") -> None:
         """Remember the line, or raise a :class:`DataError` about it."""
         if not self.skip:
             advice = "mend the line, or leave such lines out with --skip-bad-lines"
@@ -86,7 +86,7 @@ def text_lines(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
         if is_utf8:
             yield number, text
         else:
-            bad.report(path, number, NOT_UTF8, UTF8_HINT)
+            bad.note(path, number, NOT_UTF8, UTF8_HINT)
 
 
 def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple[int, Row]]:
@@ -103,16 +103,16 @@ def _delimited_rows(path: Path, bad: BadLines, delimiter: str) -> Iterator[tuple
         except StopIteration:
             return
         except csv.Error as error:
-            bad.report(path, start, _quoting_reason(error), "double the quotes inside a quoted field")
+            bad.note(path, start, _quoting_reason(error), "double the quotes inside a quoted field")
             continue
         span = range(start, reader.line_num + 1)
         not_utf8 = next((n for n in span if n in broken), None)
         if not_utf8 is not None:
-            bad.report(path, not_utf8, NOT_UTF8, UTF8_HINT)
+            bad.note(path, not_utf8, NOT_UTF8, UTF8_HINT)
         elif header is None:
             header = _header(path, cells)
         elif cells and len(cells) != len(header):
-            bad.report(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
+            bad.note(path, start, f"the line has {len(cells)} columns, the header has {len(header)}")
         elif cells:
             yield start, dict(zip(header, cells, strict=True))
 
@@ -154,15 +154,15 @@ def jsonl_rows(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            bad.report(path, number, f"broken JSON: {error.msg} (column {error.colno})")
+            bad.note(path, number, f"broken JSON: {error.msg} (column {error.colno})")
             continue
         except (ValueError, RecursionError):
-            bad.report(path, number, "broken JSON: a number that is too long, or too many brackets in one another")
+            bad.note(path, number, "broken JSON: a number that is too long, or too many brackets in one another")
             continue
         if isinstance(row, dict):
             yield number, row
         else:
-            bad.report(path, number, f"a line must hold a JSON object, not {type(row).__name__}")
+            bad.note(path, number, f"a line must hold a JSON object, not {type(row).__name__}")
 
 
 def _json_rows(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
@@ -299,16 +299,16 @@ def documents(path: Path, column: str, bad: BadLines, flag: str = "--text-column
             if text.strip():
                 yield text
         else:
-            report_column(row, column, flag, path, number, bad)
+            note_column(row, column, flag, path, number, bad)
 
 
-def report_column(row: Row, column: str, flag: str, path: Path, line: int, bad: BadLines) -> None:
+def note_column(row: Row, column: str, flag: str, path: Path, line: int, bad: BadLines) -> None:
     """Report a row whose column is not there or holds no text."""
     if column not in row:
         hint = f"name it with {flag}; columns: {', '.join(row)}"
-        bad.report(path, line, f"there is no column '{column}'", hint)
+        bad.note(path, line, f"there is no column '{column}'", hint)
     else:
-        bad.report(path, line, f"the column '{column}' holds {type(row[column]).__name__}, not text")
+        bad.note(path, line, f"the column '{column}' holds {type(row[column]).__name__}, not text")
 
 
 def text_documents(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, str]]:

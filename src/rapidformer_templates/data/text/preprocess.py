@@ -163,7 +163,7 @@ class _Run:
             ]
             skipped = stack.enter_context(_SkippedFile(self.prefix))
             progress = stack.enter_context(ProgressBar("preprocessing", size, counted=False))
-            jobs = cut(self.files, recipe.keys, self.chunk_size, check_all=self.check_all)
+            jobs = split_files(self.files, recipe.keys, self.chunk_size, check_all=self.check_all)
             for job, done in encoded(jobs, recipe, self.workers):
                 for writer, key, column in zip(writers, recipe.keys, done.columns, strict=True):
                     writer.add(column.tokens, column.lengths, column.sequences)
@@ -194,7 +194,9 @@ def _speed(writers: Sequence[IndexedWriter], began: float) -> str:
     return f"{tokens / seconds:,.0f} tokens/s  {documents / seconds:,.0f} documents/s"
 
 
-def cut(files: Sequence[Path], keys: Sequence[str], chunk_size: int, *, check_all: bool = False) -> Iterator[Job]:
+def split_files(
+    files: Sequence[Path], keys: Sequence[str], chunk_size: int, *, check_all: bool = False
+) -> Iterator[Job]:
     """The jobs of a corpus, in order; see :func:`preprocess`."""
     number = 0
     for path in files:
@@ -208,18 +210,18 @@ def _spans(path: Path, chunk_size: int) -> Iterator[tuple[Span, int]]:
     """Parts of whole lines; those of a ``.txt`` file end with a blank line, which ends a document."""
     lines_are_documents = path.suffix.lower() != ".txt"
     with path.open("rb") as file:
-        start = place = documents = 0
+        start = position = documents = 0
         first = 1
         for number, line in enumerate(file, start=1):
-            place += len(line)
+            position += len(line)
             if not lines_are_documents and line.strip():
                 continue
             documents += 1
-            if documents >= chunk_size or place - start >= JOB_BYTES:
-                yield Span(start, place, first), place - start
-                start, first, documents = place, number + 1, 0
-    if place > start:
-        yield Span(start, place, first), place - start
+            if documents >= chunk_size or position - start >= JOB_BYTES:
+                yield Span(start, position, first), position - start
+                start, first, documents = position, number + 1, 0
+    if position > start:
+        yield Span(start, position, first), position - start
 
 
 def _row_parts(path: Path, keys: Sequence[str], chunk_size: int) -> Iterator[tuple[list[tuple[int, Row]], int]]:

@@ -72,10 +72,10 @@ def boxes_of(
         coordinate: of the rank in the mesh.
     """
     held: list[Segments] = [[(0, length)] for length in shape]
-    for placement, size, place in zip(placements, mesh, coordinate, strict=True):
+    for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
         if isinstance(placement, (Shard, _StridedShard)):
             parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            held[placement.dim] = list(_share(held[placement.dim], parts, size, place))
+            held[placement.dim] = list(_share(held[placement.dim], parts, size, rank))
     if not all(held):
         return []
     return [
@@ -84,7 +84,7 @@ def boxes_of(
             shape=tuple(length for _, length, _ in stretches),
             local=tuple(slice(at, at + length) for _, length, at in stretches),
         )
-        for stretches in itertools.product(*(_placed(segments) for segments in held))
+        for stretches in itertools.product(*(_with_offsets(segments) for segments in held))
     ]
 
 
@@ -93,15 +93,15 @@ def local_shape(
 ) -> tuple[int, ...]:
     """The shape of what a rank holds of a tensor of ``shape``."""
     lengths = list(shape)
-    for placement, size, place in zip(placements, mesh, coordinate, strict=True):
+    for placement, size, rank in zip(placements, mesh, coordinate, strict=True):
         if isinstance(placement, (Shard, _StridedShard)):
             parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            held = _share([(0, lengths[placement.dim])], parts, size, place)
+            held = _share([(0, lengths[placement.dim])], parts, size, rank)
             lengths[placement.dim] = sum(length for _, length in held)
     return tuple(lengths)
 
 
-def cut(
+def local_values(
     whole: torch.Tensor, placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> torch.Tensor:
     """What a rank holds of ``whole``, in memory of its own."""
@@ -112,15 +112,15 @@ def cut(
     return local
 
 
-def _share(segments: Segments, parts: int, size: int, place: int) -> Iterator[tuple[int, int]]:
-    """Rank ``place``'s share of each of ``parts`` equal parts of what ``segments`` cover, as ``torch.chunk`` cuts."""
+def _share(segments: Segments, parts: int, size: int, rank: int) -> Iterator[tuple[int, int]]:
+    """The share of ``rank`` in each of ``parts`` equal parts of what ``segments`` cover, as ``torch.chunk`` cuts."""
     total = sum(length for _, length in segments)
     if total % parts:
         raise ValueError(f"{total} cannot be divided into {parts} parts")
     for part in range(parts):
         length = total // parts
         step = math.ceil(length / size)
-        begin, end = min(place * step, length), min((place + 1) * step, length)
+        begin, end = min(rank * step, length), min((rank + 1) * step, length)
         yield from _between(segments, part * length + begin, part * length + end)
 
 
@@ -134,7 +134,7 @@ def _between(segments: Segments, begin: int, end: int) -> Iterator[tuple[int, in
         at += length
 
 
-def _placed(segments: Segments) -> list[tuple[int, int, int]]:
+def _with_offsets(segments: Segments) -> list[tuple[int, int, int]]:
     """(start in the whole, length, start in the local tensor) of each segment."""
     at = itertools.accumulate((length for _, length in segments), initial=0)
     return [(start, length, begin) for (start, length), begin in zip(segments, at, strict=False)]

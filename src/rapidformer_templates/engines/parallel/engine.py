@@ -54,13 +54,13 @@ class ParallelEngine(SingleEngine):
 
     def _trained(self) -> list[Trained]:
         placement = placement_of(self.model)
-        found = []
+        trained = []
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 whole = placement.whole_name(canonical_name(name))
                 copies, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
-                found.append(Trained(whole, parameter, copies, chunk))
-        return found
+                trained.append(Trained(whole, parameter, copies, chunk))
+        return trained
 
     def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """A process group for each set of stages that hold copies of a parameter.

@@ -97,7 +97,7 @@ class DataShards:
         self._windows, self._kind = _windows(trained, self.replicas)
         self._rank = workers.data_rank
         self._runs: dict[Window, list[tuple[Unit, int]]] = {window: [] for window in self._windows}
-        self.units = self._cut() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
+        self.units = self._divide() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
         self._sums: dict[Window, torch.Tensor] = {}  # this rank's share of the summed gradients
         self._reached = [False] * len(trained)
         self._ready: set[int] = set()
@@ -107,13 +107,13 @@ class DataShards:
             for index, entry in enumerate(trained):
                 entry.parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._came(index))
 
-    def _cut(self) -> list[Unit]:
+    def _divide(self) -> list[Unit]:
         units = []
         for window in self._windows:
-            for (index, start, count), place in window.owned(self._rank):
+            for (index, start, count), offset in window.owned(self._rank):
                 entry = self.trained[index]
                 unit = Unit(entry, start, nn.Parameter(entry.local.view(-1)[start : start + count]), True)
-                self._runs[window].append((unit, place))
+                self._runs[window].append((unit, offset))
                 units.append(unit)
         return units
 
@@ -158,8 +158,8 @@ class DataShards:
         if not self.sharded:
             yield from ((unit, unit.of.gradient) for unit in self.units)
         for window, runs in self._runs.items():
-            for unit, place in runs:
-                yield unit, self._sums[window][place : place + unit.values.numel()]
+            for unit, offset in runs:
+                yield unit, self._sums[window][offset : offset + unit.values.numel()]
 
     def _start(self, window: Window) -> None:
         """Send a window's gradients on their way, and take in those of the one before."""
@@ -177,12 +177,12 @@ class DataShards:
         """The gradients of a window, laid end to end; where there is none, zeros."""
         like = self.trained[window.segments[0].parameter].local
         flat = like.new_zeros(window.share * window.ranks)
-        for (index, start, count), place in window.placed():
+        for (index, start, count), offset in window.with_offsets():
             entry = self.trained[index]
             gradient = entry.gradient
             if gradient is not None:
                 self._reached[index] = True
-                flat[place : place + count] = gradient.reshape(-1)[start : start + count]
+                flat[offset : offset + count] = gradient.reshape(-1)[start : start + count]
                 if self.sharded and start + count == gradient.numel():
                     entry.parameter.grad = None
         return flat
@@ -205,11 +205,11 @@ class DataShards:
     def _unpack(self, window: Window) -> None:
         """Put the sums where the model's gradients are."""
         flat = self._sums.pop(window)
-        for (index, start, count), place in window.placed():
+        for (index, start, count), offset in window.with_offsets():
             parameter = self.trained[index].parameter
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            local_part(parameter.grad).view(-1)[start : start + count] = flat[place : place + count]
+            local_part(parameter.grad).view(-1)[start : start + count] = flat[offset : offset + count]
 
     def _sum_tied(self) -> None:
         """Add up what the copies of a parameter in several stages have got."""
@@ -224,10 +224,10 @@ class DataShards:
         if self.replicas > 1:
             dist.all_reduce(flags, group=self.group)
         for stages, group in self.tied.items():
-            places = [index for index, entry in enumerate(self.trained) if entry.stages == stages]
-            part = flags[places]
+            offsets = [index for index, entry in enumerate(self.trained) if entry.stages == stages]
+            part = flags[offsets]
             dist.all_reduce(part, group=group)
-            flags[places] = part
+            flags[offsets] = part
         return [flag > 0 for flag in flags.tolist()]
 
     # The update.
@@ -239,12 +239,12 @@ class DataShards:
             return
         for window, runs in self._runs.items():
             share = self.trained[window.segments[0].parameter].local.new_zeros(window.share)
-            for unit, place in runs:
-                share[place : place + unit.values.numel()] = unit.values
+            for unit, offset in runs:
+                share[offset : offset + unit.values.numel()] = unit.values
             flat = share.new_empty(window.share * window.ranks)
             all_gather(flat, share, group=self.group)
-            for (index, start, count), place in window.placed():
-                self.trained[index].local.view(-1)[start : start + count] = flat[place : place + count]
+            for (index, start, count), offset in window.with_offsets():
+                self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
 
     def drop(self) -> None:
         """Forget the gradients."""

@@ -59,13 +59,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
     """The parameters and persistent buffers of this worker, by their names in the whole model."""
     placement = placement_of(model)
-    found = {}
+    held = {}
     for name, tensor in named_tensors(model).items():
         whole = placement.whole_name(name)
         first = placement.stages.get(whole, (workers.pipeline_rank,))[0]
         speaks = first == workers.pipeline_rank and (is_sharded(tensor) or workers.tensor_rank == 0)
-        found[whole] = Held(tensor, speaks)
-    return found
+        held[whole] = Held(tensor, speaks)
+    return held
 
 
 def pieces(
@@ -174,8 +174,8 @@ def _load_optimizer(
         saved.setdefault(name, {})[key] = shape
     by_values = {id(unit.values): unit for unit in units}
     state: dict[int, dict[str, Any]] = {}
-    order = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, values in enumerate(order):
+    flattened = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in enumerate(flattened):
         unit = by_values.get(id(values))
         if unit is None or unit.of.name not in saved:
             continue
@@ -186,9 +186,9 @@ def _load_optimizer(
             key: _read_state(reader, f"{unit.of.name}/{key}", shapes[key], held[unit.of.name], unit) for key in keys
         }
     groups = optimizer.state_dict()["param_groups"]
-    for place, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizer.param_groups):
         here = [by_values[id(values)].of.name for values in group["params"] if id(values) in by_values]
-        groups[place] |= group_values.read(optimizer, place, list(dict.fromkeys(here)), reader)
+        groups[number] |= group_values.read(optimizer, number, list(dict.fromkeys(here)), reader)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -46,24 +46,24 @@ class Window:
         """Elements of each rank's share, with padding."""
         return -(-self.length // self.ranks)
 
-    def placed(self) -> Iterator[tuple[Segment, int]]:
-        """The runs with their places in the window."""
-        place = 0
+    def with_offsets(self) -> Iterator[tuple[Segment, int]]:
+        """The runs with their offsets in the window."""
+        offset = 0
         for segment in self.segments:
-            yield segment, place
-            place += segment.length
+            yield segment, offset
+            offset += segment.length
 
     def owned(self, rank: int) -> Iterator[tuple[Segment, int]]:
-        """The runs in a rank's share, each with its place in the share."""
+        """The runs in a rank's share, each with its offset in the share."""
         begin, end = rank * self.share, (rank + 1) * self.share
-        for (index, start, count), place in self.placed():
-            low, high = max(begin, place), min(end, place + count)
+        for (index, start, count), offset in self.with_offsets():
+            low, high = max(begin, offset), min(end, offset + count)
             if low < high:
-                yield Segment(index, start + low - place, high - low), low - begin
+                yield Segment(index, start + low - offset, high - low), low - begin
 
 
 def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -> list[Window]:
-    """Cut parameters, laid end to end, into windows.
+    """Divide parameters, laid end to end, into windows.
 
     Args:
         sizes: (index, elements) of each parameter.
@@ -71,7 +71,7 @@ def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -
         limit: elements of a window; a multiple of ``ranks`` is taken, so that only the last one is padded.
     """
     limit = max(1, limit // ranks) * ranks
-    found: list[Window] = []
+    finished: list[Window] = []
     segments: list[Segment] = []
     room = limit
     for index, size in sizes:
@@ -81,6 +81,6 @@ def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -
             segments.append(Segment(index, start, count))
             start, room = start + count, room - count
             if room == 0:
-                found.append(Window(tuple(segments), ranks))
+                finished.append(Window(tuple(segments), ranks))
                 segments, room = [], limit
-    return [*found, Window(tuple(segments), ranks)] if segments else found
+    return [*finished, Window(tuple(segments), ranks)] if segments else finished

@@ -88,7 +88,7 @@ def read(text: str) -> DeepSpeedFile:
     if isinstance(zero, dict):
         if "aio" in zero and "aio" not in content:  # where the guide has it
             content["aio"], moved["aio"] = zero.pop("aio"), "zero_optimization.aio"
-        for name in [name for name in zero if f"stage3_{name}" in _STAGE_3]:
+        for name in [name for name in zero if f"stage3_{name}" in _ZERO_STAGE_3]:
             zero[f"stage3_{name}"] = zero.pop(name)
             moved[f"zero_optimization.stage3_{name}"] = f"zero_optimization.{name}"
     aio = content.get("aio")
@@ -98,7 +98,7 @@ def read(text: str) -> DeepSpeedFile:
     return replace(file, content=content, moved=moved)
 
 
-_STAGE_3 = {entry.path.rpartition(".")[2] for entry in ENTRIES} | {"stage3_max_reuse_distance"}
+_ZERO_STAGE_3 = {entry.path.rpartition(".")[2] for entry in ENTRIES} | {"stage3_max_reuse_distance"}
 
 
 def _booleans(value: Any) -> Any:
@@ -124,9 +124,9 @@ def as_flags(file: DeepSpeedFile, config: RunConfig) -> list[Said]:
         value = look_up(content, entry.path)
         if value is not None:
             add(entry.field, entry.path, entry.to_flag(value))
-    stage = look_up(content, "zero_optimization.stage")
-    if stage in (1, 2, 3):
-        add(f"zero_{int(stage)}_memory_optimization", "zero_optimization.stage", True)
+    zero_stage = look_up(content, "zero_optimization.stage")
+    if zero_stage in (1, 2, 3):
+        add(f"zero_{int(zero_stage)}_memory_optimization", "zero_optimization.stage", True)
     precision = _precision(content)
     if precision is not None:
         add("mixed_precision", f"{precision or 'fp16'}.enabled", precision or None)
@@ -191,11 +191,11 @@ def adopt(config: RunConfig) -> RunConfig:
     text = config.get("deepspeed_config")
     if text is None:
         return config
-    file, staged = read(text), bool(_stages(config))
+    file, has_zero_stage = read(text), bool(_zero_stages(config))
     for said in as_flags(file, config):
         if said.field in config.origins or said.value is None or _agree(said, config.get(said.field)):
             continue
-        if not (staged and said.field in ZERO):  # the file's stage is the same one, or a contradiction
+        if not (has_zero_stage and said.field in ZERO):  # the file's stage is the same one, or a contradiction
             config = config.replace(file.where(said.path), **{said.field: said.value})
     return config
 
@@ -211,7 +211,7 @@ def contradictions(request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
     for said in as_flags(file, request.config):
         name, flag_value = said.field, request.config.get(said.field)
         if name in ZERO:
-            for other in _stages(request.config):
+            for other in _zero_stages(request.config):
                 if other != name:
                     yield f"{file.name} has {said.path} = {said.shown}, {_said(request, other)}", (other,)
             continue
@@ -228,7 +228,7 @@ def contradictions(request: Request) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"{file.name} has gradient_accumulation_steps = {steps}, the batch sizes make {ours}", batches
 
 
-def _stages(config: RunConfig) -> list[str]:
+def _zero_stages(config: RunConfig) -> list[str]:
     """The ZeRO flags that are on."""
     return [name for name in ZERO if config.get(name)]
 
@@ -288,14 +288,14 @@ def from_flags(request: Request, precision: str) -> dict[str, Any]:
 
 def _zero(request: Request) -> dict[str, Any]:
     config = request.config
-    stage = next(level for level in (1, 2, 3) if f"zero-{level}" in request.active)
+    zero_stage = next(level for level in (1, 2, 3) if f"zero-{level}" in request.active)
     section: dict[str, Any] = {
-        "stage": stage,
+        "stage": zero_stage,
         "contiguous_gradients": True,
         "reduce_bucket_size": 20_000_000,
         "allgather_bucket_size": 50_000_000,
     }
-    if stage == 3:
+    if zero_stage == 3:
         section |= {
             "stage3_param_persistence_threshold": config.get("zero_3_param_persistence_threshold"),
             "stage3_prefetch_bucket_size": config.get("zero_3_prefetch_bucket_size"),
@@ -308,13 +308,13 @@ def _zero(request: Request) -> dict[str, Any]:
     section |= _by_width(request)
     pinned = request.environment.device == "cuda"
     if "nvme-offload" in request.active:
-        place = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
+        device = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
         # The optimizer state passes through memory a sub-group at a time, in four buffers of that size.
         buffers = {"buffer_size": _largest_share(request)}
-        section |= {"offload_optimizer": place, "offload_param": {**place, **buffers}, "sub_group_size": 25_000_000}
+        section |= {"offload_optimizer": device, "offload_param": {**device, **buffers}, "sub_group_size": 25_000_000}
     elif "cpu-offload" in request.active:
-        place = {"device": "cpu", "pin_memory": pinned}
-        section |= {"offload_optimizer": place} | ({"offload_param": dict(place)} if stage == 3 else {})
+        device = {"device": "cpu", "pin_memory": pinned}
+        section |= {"offload_optimizer": device} | ({"offload_param": dict(device)} if zero_stage == 3 else {})
     named = {name for name in OFFLOADS if isinstance(look_up(_zero_of(request), name), Mapping)}
     # A file that names one of the two offloads that one.
     return {key: value for key, value in section.items() if not named or key not in OFFLOADS or key in named}

@@ -215,9 +215,9 @@ def idle(file: DeepSpeedFile) -> Iterator[Problem]:
         given = look_up(content, path)
         if given is not None and given != value:
             yield path, f"{path} = {_json(given)} is not possible: {why}"
-    stage, dtype = look_up(content, "zero_optimization.stage"), look_up(content, "communication_data_type")
-    if stage is not None and stage not in (0, 1, 2, 3):
-        yield "zero_optimization.stage", f"zero_optimization.stage = {_json(stage)}: the stages are 0, 1, 2 and 3"
+    zero_stage, dtype = look_up(content, "zero_optimization.stage"), look_up(content, "communication_data_type")
+    if zero_stage is not None and zero_stage not in (0, 1, 2, 3):
+        yield "zero_optimization.stage", f"zero_optimization.stage = {_json(zero_stage)}: the stages are 0, 1, 2 and 3"
     if dtype is not None and str(dtype).lower() not in ("fp16", "bf16", "fp32"):
         yield "communication_data_type", f"communication_data_type = {_json(dtype)}: the types are fp16, bf16 and fp32"
     yield from _idle_optimizer(content)

@@ -142,10 +142,10 @@ def _one_cycle(p: Mapping[str, Any]) -> Rate:
     stairs_down = stairs_up if p["cycle_second_stair_count"] is None else p["cycle_second_stair_count"]
     whole = up + down
 
-    def height(place: float) -> float:
+    def height(position: float) -> float:
         """Of a place in the cycle, counted from its beginning in updates."""
-        rises = place <= up
-        done, of, stairs = (place, up, stairs_up) if rises else (whole - place, down, stairs_down)
+        rises = position <= up
+        done, of, stairs = (position, up, stairs_up) if rises else (whole - position, down, stairs_down)
         return math.floor(done * stairs / of) / stairs if stairs > 0 else done / of
 
     def rate(iteration: int) -> float:

@@ -18,12 +18,12 @@ import torch
 
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import tensor_file
-from rapidformer_templates.run.checkpoint.format import Attempt, File, Report, Source, for_each_file
+from rapidformer_templates.run.checkpoint.format import Attempt, File, Source, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
 from rapidformer_templates.run.console import say
 from rapidformer_templates.system.workers import Workers
 
-Stages = Generator[Callable[[], Any], Any, str | None]
+Parts = Generator[Callable[[], Any], Any, str | None]
 
 
 class AsyncSaver:
@@ -44,8 +44,8 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._memory: dict[str, torch.Tensor] = {}
         self._attempt: Attempt | None = None
-        self._stages: Stages | None = None
-        self._stage: Future[Any] | None = None
+        self._parts: Parts | None = None
+        self._part: Future[Any] | None = None
 
     @property
     def pending(self) -> bool:
@@ -54,7 +54,7 @@ class AsyncSaver:
     @property
     def busy(self) -> bool:
         """Whether this rank's thread has work to do."""
-        return self._stage is not None and not self._stage.done()
+        return self._part is not None and not self._part.done()
 
     def start(self, step: int, engine: Source, progress: Mapping[str, Any], protected: int | None) -> None:
         """Copy the state, and begin to write it; no save may be pending.
@@ -69,27 +69,27 @@ class AsyncSaver:
         assert not self.pending
         attempt = Attempt(self._root, step, engine.state(), progress, self._workers)
         attempt.begin()
-        copies, report = attempt.together(lambda: self._copy(engine))
+        copies, written = attempt.together(lambda: self._copy(engine))
         self._attempt = attempt
-        self._stages = self._stages_of(attempt, copies, report, protected)
+        self._parts = self._parts_of(attempt, copies, written, protected)
         alone = self._workers.world == 1
-        self._stage = self._thread.submit(partial(_through, self._stages) if alone else next(self._stages))
+        self._part = self._thread.submit(partial(_through, self._parts) if alone else next(self._parts))
 
-    def _copy(self, engine: Source) -> tuple[dict[str, Copy], Report]:
+    def _copy(self, engine: Source) -> tuple[dict[str, Copy], Written]:
         copies: dict[str, Copy] = {}
-        report: Report = {"index": [], "files": {}}
+        written: Written = {"index": [], "files": {}}
 
         def copy(file: File) -> None:
             copies[file.name] = tensor_file.copy_whole(file.tensors, file.metadata, self._memory.get(file.name))
             self._memory[file.name] = copies[file.name].memory
-            report["index"] += file.index
+            written["index"] += file.index
 
         for_each_file(engine, self._workers.rank, copy)
         if self._workers.device.type == "cuda":
             torch.cuda.synchronize(self._workers.device)
-        return copies, report
+        return copies, written
 
-    def _stages_of(self, attempt: Attempt, copies: Mapping[str, Copy], report: Report, protected: int | None) -> Stages:
+    def _parts_of(self, attempt: Attempt, copies: Mapping[str, Copy], written: Written, protected: int | None) -> Parts:
         """What the thread has to do, part by part; in between all ranks exchange what came of a part.
 
         Returns:
@@ -97,13 +97,13 @@ class AsyncSaver:
         """
         workers, main = self._workers, self._workers.is_main
 
-        def write() -> Report:
+        def write() -> Written:
             for name, copy in copies.items():
-                report["files"][name] = tensor_file.write_copy(attempt.folder / name, copy)
-            return report
+                written["files"][name] = tensor_file.write_copy(attempt.folder / name, copy)
+            return written
 
-        reports = workers.gather((yield write))
-        yield (lambda: attempt.finish(reports)) if main else _nothing
+        by_rank = workers.gather((yield write))
+        yield (lambda: attempt.finish(by_rank)) if main else _nothing
         doomed = workers.broadcast(checkpoint_check.surplus(attempt.final, self._keep, protected))
         if not doomed:
             return None
@@ -116,23 +116,23 @@ class AsyncSaver:
         return problem
 
     def proceed(self) -> Path | None:
-        """Once no rank is :attr:`busy`: the next stage of the pending save; the checkpoint, when it is whole.
+        """Once no rank is :attr:`busy`: the next part of the pending save; the checkpoint, when it is whole.
 
         Raises:
             CheckpointError: some rank could not write; the save is given up.
         """
-        attempt, stages, stage = self._attempt, self._stages, self._stage
+        attempt, parts, part = self._attempt, self._parts, self._part
         assert attempt is not None
-        assert stages is not None
-        assert stage is not None
+        assert parts is not None
+        assert part is not None
         try:
-            result = attempt.together(stage.result)
+            result = attempt.together(part.result)
         except BaseException:
             self._forget()
             raise
         if self._workers.world > 1:
             try:
-                self._stage = self._thread.submit(stages.send(result))
+                self._part = self._thread.submit(parts.send(result))
             except StopIteration as end:
                 result = end.value
             else:
@@ -158,20 +158,20 @@ class AsyncSaver:
         self._thread.shutdown()
 
     def _forget(self) -> None:
-        self._attempt = self._stages = self._stage = None
+        self._attempt = self._parts = self._part = None
 
 
-def _through(stages: Stages) -> str | None:
-    """All stages of the only worker, which has nobody to exchange anything with."""
+def _through(parts: Parts) -> str | None:
+    """All parts of the only worker, which has nobody to exchange anything with."""
     result = None
     while True:
         try:
-            stage = stages.send(result)
+            part = parts.send(result)
         except StopIteration as end:
             problem: str | None = end.value
             return problem
-        result = stage()
+        result = part()
 
 
 def _nothing() -> None:
-    """What a rank other than 0 has to do in some stages."""
+    """What a rank other than 0 has to do in some parts."""

@@ -69,7 +69,7 @@ class Source(Protocol):
         """What else must be kept: plain values for JSON."""
 
 
-class Report(TypedDict):
+class Written(TypedDict):
     """What a rank has written.
 
     Attributes:
@@ -104,14 +104,14 @@ def save(root: Path, step: int, engine: Source, progress: Mapping[str, Any], wor
     """
     attempt = Attempt(root, step, engine.state(), progress, workers)
     attempt.begin()
-    report = attempt.together(lambda: attempt.write_share(engine))
-    reports = workers.gather(report)
-    attempt.together(lambda: attempt.finish(reports) if workers.is_main else None)
+    written = attempt.together(lambda: attempt.write_share(engine))
+    by_rank = workers.gather(written)
+    attempt.together(lambda: attempt.finish(by_rank) if workers.is_main else None)
     return attempt.final
 
 
 class Attempt:
-    """A checkpoint that is being written: its stages, which all ranks go through alike.
+    """A checkpoint that is being written: its steps, which all ranks go through alike.
 
     Attributes:
         folder, final: where it is written, and what that is renamed to.
@@ -124,7 +124,7 @@ class Attempt:
         self.workers = workers
         self.final = folder_of(root, step)
         self.folder = self.final.with_name(self.final.name + ".tmp")
-        state = {"format": FORMAT, "step": step, "world": workers.world, "layout": workers.layout}
+        state = {"format": FORMAT, "step": step, "world": workers.world, "layout": workers.dimensions}
         self._state = {**state, "engine": engine, **progress}
 
     def begin(self) -> None:
@@ -136,24 +136,24 @@ class Attempt:
             shutil.rmtree(stale, ignore_errors=stale != self.folder)
         self.folder.mkdir(parents=True)
 
-    def write_share(self, engine: Source) -> Report:
+    def write_share(self, engine: Source) -> Written:
         """Write what this rank holds."""
-        report: Report = {"index": [], "files": {}}
+        written: Written = {"index": [], "files": {}}
 
         def write(file: File) -> None:
-            report["index"] += file.index
-            report["files"][file.name] = tensor_file.write(self.folder / file.name, file.tensors, file.metadata)
+            written["index"] += file.index
+            written["files"][file.name] = tensor_file.write(self.folder / file.name, file.tensors, file.metadata)
 
         for_each_file(engine, self.workers.rank, write)
-        return report
+        return written
 
-    def finish(self, reports: Sequence[Report]) -> None:
+    def finish(self, by_rank: Sequence[Written]) -> None:
         """On one rank, once all have written: index, state, manifest; from the renaming on it counts."""
         index: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
         files: dict[str, Seal] = {}
-        for report in reports:
-            files |= report["files"]
-            for kind, name, shape, box in report["index"]:
+        for written in by_rank:
+            files |= written["files"]
+            for kind, name, shape, box in written["index"]:
                 index[kind].setdefault(name, {"shape": shape, "boxes": []})["boxes"].append(box)
         for name, content in (("index.json", index), ("state.json", self._state)):
             files[name] = write_synced(self.folder / name, to_json(content))

@@ -60,8 +60,8 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         OSError: it cannot be written.
         ValueError: the format has no name for a type.
     """
-    header, ordered, size = _lay_out(tensors, metadata)
-    return _write_blocks(path, size, _blocks(header, ordered))
+    header, by_itemsize, size = _lay_out(tensors, metadata)
+    return _write_blocks(path, size, _blocks(header, by_itemsize))
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ def copy_whole(
         OSError, MemoryError: there is not enough memory.
         ValueError: the format has no name for a type.
     """
-    header, ordered, size = _lay_out(tensors, metadata)
+    header, by_itemsize, size = _lay_out(tensors, metadata)
     if memory is None or len(memory) < size:
-        memory = host_memory(size, pinned=any(tensor.is_cuda for tensor in ordered))
+        memory = host_memory(size, pinned=any(tensor.is_cuda for tensor in by_itemsize))
     # Not torch's threads: they wait for one another after each tensor, for long where others use the cores too.
     with ThreadPoolExecutor(min(torch.get_num_threads(), COPIERS)) as pool:
-        deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, ordered)])), maxlen=0)
+        deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)
     return Copy(memory, size)
 
 
@@ -107,16 +107,16 @@ Batch = list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
 def _batches(memory: torch.Tensor, sources: list[torch.Tensor]) -> Iterator[Batch]:
     """(target, source) of what is to be copied on the host, for a thread at a time; from a GPU it is begun here."""
     batch: Batch = []
-    whole, place, size = memory.numpy(), 0, 0
+    whole, offset, size = memory.numpy(), 0, 0
     for source in sources:
-        begin, place = place, place + len(source)
+        begin, offset = offset, offset + len(source)
         if source.device.type != "cpu":
-            memory[begin:place].copy_(source, non_blocking=True)
+            memory[begin:offset].copy_(source, non_blocking=True)
             continue
-        target, values = whole[begin:place], source.numpy()
-        for cut in range(0, len(values), COPY):
-            part = values[cut : cut + COPY]
-            batch.append((target[cut : cut + COPY], part))
+        target, values = whole[begin:offset], source.numpy()
+        for at in range(0, len(values), COPY):
+            part = values[at : at + COPY]
+            batch.append((target[at : at + COPY], part))
             size += len(part)
             if size >= COPY:
                 yield batch
@@ -136,7 +136,7 @@ def write_copy(path: Path, copy: Copy) -> Seal:
         OSError: it cannot be written.
     """
     view = copy.memory.numpy().data
-    blocks = (view[place : place + BLOCK] for place in range(0, copy.size, BLOCK))
+    blocks = (view[offset : offset + BLOCK] for offset in range(0, copy.size, BLOCK))
     return _write_blocks(path, copy.size, blocks)
 
 
@@ -145,9 +145,9 @@ def _lay_out(
 ) -> tuple[bytes, list[torch.Tensor], int]:
     """(length and header, the tensors in the order of the file, size of the file in bytes)."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    by_itemsize = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     end = 0
-    for name, tensor in ordered:
+    for name, tensor in by_itemsize:
         if tensor.dtype not in NAMES:
             raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold")
         begin, end = end, end + tensor.numel() * tensor.itemsize
@@ -155,7 +155,7 @@ def _lay_out(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
-    return start, [tensor for _, tensor in ordered], len(start) + end
+    return start, [tensor for _, tensor in by_itemsize], len(start) + end
 
 
 def _tensor_of(header: bytes) -> torch.Tensor:
@@ -180,11 +180,11 @@ def host_memory(size: int, *, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _blocks(header: bytes, ordered: list[torch.Tensor]) -> Iterator[memoryview]:
+def _blocks(header: bytes, by_itemsize: list[torch.Tensor]) -> Iterator[memoryview]:
     """The file's bytes in whole blocks, the last one too; a block holds until IN_FLIGHT more were asked for."""
     memory = [host_memory(BLOCK, pinned=False) for _ in range(IN_FLIGHT)]
     number, filled = 0, 0
-    for source in (_tensor_of(header), *map(_bytes_of, ordered)):
+    for source in (_tensor_of(header), *map(_bytes_of, by_itemsize)):
         taken = 0
         while taken < len(source):
             count = min(len(source) - taken, BLOCK - filled)
@@ -205,15 +205,15 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _write_blocks(path: Path, size: int, blocks: Iterator[memoryview]) -> Seal:
-    """Write whole blocks, cut the file to its size, flush it; a block must hold until IN_FLIGHT later ones came."""
-    crc, place = 0, 0
+    """Write whole blocks, truncate the file, flush it; a block must hold until IN_FLIGHT later ones came."""
+    crc, offset = 0, 0
     pending: deque[Future[None]] = deque()
     with unbuffered(path) as descriptor, ThreadPoolExecutor(IN_FLIGHT) as pool:
         for block in blocks:
-            pending.append(pool.submit(write_at, descriptor, block, place))
+            pending.append(pool.submit(write_at, descriptor, block, offset))
             # While it is being written: neither the CRC nor a write holds Python's lock.
-            crc = zlib.crc32(block[: size - place], crc)
-            place += len(block)
+            crc = zlib.crc32(block[: size - offset], crc)
+            offset += len(block)
             if len(pending) == IN_FLIGHT:
                 pending.popleft().result()
         for written in pending:

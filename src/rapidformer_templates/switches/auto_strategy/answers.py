@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
-_PLACES = torch.ops.aten.nonzero.default
+_POSITIONS = torch.ops.aten.nonzero.default
 _COUNTS = torch.ops.aten.bincount.default
 _GROUPED = torch.ops.aten._grouped_mm.default
-ASKS = frozenset({_NUMBER, _PLACES, _COUNTS, _GROUPED})
+ASKS = frozenset({_NUMBER, _POSITIONS, _COUNTS, _GROUPED})
 """Operations whose result, or its shape, depends on data; and grouped products: torch has fakes of 16 bits alone."""
 
 
@@ -23,7 +23,7 @@ def answer(question: Any, args: Any, *, dense: bool) -> Any:
         dense: whether a mask hides nothing.
     """
     tensor = args[0]
-    if question is _PLACES:
+    if question is _POSITIONS:
         return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
     if question is _COUNTS:
         return tensor.new_empty((args[2],), dtype=torch.int64)  # as many as there can be

@@ -15,7 +15,7 @@ from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.hardware import Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
-from rapidformer_templates.switches.auto_strategy.search import Found, Search
+from rapidformer_templates.switches.auto_strategy.search import Search, SearchResult
 from rapidformer_templates.switches.auto_strategy.show import not_predicted, print_json, reasons, show
 
 
@@ -23,7 +23,7 @@ class NothingFits(RapidformerError):
     """No layout of the workers fits the model."""
 
 
-def search(config: RunConfig, environment: Environment, registry: Registry = REGISTRY) -> tuple[Found, Hardware]:
+def search(config: RunConfig, environment: Environment, registry: Registry = REGISTRY) -> tuple[SearchResult, Hardware]:
     """All layouts, and the devices that they are for.
 
     Raises:
@@ -49,23 +49,23 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
     Raises:
         NothingFits: no layout does; and as :func:`search`.
     """
-    found, hardware = search(config, environment)
-    if not found.layouts:
+    result, hardware = search(config, environment)
+    if not result.layouts:
         raise NothingFits(
             f"no layout of {environment.world_size} workers with {hardware.memory_gb:g} GB each fits this model",
-            where=f"--auto-strategy: {found.rejected[-1].constraint}" if found.rejected else "--auto-strategy",
+            where=f"--auto-strategy: {result.rejected[-1].constraint}" if result.rejected else "--auto-strategy",
             hint="rapidformer plan --auto-strategy … lists every layout with what it lacks",
         )
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join([*reasons(found, hardware), *not_predicted(found)]), file=sys.stderr, flush=True)
-    return found.layouts[0].layout.values_that_act(config.origins)
+        print("\n".join([*reasons(result, hardware), *not_predicted(result)]), file=sys.stderr, flush=True)
+    return result.layouts[0].layout.values_that_act(config.origins)
 
 
 def plan_command(config: RunConfig, environment: Environment, *, as_json: bool) -> int:
     """Search and print; the exit status: 1 if nothing fits."""
-    found, hardware = search(config, environment)
+    result, hardware = search(config, environment)
     if as_json:
-        print_json(found, hardware)
+        print_json(result, hardware)
     else:
-        show(found, hardware)
-    return 0 if found.layouts else 1
+        show(result, hardware)
+    return 0 if result.layouts else 1

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -37,10 +46,10 @@ def _bounds_the_search(request: Request) -> list[Finding]:
 
 def _acted(measured: Measured) -> str | None:
     sizes, origins = measured.plan.sizes, [value["origin"] for value in measured.plan.values.values()]
-    wanted, found = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
-    if "auto-strategy" in origins and found == wanted:
+    wanted, trained = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
+    if "auto-strategy" in origins and trained == wanted:
         return None
-    return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {found}"
+    return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {trained}"
 
 
 SWITCHES = (
@@ -48,7 +57,7 @@ SWITCHES = (
         name="auto-strategy",
         summary="Search for the best feasible layout of workers and batch.",
         source="[M]",
-        stage=Stage.DATA,
+        precedence=Precedence.DATA,
         options=AutoStrategyFlags,
         active=lambda options, sizes: options.auto_strategy or options.max_global_batch_size is not None,
         off={"auto_strategy": False, "max_global_batch_size": None},

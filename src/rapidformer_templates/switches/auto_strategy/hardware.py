@@ -123,14 +123,14 @@ def _positive(variable: str) -> float:
 
 
 def _measured_gb(environment: Environment) -> float:
-    found = _gpu_gb() if environment.device == "cuda" else _host_gb() / environment.local_world_size
-    if found is None:
+    gigabytes = _gpu_gb() if environment.device == "cuda" else _host_gb() / environment.local_world_size
+    if gigabytes is None:
         raise ConfigError(
             "no GPU can be seen from here, so its memory is not known",
             where="--auto-strategy",
             hint="DEVICE_MEMORY_GB=80 rapidformer plan --auto-strategy … says how much each device has",
         )
-    return round(found, 1)
+    return round(gigabytes, 1)
 
 
 def _gpu_gb() -> float | None:

@@ -36,7 +36,7 @@ class Layout:
         accumulation: micro batches of an optimizer step on each replica.
         partitioning: a key of ``PARTITIONINGS``.
         recompute: activation checkpointing.
-        sequence_parallel: norms and dropout are cut along the sequence, too.
+        sequence_parallel: norms and dropout are divided along the sequence, too.
     """
 
     tensor: int = 1

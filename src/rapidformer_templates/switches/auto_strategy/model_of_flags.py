@@ -17,7 +17,7 @@ from rapidformer_templates.data.pretraining.spans import span_sizes
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.architectures import DECODER_TWINS, SEQUENCE_CLASSIFICATION, objective_of
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.loading import build_config, model_type_of, seq_length_of
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
@@ -106,7 +106,7 @@ def with_switches(model: nn.Module, config: RunConfig, plan: Plan) -> nn.Module:
     for switch in (REGISTRY[name] for name in plan.switches):
         if switch.predicts.traced and switch.transform:
             options = config.switches[switch.name]
-            building = Building(find_layout(model), options, plan, alone, no_loss, has_values=False)
+            building = Building(find_blocks(model), options, plan, alone, no_loss, has_values=False)
             with AnswersAboutData(dense=True):
                 model = load_object(switch.transform)(model, building)
     return model
@@ -117,8 +117,8 @@ def _auto_class(config: RunConfig, model_type: str) -> str:
     if task in (None, "pretraining"):
         return HEADS[objective_of(model_type)]
     module, _, kind = TASKS[task].partition(":")
-    found: str = getattr(importlib.import_module(module), kind).auto_class
-    return found
+    auto_class: str = getattr(importlib.import_module(module), kind).auto_class
+    return auto_class
 
 
 class _OwnVocabulary:

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.engines.parallel.windows import Window, windows
 from rapidformer_templates.models.blocks import canonical_name
-from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
@@ -57,8 +57,8 @@ class Variant:
     sequence_parallel: bool = False
 
 
-class Place(NamedTuple):
-    """A worker's part of a replica: its stage, and its place among those who share each block's matrices."""
+class Coordinates(NamedTuple):
+    """A worker's part of a replica: its stage, and its rank among those who share each block's matrices."""
 
     tensor: int
     pipeline: int
@@ -86,9 +86,9 @@ class ModelShapes:
     _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
     _local: dict[tuple[int, int], dict[str, Facts]] = field(default_factory=dict)
     _sizes: dict[int, list[int]] = field(default_factory=dict)
-    _stages: dict[Place, dict[str, Facts]] = field(default_factory=dict)
-    _windows: dict[tuple[Place, int], list[Window]] = field(default_factory=dict)
-    _runs: dict[tuple[Place, int, int], list[int]] = field(default_factory=dict)
+    _stages: dict[Coordinates, dict[str, Facts]] = field(default_factory=dict)
+    _windows: dict[tuple[Coordinates, int], list[Window]] = field(default_factory=dict)
+    _runs: dict[tuple[Coordinates, int, int], list[int]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -124,7 +124,7 @@ class ModelShapes:
 
     @cached_property
     def blocks(self) -> dict[str, tuple[str, int]]:
-        """The blocks by name: the stack that each stands in, and its place there."""
+        """The blocks by name: the stack that each stands in, and its number there."""
         return stacks_of(self.whole)
 
     @cached_property
@@ -195,11 +195,11 @@ class ModelShapes:
         if not self.depths or min(self.depths.values()) <= TRACED_BLOCKS:
             return False
         kinds: dict[str, set[object]] = {}
-        for name, (stack, place) in self.blocks.items():
+        for name, (stack, number) in self.blocks.items():
             block = self.whole.get_submodule(name)
             shapes = tuple(tuple(p.shape) for p in block.parameters())
             # A first block may have more, such as the table of T5's relative positions.
-            kinds.setdefault(stack, set()).update({(type(block), shapes)} if place else set())
+            kinds.setdefault(stack, set()).update({(type(block), shapes)} if number else set())
         return all(len(alike) == 1 for alike in kinds.values())
 
     def trace(self, variant: Variant, blocks: int | None = None, *, exact: bool = True) -> Trace:
@@ -288,33 +288,33 @@ class ModelShapes:
                 for end in ("first", "last")
             )
             blocks = [float(count) for count in self.block_elements.values()]
-            self._sizes[pipeline] = cut(front, blocks, back, pipeline)
+            self._sizes[pipeline] = balanced_cut(front, blocks, back, pipeline)
         return self._sizes[pipeline]
 
-    def stage_parameters(self, place: Place) -> dict[str, Facts]:
+    def stage_parameters(self, coordinates: Coordinates) -> dict[str, Facts]:
         """What a worker of a stage has of the trained parameters, by name and in the model's order.
 
         Raises:
             ModelError: the model cannot be divided or cut so.
         """
-        return {name: facts for name, facts in self._everything_of_stage(place).items() if facts.is_trained}
+        return {name: facts for name, facts in self._everything_of_stage(coordinates).items() if facts.is_trained}
 
-    def stage_frozen(self, place: Place) -> list[Facts]:
+    def stage_frozen(self, coordinates: Coordinates) -> list[Facts]:
         """What a worker of a stage has of the others."""
-        return [facts for facts in self._everything_of_stage(place).values() if not facts.is_trained]
+        return [facts for facts in self._everything_of_stage(coordinates).values() if not facts.is_trained]
 
-    def _everything_of_stage(self, place: Place) -> dict[str, Facts]:
-        if place not in self._stages:
-            self._stages[place] = self._parameters_of_stage(place)
-        return self._stages[place]
+    def _everything_of_stage(self, coordinates: Coordinates) -> dict[str, Facts]:
+        if coordinates not in self._stages:
+            self._stages[coordinates] = self._parameters_of_stage(coordinates)
+        return self._stages[coordinates]
 
-    def _parameters_of_stage(self, place: Place) -> dict[str, Facts]:
-        local = self.local_parameters(place.tensor, place.peer)
-        if place.pipeline == 1:
+    def _parameters_of_stage(self, coordinates: Coordinates) -> dict[str, Facts]:
+        local = self.local_parameters(coordinates.tensor, coordinates.peer)
+        if coordinates.pipeline == 1:
             return local
-        sizes, rank = self.stage_sizes(place.pipeline), place.stage
+        sizes, rank = self.stage_sizes(coordinates.pipeline), coordinates.stage
         begin = sum(sizes[:rank])
-        end = "first" if rank == 0 else "last" if rank == place.pipeline - 1 else "middle"
+        end = "first" if rank == 0 else "last" if rank == coordinates.pipeline - 1 else "middle"
 
         def is_here(name: str) -> bool:
             block = self.block_of(name)
@@ -324,24 +324,26 @@ class ModelShapes:
 
         return {name: facts for name, facts in local.items() if is_here(name)}
 
-    def windows(self, place: Place, data: int) -> list[Window]:
+    def windows(self, coordinates: Coordinates, data: int) -> list[Window]:
         """What a worker of a stage exchanges at a time with the other replicas.
 
         Parameters that several stages have lie in windows of their own.
         """
-        if (place, data) not in self._windows:
-            own = self.stage_parameters(place)
-            shared = {name for name in own if place.pipeline > 1 and len(self.ends_of(name)) > 1}
+        if (coordinates, data) not in self._windows:
+            own = self.stage_parameters(coordinates)
+            shared = {name for name in own if coordinates.pipeline > 1 and len(self.ends_of(name)) > 1}
             alone = [facts.count for name, facts in reversed(own.items()) if name not in shared]
             tied = [own[name].count for name in sorted(shared)]
-            self._windows[place, data] = [w for counts in (alone, tied) for w in windows(list(enumerate(counts)), data)]
-        return self._windows[place, data]
+            groups = [windows(list(enumerate(counts)), data) for counts in (alone, tied)]
+            self._windows[coordinates, data] = [window for group in groups for window in group]
+        return self._windows[coordinates, data]
 
-    def runs(self, place: Place, data: int, replica: int) -> list[int]:
+    def runs(self, coordinates: Coordinates, data: int, replica: int) -> list[int]:
         """Elements of each run that the optimizer of a replica updates, if its state is shared out."""
-        key = (place, data, replica)
+        key = (coordinates, data, replica)
         if key not in self._runs:
-            self._runs[key] = [run.length for window in self.windows(place, data) for run, _ in window.owned(replica)]
+            owned = (window.owned(replica) for window in self.windows(coordinates, data))
+            self._runs[key] = [run.length for runs in owned for run, _ in runs]
         return self._runs[key]
 
     def ends_of(self, name: str) -> frozenset[str]:

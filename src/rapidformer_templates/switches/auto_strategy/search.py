@@ -85,7 +85,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """All layouts: those that fit, best first, and the others; and what of the flags the numbers leave out."""
 
     layouts: tuple[Candidate, ...]
@@ -111,7 +111,7 @@ class Search:
         self.registry = registry
         self._model: ModelFacts = model_facts(config)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Try all layouts."""
         fitting: list[Candidate] = []
         rejected: list[Rejected] = []
@@ -137,7 +137,7 @@ class Search:
                 else:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
-        return Found(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
+        return SearchResult(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
 
     def _not_predicted(self) -> tuple[Unknown, ...]:
         """By switch and reason, of the switches that are on in every layout."""
@@ -190,9 +190,9 @@ class Search:
     def _setting(self, layout: Layout) -> Setting | str:
         """What else a layout's memory depends on, or the first rule that the layout breaks."""
         request = self._request(self._asking_for(layout))
-        found = next(iter(self.registry.refusals(request)), None)
-        if found:
-            return f"{found[0].code}: {found[1].message}"
+        refusal = next(iter(self.registry.refusals(request)), None)
+        if refusal:
+            return f"{refusal[0].code}: {refusal[1].message}"
         return setting_of(plan_of(request, self.registry))
 
     def _asking_for(self, layout: Layout) -> RunConfig:
@@ -252,16 +252,16 @@ class Search:
 
     def _verified(self, fitting: list[Candidate], rejected: list[Rejected]) -> list[Candidate]:
         """The candidates in their order; the best is traced as it is, until one holds what it promises."""
-        ordered = sorted(fitting, key=self._order(fitting))
-        while ordered:
-            tried = self._try(ordered[0].layout, ordered[0].setting, exact=True)
+        best_first = sorted(fitting, key=self._sort_key(fitting))
+        while best_first:
+            tried = self._try(best_first[0].layout, best_first[0].setting, exact=True)
             if isinstance(tried, Candidate):
-                return [tried, *ordered[1:]]
+                return [tried, *best_first[1:]]
             rejected.append(tried)
-            ordered = ordered[1:]
-        return ordered
+            best_first = best_first[1:]
+        return best_first
 
-    def _order(self, fitting: list[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
+    def _sort_key(self, fitting: list[Candidate]) -> Callable[[Candidate], tuple[float, ...]]:
         """Fastest first; among equals the one with the least machinery, and the guidance of [M]."""
         best = max((c.samples_per_second for c in fitting), default=1.0)
         local = self.environment.local_world_size

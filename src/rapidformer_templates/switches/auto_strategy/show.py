@@ -12,20 +12,20 @@ from rich.table import Table
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory
-from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, Found
+from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, SearchResult
 
 SHOWN = 10
 """Layouts in the table; JSON has all of them."""
 
 
-def to_json(found: Found, hardware: Hardware) -> dict[str, Any]:
+def to_json(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
     """The public form: see docs/planner.md."""
     return {
-        "ok": bool(found.layouts),
-        "layouts": [_layout_json(candidate) for candidate in found.layouts],
-        "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in found.rejected],
+        "ok": bool(result.layouts),
+        "layouts": [_layout_json(candidate) for candidate in result.layouts],
+        "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in result.rejected],
         "assumed": hardware.lines(),
-        "not_predicted": [vars(unknown) for unknown in found.not_predicted],
+        "not_predicted": [vars(unknown) for unknown in result.not_predicted],
     }
 
 
@@ -60,30 +60,30 @@ def _memory_gb(memory: Memory) -> dict[str, float]:
     return {name: round(size / GB, 6) for name, size in parts.items()}
 
 
-def show(found: Found, hardware: Hardware) -> None:
+def show(result: SearchResult, hardware: Hardware) -> None:
     """Print the best layouts, what they assume, and why the others do not do."""
     console = Console()
     if not console.is_terminal:
         console.width = 140
-    if found.layouts:
-        console.print(_table(found))
-        for line in reasons(found, hardware):
+    if result.layouts:
+        console.print(_table(result))
+        for line in reasons(result, hardware):
             print(line)
     for line in hardware.lines():
         print(f"assumed: {line}")
-    for line in not_predicted(found):
+    for line in not_predicted(result):
         print(line)
     print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free beside it")
-    _show_rejected(found, console)
+    _show_rejected(result, console)
 
 
-def _table(found: Found) -> Table:
-    table = Table(title=f"Layouts that fit: {len(found.layouts)}, best first", title_justify="left")
+def _table(result: SearchResult) -> Table:
+    table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
     for name in ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute"):
         table.add_column(name, justify="right")
     for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
-    for candidate in found.layouts[:SHOWN]:
+    for candidate in result.layouts[:SHOWN]:
         layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
         table.add_row(
             *(str(n) for n in (layout.tensor, layout.pipeline, layout.data, layout.micro_batch, layout.accumulation)),
@@ -101,9 +101,9 @@ def _table(found: Found) -> Table:
     return table
 
 
-def reasons(found: Found, hardware: Hardware) -> list[str]:
+def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     """Why the best one is the best, and how to ask for it."""
-    best = found.layouts[0]
+    best = result.layouts[0]
     layout, timing = best.layout, best.timing
     lines = [
         f"best: {' '.join(layout.flags())}",
@@ -119,22 +119,23 @@ def reasons(found: Found, hardware: Hardware) -> list[str]:
     }
     spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
     lines.append(f"  where the step goes: {spent}")
-    lines += [f"  {why}" for why in _comparisons(found)]
+    lines += [f"  {why}" for why in _comparisons(result)]
     if best.memory.host:
         lines.append(f"  host memory: {best.memory.host / GB:.1f} GB a worker beside its device, which nothing checks")
     return lines
 
 
-def not_predicted(found: Found) -> list[str]:
+def not_predicted(result: SearchResult) -> list[str]:
     """What the numbers leave out, a line for each reason."""
     return [
-        f"not predicted: {unknown.switch}: {', '.join(unknown.kinds)}: {unknown.why}" for unknown in found.not_predicted
+        f"not predicted: {unknown.switch}: {', '.join(unknown.kinds)}: {unknown.why}"
+        for unknown in result.not_predicted
     ]
 
 
-def _comparisons(found: Found) -> list[str]:
+def _comparisons(result: SearchResult) -> list[str]:
     """What the nearest other choices would change."""
-    best, lines = found.layouts[0], []
+    best, lines = result.layouts[0], []
     for name, words in (
         ("tensor", "tensor size"),
         ("pipeline", "pipeline size"),
@@ -143,7 +144,7 @@ def _comparisons(found: Found) -> list[str]:
         ("partitioning", "partitioning"),
     ):
         chosen = getattr(best.layout, name)
-        other = next((c for c in found.layouts if getattr(c.layout, name) != chosen), None)
+        other = next((c for c in result.layouts if getattr(c.layout, name) != chosen), None)
         if other:
             share = other.samples_per_second / best.samples_per_second - 1
             value = getattr(other.layout, name)
@@ -152,18 +153,18 @@ def _comparisons(found: Found) -> list[str]:
     return lines
 
 
-def _show_rejected(found: Found, console: Console) -> None:
-    if not found.rejected:
+def _show_rejected(result: SearchResult, console: Console) -> None:
+    if not result.rejected:
         return
-    kinds = Counter(rejected.constraint.partition(":")[0] for rejected in found.rejected)
-    table = Table("layouts", "constraint", "such as", title=f"Rejected: {len(found.rejected)}", title_justify="left")
+    kinds = Counter(rejected.constraint.partition(":")[0] for rejected in result.rejected)
+    table = Table("layouts", "constraint", "such as", title=f"Rejected: {len(result.rejected)}", title_justify="left")
     for kind, count in kinds.most_common():
-        example = next(r for r in found.rejected if r.constraint.partition(":")[0] == kind)
+        example = next(r for r in result.rejected if r.constraint.partition(":")[0] == kind)
         sizes = example.layout
         where = f"tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}, {sizes.partitioning}"
         table.add_row(str(count), example.constraint, where)
     console.print(table)
 
 
-def print_json(found: Found, hardware: Hardware) -> None:
-    print(json.dumps(to_json(found, hardware), indent=2))
+def print_json(result: SearchResult, hardware: Hardware) -> None:
+    print(json.dumps(to_json(result, hardware), indent=2))

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from rapidformer_templates.engines.parallel.windows import WINDOW, Window
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Place, Variant
+from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.optimizer_states import FP32, Facts, runs
 from rapidformer_templates.switches.auto_strategy.setting import Setting
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
@@ -43,12 +43,12 @@ class Stage:
 
     Attributes:
         rank: from 0.
-        place: of the worker; among those who share the blocks' matrices, the first has most.
+        coordinates: of the worker; among those who share the blocks' matrices, the first has most.
     """
 
     def __init__(self, model: ModelShapes, layout: Layout, rank: int, setting: Setting, peer: int = 0) -> None:
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
-        self.place = Place(layout.tensor, layout.pipeline, rank, peer)
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, peer)
 
     @property
     def is_first(self) -> bool:
@@ -65,7 +65,7 @@ class Stage:
         Raises:
             ModelError: the model cannot be cut or divided in this way.
         """
-        return self.model.stage_parameters(self.place)
+        return self.model.stage_parameters(self.coordinates)
 
     @property
     def blocks(self) -> int:
@@ -83,8 +83,8 @@ class Stage:
         """The states of a replica's worker; gradients when the last backward has ended."""
         mine = list(self.parameters.values())
         if self.layout.partitioning != "none" and self.layout.data > 1:
-            mine = runs(self.model.runs(self.place, self.layout.data, replica))
-        parameters = self._bytes + sum(facts.width * facts.count for facts in self.model.stage_frozen(self.place))
+            mine = runs(self.model.runs(self.coordinates, self.layout.data, replica))
+        parameters = self._bytes + sum(facts.width * facts.count for facts in self.model.stage_frozen(self.coordinates))
         gradients = self._share_bytes if self._sums_early else self._bytes
         optimizer = self.setting.how.optimizer.bytes_of(mine)
         if not self.setting.offload:
@@ -108,7 +108,7 @@ class Stage:
 
     @property
     def _windows(self) -> list[Window]:
-        return self.model.windows(self.place, self.layout.data)
+        return self.model.windows(self.coordinates, self.layout.data)
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
@@ -119,12 +119,12 @@ class Stage:
         others = (self.in_flight - 1) * (trace.kept + given)
         if layout.pipeline > 1:
             others += (1 if self.is_last or self.is_first else 2) * trace.hidden
-        found = []
+        moments = []
         for phase in trace.phases:
             if self._has(phase):
                 alone = phase.peak_without_gradients + given + others
-                found.append(self._moment(phase, alone, held))
-        return [*found, *self._exchange(others, held)]
+                moments.append(self._moment(phase, alone, held))
+        return [*moments, *self._exchange(others, held)]
 
     def _moment(self, phase: Phase, activations: int, held: Held) -> Moment:
         unfinished = phase.peak - phase.peak_without_gradients

@@ -135,8 +135,8 @@ def _of_owners(parameters: Sequence[Facts], workers: int, how: How) -> list[list
     return owners
 
 
-def cut_in_rows(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
-    """FSDP: each parameter is cut along its first dimension, and filled up to equal parts; its state is not."""
+def divided_in_rows(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+    """FSDP: each parameter is divided along its first dimension, and filled up to equal parts; its state is not."""
     count = FP32 * sum(_rows(p, 0, workers).count for p in parameters)
     return [
         Held(count, count, how.optimizer.bytes_of([_rows(p, rank, workers) for p in parameters]))
@@ -148,7 +148,7 @@ def _rows(parameter: Facts, rank: int, workers: int) -> Facts:
     return replace(parameter, shape=(part_of(parameter.shape[0], rank, workers), *parameter.shape[1:]))
 
 
-def cut_groups(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def divided_groups(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """ZeRO-1 and -2: whole parameters; gradients, fp32 masters and moments of this worker's part of each group.
 
     DeepSpeed keeps masters also where parameters are fp32 already, and the whole gradient of a parameter
@@ -164,7 +164,7 @@ def cut_groups(parameters: Sequence[Facts], workers: int, width: int, how: How =
     return held
 
 
-def cut_groups_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
+def divided_groups_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
     """ZeRO-1 and -2 with offload: gradients go into the masters' own."""
     whole = width * sum(p.count for p in parameters)
     shares = _groups(parameters, workers, how)[1]
@@ -187,14 +187,14 @@ def _overlapping(sizes: Sequence[int], start: int, end: int) -> int:
     return total
 
 
-def cut_each(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+def each_divided(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """ZeRO-3: this worker's part of each flattened parameter, of its gradient, its fp32 master and its moments."""
     share, small = _parts(parameters, workers, how)
     optimizer = _masters_and_state(_sub_groups(parameters, workers, how, SUB_GROUP), how)
     return [Held(width * (share + small), width * share, optimizer)] * workers
 
 
-def cut_each_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
+def each_divided_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
     """ZeRO-3 with offload: gradients twice, as they are reduced and as the update on the host takes them."""
     share, small = _parts(parameters, workers, how)
     gradients = (width + FP32) * share
@@ -203,7 +203,7 @@ def cut_each_on_host(parameters: Sequence[Facts], workers: int, width: int, how:
     return [Held(width * (share + small), gradients, optimizer, on_host=away)] * workers
 
 
-def cut_each_on_disk(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
+def each_divided_on_disk(parameters: Sequence[Facts], workers: int, width: int, how: How = ON_HOST) -> list[Held]:
     """ZeRO-3 with NVMe: as with offload, but a sub-group's masters, their gradients and moments lie on the disk."""
     share, small = _parts(parameters, workers, how)
     in_memory = [n for n in _sub_groups(parameters, workers, how, SUB_GROUP_FOR_DISK) if n < LEAST_ON_DISK]

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.models.blocks import canonical_name, find_layout
+from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts, part_of
-from rapidformer_templates.switches.pipeline_parallel.transform import _Cut
+from rapidformer_templates.switches.pipeline_parallel.transform import PipelineCut
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
-from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, plan_of
+from rapidformer_templates.switches.tensor_parallel.tensor_plan import check_sizes, tensor_plan_of
 from rapidformer_templates.system.workers import Workers
 
 
@@ -51,7 +51,7 @@ def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn
         return model
     switches = ("tensor-parallel", "sequence-parallel") if sequence_parallel else ("tensor-parallel",)
     plan = Plan("Trainer", switches=switches, sizes=Sizes(world=workers.world, tensor=workers.tensor))
-    return tensor_parallel.apply(model, Building(find_layout(model), None, plan, workers, no_loss))
+    return tensor_parallel.apply(model, Building(find_blocks(model), None, plan, workers, no_loss))
 
 
 def no_loss(model: nn.Module) -> Any:
@@ -67,14 +67,14 @@ def local_parameters(model: nn.Module, parameters: Mapping[str, Facts], tensor: 
     """
     if tensor == 1:
         return dict(parameters)
-    plan = plan_of(model)
+    plan = tensor_plan_of(model)
     check_sizes(model, plan, tensor)
-    cuts = {canonical_name(name): cut for name, cut in plan.cuts.items()}
+    divisions = {canonical_name(name): balanced_cut for name, balanced_cut in plan.divisions.items()}
     local = {}
     for name, facts in parameters.items():
         shape = list(facts.shape)
-        if name in cuts:
-            shape[cuts[name].dim] = part_of(shape[cuts[name].dim], rank, tensor)
+        if name in divisions:
+            shape[divisions[name].dim] = part_of(shape[divisions[name].dim], rank, tensor)
         local[name] = replace(facts, shape=tuple(shape))
     return local
 
@@ -91,9 +91,9 @@ def ends_of(model: nn.Module, try_loss: Callable[[nn.Module], Any]) -> dict[str,
     """
     stages = ("first", "middle", "last")
     workers = Workers(0, 0, 3, torch.device("cpu"), 1, 3)
-    found = _Cut(model, Building(find_layout(model), None, Plan("Trainer"), workers, try_loss))
+    cut = PipelineCut(model, Building(find_blocks(model), None, Plan("Trainer"), workers, try_loss))
     return {
-        canonical_name(name): frozenset(stages[rank] for rank in found._ranks_of(name, {}))
+        canonical_name(name): frozenset(stages[rank] for rank in cut._ranks_of(name, {}))
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if found._block_of(name) is None
+        if cut._block_of(name) is None
     }

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from rapidformer_templates.engines.pieces import local_part
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.auto_strategy.answers import ASKS, answer
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
@@ -318,28 +318,28 @@ def without_warnings() -> Iterator[None]:
 
 def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool, gpu: bool) -> None:
     """Hooks that begin the phases; and, if asked, recomputation, taken back at the end."""
-    places = stacks_of(model)
-    final = {name: number for name, number in places.values()}  # noqa: C416 - the last place of each stack
-    for name, place in places.items():
+    positions = stacks_of(model)
+    final = {name: number for name, number in positions.values()}  # noqa: C416 - the last place of each stack
+    for name, position in positions.items():
         block = model.get_submodule(name)
         if recompute:
             before = vars(block).get("forward")  # tensor parallelism may have put one there
             block.forward = Checkpointed(_on_gpu(block.forward) if gpu else block.forward)
             stack.callback(_restore_forward, block, before)
 
-        def enter(module: nn.Module, args: Any, *, place: tuple[str, int] = place) -> None:
-            watch.enter("forward", place)
+        def enter(module: nn.Module, args: Any, *, position: tuple[str, int] = position) -> None:
+            watch.enter("forward", position)
 
-        def after(module: nn.Module, args: Any, output: Any, *, place: tuple[str, int] = place) -> None:
-            if place[1] == final[place[0]]:
+        def after(module: nn.Module, args: Any, output: Any, *, position: tuple[str, int] = position) -> None:
+            if position[1] == final[position[0]]:
                 watch.enter("head")
             hidden = next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad)
             watch.hidden = local_part(hidden).nbytes
-            hidden.register_hook(lambda gradient: watch.enter("backward", place))
+            hidden.register_hook(lambda gradient: watch.enter("backward", position))
 
         stack.callback(block.register_forward_pre_hook(enter).remove)
         stack.callback(block.register_forward_hook(after).remove)
-        if place[1] == 0:
+        if position[1] == 0:
             stack.callback(block.register_forward_pre_hook(_at_input(watch), with_kwargs=True).remove)
 
 
@@ -361,13 +361,13 @@ def _at_input(watch: _Watch) -> Callable[..., None]:
 
 def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
     """For each block by name, the stack (the list that it stands in) and its place there from 0."""
-    places: dict[str, tuple[str, int]] = {}
+    positions: dict[str, tuple[str, int]] = {}
     counts: dict[str, int] = {}
-    for name in find_layout(model).blocks:
+    for name in find_blocks(model):
         stack = name.rpartition(".")[0]
-        places[name] = (stack, counts.get(stack, 0))
+        positions[name] = (stack, counts.get(stack, 0))
         counts[stack] = counts.get(stack, 0) + 1
-    return places
+    return positions
 
 
 def gradient_bytes(model: nn.Module) -> dict[str, int]:

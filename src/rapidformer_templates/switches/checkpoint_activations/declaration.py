@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Measured, Prediction, Stage, Switch
+from rapidformer_templates.planning.switch import Measured, Precedence, Prediction, Switch
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ SWITCHES = (
         name="checkpoint-activations",
         summary="Keep each block's input only and recompute the rest in the backward pass.",
         source="[R, M, S]",
-        stage=Stage.CHECKPOINT,
+        precedence=Precedence.CHECKPOINT,
         options=CheckpointActivationsFlags,
         predicts=Prediction(
             {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"}

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 
 
@@ -35,7 +35,7 @@ class SavedTensors(Receipt):
 
 def _checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
     """Those of the blocks, also inside of what another switch has put around them."""
-    for block in find_layout(model).blocks.values():
+    for block in find_blocks(model).values():
         forward: Any = block.forward
         while not isinstance(forward, Checkpointed) and hasattr(forward, "forward"):
             forward = forward.forward

@@ -22,7 +22,7 @@ def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
     Raises:
         ModelError: the model has no repeated blocks.
     """
-    blocks = building.layout.blocks
+    blocks = building.blocks
     if not blocks:
         raise ModelError(
             "activation checkpointing found no repeated blocks",

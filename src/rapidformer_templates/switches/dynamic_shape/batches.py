@@ -75,7 +75,7 @@ class DynamicOrder:
     def step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(sample indices, positions) of the batches of ``step``, those with the longest rows first."""
         parts = [self._samples(epoch, batch) for epoch, batch in self._step(step)]
-        return np.concatenate([samples for samples, _ in parts]), np.concatenate([places for _, places in parts])
+        return np.concatenate([samples for samples, _ in parts]), np.concatenate([positions for _, positions in parts])
 
     def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
         """Those of the batches of a step whose numbers are in ``mine``.
@@ -87,12 +87,12 @@ class DynamicOrder:
         for number in mine:
             idle = number >= len(batches)
             epoch, batch = batches[-1 if idle else number]
-            samples, places = self._samples(epoch, batch)
+            samples, positions = self._samples(epoch, batch)
             if idle:
-                samples, places = samples[:1], places[:1]
+                samples, positions = samples[:1], positions[:1]
             tokens = int(self.lengths[samples].sum())
             shape = self.shapes[self._shape_of[batch]]
-            yield Request(samples.tolist(), (self.seed, Stream.SAMPLE), places.tolist(), idle, shape, tokens)
+            yield Request(samples.tolist(), (self.seed, Stream.SAMPLE), positions.tolist(), idle, shape, tokens)
 
     def depends_on(self) -> dict[str, Any]:
         """What the samples of a step depend on."""
@@ -113,8 +113,8 @@ class DynamicOrder:
             first, end = (epoch * self.batches + self.batches * i // self.steps_per_epoch for i in (index, index + 1))
         else:
             first, end = step * self.micro_batches, (step + 1) * self.micro_batches
-        places = [divmod(n, self.batches) for n in range(first, end)]
-        drawn = [(epoch, int(self._drawn(epoch)[1][place])) for epoch, place in places]
+        positions = [divmod(n, self.batches) for n in range(first, end)]
+        drawn = [(epoch, int(self._drawn(epoch)[1][position])) for epoch, position in positions]
         return sorted(drawn, key=lambda batch: -self._shape_of[batch[1]])
 
     def _samples(self, epoch: int, batch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,10 +14,10 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -111,7 +111,7 @@ SWITCHES = (
         name="dynamic-shape",
         summary="Batches of a few shapes with a constant number of tokens, chosen for the least padding.",
         source="[R]",
-        stage=Stage.DATA,
+        precedence=Precedence.DATA,
         options=DynamicShapeFlags,
         on={"data_iterator": "dynamic-shape"},
         predicts=Prediction(

@@ -16,10 +16,10 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Rule,
-    Stage,
     Switch,
 )
 from rapidformer_templates.switches.mixed_precision import AMPERE
@@ -103,7 +103,7 @@ SWITCHES = (
         name="flash-attention",
         summary="Attention without the matrix of scores (flash kernel).",
         source="[M, S]",
-        stage=Stage.KERNEL,
+        precedence=Precedence.KERNEL,
         options=FlashAttentionFlags,
         predicts=Prediction({"activations": "no scores of attention are kept; on a GPU that is taken for granted"}),
         notes=_notes,

@@ -112,11 +112,11 @@ def _on_cpu(
     # A document of one token, such as padding at the end of a row, has its value for an output.
     groups = query.shape[1] // value.shape[1]
     output.copy_(value.repeat_interleave(groups, dim=1).transpose(1, 2))
-    for place in _documents(borders, query.shape[2]):
-        parts = [_cut(tensor, place) for tensor in (query, key, value)]
+    for document in _documents(borders, query.shape[2]):
+        parts = [_slice(tensor, document) for tensor in (query, key, value)]
         part, sums = aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True, scale=scale)
-        _cut(output.transpose(1, 2), place).copy_(part)
-        _cut(log_sums, place).copy_(sums)
+        _slice(output.transpose(1, 2), document).copy_(part)
+        _slice(log_sums, document).copy_(sums)
     return output, log_sums
 
 
@@ -140,11 +140,11 @@ def _backward_on_cpu(
     gradient, output = gradient.transpose(1, 2), output.transpose(1, 2)
     of_query, of_key = torch.zeros_like(query), torch.zeros_like(key)
     of_value = gradient.unflatten(1, (value.shape[1], -1)).sum(2)  # those of one token; the others follow
-    for place in _documents(borders, query.shape[2]):
-        parts = [_cut(tensor, place) for tensor in (gradient, query, key, value, output, log_sums)]
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, 0.0, True, scale=scale)
-        for whole, part in zip((of_query, of_key, of_value), found, strict=True):
-            _cut(whole, place).copy_(part)
+    for document in _documents(borders, query.shape[2]):
+        parts = [_slice(tensor, document) for tensor in (gradient, query, key, value, output, log_sums)]
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, 0.0, True, scale=scale)
+        for whole, part in zip((of_query, of_key, of_value), gradients, strict=True):
+            _slice(whole, document).copy_(part)
     return of_query, of_key, of_value
 
 
@@ -186,7 +186,7 @@ def _documents(borders: torch.Tensor, tokens: int) -> Iterator[tuple[int, int, i
             yield row, start - row * tokens, end - row * tokens
 
 
-def _cut(tensor: torch.Tensor, place: tuple[int, int, int]) -> torch.Tensor:
+def _slice(tensor: torch.Tensor, document: tuple[int, int, int]) -> torch.Tensor:
     """A view of a document's part of a tensor of shape (rows, heads, tokens, …)."""
-    row, start, end = place
+    row, start, end = document
     return tensor[row : row + 1, :, start:end]

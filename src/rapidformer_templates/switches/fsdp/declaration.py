@@ -17,11 +17,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Resource,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -108,7 +108,7 @@ SWITCHES = (
         name="fsdp",
         summary="Shard parameters, gradients and optimizer state, a block at a time (torch fully_shard).",
         source="[R]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=FsdpFlags,
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "a share of each parameter")
@@ -128,7 +128,7 @@ SWITCHES = (
         name="fsdp-options",
         summary="What FSDP keeps whole between forward and backward, and the type that it sums gradients in.",
         source="[torch]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=FsdpOptionsFlags,
         active=lambda options, sizes: any(getattr(options, name) != off for name, off in OFF.items()),
         on={"fsdp_reshard_after_forward": False},

@@ -18,7 +18,7 @@ from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.pieces import bytes_held
 from rapidformer_templates.engines.reached import Route
-from rapidformer_templates.models.blocks import canonical_name, find_layout
+from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
@@ -51,7 +51,7 @@ class FSDPEngine(SingleEngine):
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
         # None: all but the root, whose parameters the backward needs first.
         reshard = None if self.reshards else False
-        for block in find_layout(model).blocks.values():
+        for block in find_blocks(model).values():
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
 
@@ -95,7 +95,7 @@ class FSDPEngine(SingleEngine):
         return super()._schedule(microbatches, weight)
 
     def _missed(self) -> Sequence[int]:
-        return [place for place, p in enumerate(self._parameters) if id(p) not in self._reached]
+        return [index for index, p in enumerate(self._parameters) if id(p) not in self._reached]
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._callable.set_requires_gradient_sync(last)  # type: ignore[operator]
@@ -117,7 +117,7 @@ class FSDPEngine(SingleEngine):
     def _whole_now(self) -> float:
         """The share of the parameters' elements that are whole on this rank."""
         sizes = [(p.numel(), isinstance(p, DTensor)) for p in self.model.parameters()]
-        return sum(count for count, cut in sizes if not cut) / sum(count for count, _ in sizes)
+        return sum(count for count, divided in sizes if not divided) / sum(count for count, _ in sizes)
 
     def _summed_in(self) -> list[str]:
         """The types in which FSDP sums gradients over the workers."""
@@ -127,22 +127,22 @@ class FSDPEngine(SingleEngine):
         types = {group._reduce_dtype or self.compute_type or group._orig_dtype for group in groups}
         return [name for name, known in REDUCE_TYPES.items() if known in types]
 
-    def _settle(self) -> None:
+    def _reshard(self) -> None:
         """Give up whole parameters that a forward without a backward (an evaluation) has left behind."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        self._settle()
+        self._reshard()
         return super().pieces(kind)
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
-        self._settle()
+        self._reshard()
         super().load(reader, optimizer=optimizer)
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        self._settle()
+        self._reshard()
         return super().full_weights()
 
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 
 TASKS = ("causal_lm", "masked_lm", "seq2seq_lm", "pretraining")
 
@@ -47,7 +56,7 @@ SWITCHES = (
         name="fused-linear-cross-entropy",
         summary="Loss over the vocabulary without the logits of all tokens.",
         source="[Liger]",
-        stage=Stage.KERNEL,
+        precedence=Precedence.KERNEL,
         options=FusedLossFlags,
         predicts=Prediction({"activations": "logits of a chunk of tokens at a time"}, traced=True),
         notes=_notes,

@@ -9,7 +9,16 @@ from typing import Literal
 from rapidformer_templates.planning.changes import add, drop
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 
 OWN_TYPES = ("fsdp", "zero-1", "zero-2", "zero-3", "deepspeed-config")
 WHOLE_WEIGHTS = ("zero-3", "tensor-parallel")
@@ -129,7 +138,7 @@ SWITCHES = (
         name="lora",
         summary="Trains small matrices beside frozen weights.",
         source="[peft]",
-        stage=Stage.STRUCTURE,
+        precedence=Precedence.STRUCTURE,
         options=LoraFlags,
         on={"lora_rank": 8},
         predicts=Prediction(

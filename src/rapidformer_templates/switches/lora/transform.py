@@ -52,7 +52,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
         fan_in_fan_out=False,
     )
     identity = _identity(model, building.workers) if building.has_values else ""
-    with warnings.catch_warnings(), nullcontext() if building.has_values else _in_place():
+    with warnings.catch_warnings(), nullcontext() if building.has_values else _moving_nothing():
         warnings.simplefilter("ignore")  # that Conv1D has its matrix the other way round, which peft then heeds
         try:
             inject_adapter_in_model(config, model, ADAPTER)
@@ -76,7 +76,7 @@ _planned: ContextVar[bool] = ContextVar("adapters of a model without data", defa
 
 
 @contextmanager
-def _in_place() -> Iterator[None]:
+def _moving_nothing() -> Iterator[None]:
     """Of a model whose shapes are planned: torch cannot move fake tensors, and they are where they belong already."""
     install(nn.Module, "to", lambda to, module, *args, **kw: module if _planned.get() else to(module, *args, **kw))
     token = _planned.set(True)

@@ -6,7 +6,7 @@ architectures of transformers, and models of your own that are built alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -116,23 +116,23 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _activation(module: nn.Module, shape: Shape) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    found = (_part(module, name) for name in shape.activation)
-    return next((part for part in found if callable(part)), None)
+    activations = (_part(module, name) for name in shape.activation)
+    return next((part for part in activations if callable(part)), None)
 
 
 def _dropout(module: nn.Module, shape: Shape) -> nn.Module | None:
-    found = next((part for part in (_part(module, name) for name in shape.dropout) if part is not None), None)
-    return nn.Dropout(found) if isinstance(found, float) else found
+    dropout = next((part for part in (_part(module, name) for name in shape.dropout) if part is not None), None)
+    return nn.Dropout(dropout) if isinstance(dropout, float) else dropout
 
 
 def _part(module: nn.Module, name: str) -> Any:
-    found: Any = module
+    part: Any = module
     for step in name.split("."):
-        found = getattr(found, step, None)
-    return found
+        part = getattr(part, step, None)
+    return part
 
 
-def make_sparse(model: nn.Module, blocks: dict[str, nn.Module], sizes: MixtureSizes) -> BalanceLosses:
+def make_sparse(model: nn.Module, blocks: Mapping[str, nn.Module], sizes: MixtureSizes) -> BalanceLosses:
     """Replace the feed-forward of every ``sizes.interval``-th block.
 
     Experts are initialised as the dense one was: matrices from a normal distribution of the same deviation,
@@ -144,16 +144,16 @@ def make_sparse(model: nn.Module, blocks: dict[str, nn.Module], sizes: MixtureSi
     chosen = list(blocks.items())[sizes.interval - 1 :: sizes.interval]
     _check(model, chosen, sizes)
     losses = BalanceLosses(len(chosen), sizes.experts, balance=sizes.balance, z=sizes.z)
-    for place, (name, block) in enumerate(chosen):
-        found = find_feed_forward(block)
-        if found is None:
+    for number, (name, block) in enumerate(chosen):
+        feed_forward = find_feed_forward(block)
+        if feed_forward is None:
             raise ModelError(
                 f"the feed-forward of {name} ({type(block).__name__}) is of no known shape",
                 where="--num-experts",
                 hint="known are those of gpt2, gpt_neox, gptj, llama, mistral, qwen2, phi, bert, roberta and others "
                 "that are built like them; mixtral, qwen2_moe, qwen3_moe … have experts of their own",
             )
-        found.replace(_sparse(found, sizes, losses, place))
+        feed_forward.replace(_sparse(feed_forward, sizes, losses, number))
     losses.watch(model)
     return losses
 
@@ -174,8 +174,8 @@ def _check(model: nn.Module, chosen: list[tuple[str, nn.Module]], sizes: Mixture
         )
 
 
-def _sparse(found: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, place: int) -> SparseFeedForward:
-    module, shape = found.module, found.shape
+def _sparse(feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, number: int) -> SparseFeedForward:
+    module, shape = feed_forward.module, feed_forward.shape
     names = {"up": shape.up, "gate": shape.gate, "down": shape.down}
     dense = {name: _Dense(_part(module, path)) for name, path in names.items() if path}
     up, activation = dense["up"], _activation(module, shape)
@@ -193,7 +193,7 @@ def _sparse(found: FeedForward, sizes: MixtureSizes, losses: BalanceLosses, plac
         for name, layer in dense.items():
             layer.initialise(getattr(experts, name), getattr(experts, f"{name}_bias"))
         gate.weight.normal_(std=GATE_DEVIATION)
-    sparse = SparseFeedForward(gate, experts, losses, place, _dropout(module, shape))
+    sparse = SparseFeedForward(gate, experts, losses, number, _dropout(module, shape))
     return sparse if gate.weight.dtype == up.dtype else sparse.to(dtype=up.dtype)
 
 

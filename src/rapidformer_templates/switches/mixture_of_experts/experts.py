@@ -85,8 +85,8 @@ class Experts(nn.Module):
 def _members(counts: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows, N], which expert takes which row."""
     ends = counts.cumsum(0)
-    places = torch.arange(rows, device=counts.device).unsqueeze(1)
-    return (places < ends) & (places >= ends - counts)
+    row = torch.arange(rows, device=counts.device).unsqueeze(1)
+    return (row < ends) & (row >= ends - counts)
 
 
 def grouped_product(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from rapidformer_templates.models.blocks import find_layout
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.facts import CONVERTED
 from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse
 from rapidformer_templates.system.files import write_json
@@ -69,7 +69,7 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
         config: from :func:`read_config`.
     """
     model = factory.from_config(config).float()
-    make_sparse(model, find_layout(model).blocks, MixtureSizes(**getattr(config, KEY)))
+    make_sparse(model, find_blocks(model), MixtureSizes(**getattr(config, KEY)))
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)

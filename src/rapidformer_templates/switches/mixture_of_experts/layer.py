@@ -19,19 +19,19 @@ class SparseFeedForward(nn.Module):
     Args:
         gate, experts: its parts.
         losses: of the whole model; this layer adds its own to them.
-        place: of this layer among those of the model, from 0.
+        layer: its number among those of the model, from 0.
         dropout: applied to the output, where the dense one had it.
     """
 
     def __init__(
-        self, gate: Gate, experts: Experts, losses: BalanceLosses, place: int, dropout: nn.Module | None = None
+        self, gate: Gate, experts: Experts, losses: BalanceLosses, layer: int, dropout: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
         self.dropout = dropout
         self._losses = losses
-        self._place = place
+        self._layer = layer
 
     @torch.compiler.disable(reason="which tokens an expert gets is known only from the data")
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class SparseFeedForward(nn.Module):
         rows = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
         mask = self._losses.mask_of(rows)
         routing = self.gate(rows, mask)
-        weights = self._losses.attach(routing.weights, routing.logits, routing.chosen, routing.kept, mask, self._place)
+        weights = self._losses.attach(routing.weights, routing.logits, routing.chosen, routing.kept, mask, self._layer)
         kept = None if routing.kept is None else routing.kept.flatten(0, 1)
         grouped = group_by_expert(rows.flatten(0, 1), routing.chosen.flatten(0, 1), kept, len(self.gate.weight))
         outputs = self.experts(grouped.tokens, grouped.counts, all_taken=kept is None)
@@ -54,13 +54,13 @@ class Grouped:
     Attributes:
         tokens: [S, hidden], those of the first expert first; choices that are not carried out come last.
         counts: [N], tokens of each expert.
-        order: [S], for each place the choice that stands there.
+        permutation: [S], for each row the choice that stands there.
         back: its inverse.
     """
 
     tokens: torch.Tensor
     counts: torch.Tensor
-    order: torch.Tensor
+    permutation: torch.Tensor
     back: torch.Tensor
 
 
@@ -74,16 +74,18 @@ def group_by_expert(tokens: torch.Tensor, chosen: torch.Tensor, kept: torch.Tens
         experts: N.
     """
     visits = (chosen if kept is None else chosen.where(kept, experts)).flatten()
-    order = visits.argsort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    permutation = visits.argsort(stable=True)
+    back = torch.empty_like(permutation).scatter_(
+        0, permutation, torch.arange(len(permutation), device=permutation.device)
+    )
     counts = torch.bincount(visits, minlength=experts + 1)[:experts]
-    copies: torch.Tensor = Rearrange.apply(tokens, order, back, chosen.shape[-1])
-    return Grouped(copies, counts, order, back)
+    copies: torch.Tensor = Rearrange.apply(tokens, permutation, back, chosen.shape[-1])
+    return Grouped(copies, counts, permutation, back)
 
 
 def ungroup(outputs: torch.Tensor, grouped: Grouped, weights: torch.Tensor) -> torch.Tensor:
     """The sum of the experts' ``outputs`` [S, hidden] of each token by ``weights`` [R, K]: [R, hidden]."""
-    returned: torch.Tensor = Rearrange.apply(outputs, grouped.back, grouped.order, 1)
+    returned: torch.Tensor = Rearrange.apply(outputs, grouped.back, grouped.permutation, 1)
     return (returned.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
 
 
@@ -95,17 +97,19 @@ class Rearrange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor, copies: int) -> torch.Tensor:
-        """Row ``i`` of the result is copy ``order[i] % copies`` of row ``order[i] // copies``.
+    def forward(
+        ctx: Any, rows: torch.Tensor, permutation: torch.Tensor, back: torch.Tensor, copies: int
+    ) -> torch.Tensor:
+        """Row ``i`` of the result is copy ``permutation[i] % copies`` of row ``permutation[i] // copies``.
 
         Args:
             rows: [R, hidden].
-            order: [R · copies], a permutation.
+            permutation: [R · copies].
             back: its inverse.
         """
         ctx.save_for_backward(back)
         ctx.copies = copies
-        return rows.index_select(0, order if copies == 1 else order // copies)
+        return rows.index_select(0, permutation if copies == 1 else permutation // copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -119,7 +119,7 @@ class BalanceLosses:
         chosen: torch.Tensor,
         kept: torch.Tensor | None,
         mask: torch.Tensor | None,
-        place: int,
+        layer: int,
     ) -> torch.Tensor:
         """``weights`` as they are; the backward through them adds the gradient of this layer's losses.
 
@@ -127,7 +127,7 @@ class BalanceLosses:
             weights: anything that the layer's output depends on.
             logits, chosen, kept: see :class:`gate.Routing`.
             mask: [B, T], False where there is padding.
-            place: of the layer.
+            layer: its number.
         """
         if not (torch.is_grad_enabled() and weights.requires_grad):
             return weights
@@ -140,14 +140,14 @@ class BalanceLosses:
             lost = logits.new_zeros(()) if kept is None else (~kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
             seen = torch.cat([torch.stack([balance.detach(), z.detach(), lost]), visits.sum((0, 1))])
             own = self.balance * balance + self.z * z
-        carried: torch.Tensor = _Attach.apply(weights, own, seen, self, place)
+        carried: torch.Tensor = _Attach.apply(weights, own, seen, self, layer)
         return carried
 
-    def note(self, seen: torch.Tensor, place: int) -> None:
+    def note(self, seen: torch.Tensor, layer: int) -> None:
         """Add what a layer has seen in a micro batch that counts."""
         if self._step.device != seen.device:
             self._step, self._run = self._step.to(seen.device), self._run.to(seen.device)
-        self._step[place] += seen
+        self._step[layer] += seen
 
     # What the engine tells and asks.
 
@@ -212,9 +212,9 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: torch.Tensor, own: torch.Tensor, seen: torch.Tensor, losses: BalanceLosses, place: int
+        ctx: Any, weights: torch.Tensor, own: torch.Tensor, seen: torch.Tensor, losses: BalanceLosses, layer: int
     ) -> torch.Tensor:
-        ctx.losses, ctx.place = losses, place
+        ctx.losses, ctx.layer = losses, layer
         ctx.save_for_backward(seen)
         ctx.own_type = own.dtype
         return weights.view_as(weights)
@@ -224,5 +224,5 @@ class _Attach(torch.autograd.Function):
         (seen,) = ctx.saved_tensors
         losses: BalanceLosses = ctx.losses
         if losses._counts:
-            losses.note(seen, ctx.place)
+            losses.note(seen, ctx.layer)
         return gradients[0], losses._unit.to(ctx.own_type), None, None, None

@@ -34,7 +34,7 @@ def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
         losses.balance, losses.z = balance, z
     else:
         sizes = _sizes(options, balance, z)
-        make_sparse(model, building.layout.blocks, sizes)
+        make_sparse(model, building.blocks, sizes)
         describe(model, sizes)
     if "expert-parallel" in building.plan.switches and building.workers.data > 1:
         from rapidformer_templates.switches.mixture_of_experts.expert_parallel import divide

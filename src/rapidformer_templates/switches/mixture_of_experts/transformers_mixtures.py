@@ -56,8 +56,8 @@ def watch_own_experts(model: Any, *, balance: float | None, z: float) -> Balance
     experts = len(routers[0].weight)
     losses = BalanceLosses(len(routers), experts, balance=own if balance is None else balance, z=z)
     losses.watch(model)
-    for place, router in enumerate(routers):
-        router.register_forward_hook(_Attached(losses, place))
+    for layer, router in enumerate(routers):
+        router.register_forward_hook(_Attached(losses, layer))
     return losses
 
 
@@ -75,15 +75,15 @@ def _routers(model: nn.Module) -> list[Any]:
 class _Attached:
     """A hook behind a router, which gives (logits, weights, experts) of all tokens in a row."""
 
-    def __init__(self, losses: BalanceLosses, place: int) -> None:
+    def __init__(self, losses: BalanceLosses, layer: int) -> None:
         self.losses = losses
-        self.place = place
+        self.layer = layer
 
     def __call__(self, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         logits, weights, chosen = output
         rows = self.losses.rows_of(logits)
         mask = self.losses.mask_of(rows)
-        attached = self.losses.attach(weights, rows, chosen.view(*rows.shape[:2], -1), None, mask, self.place)
+        attached = self.losses.attach(weights, rows, chosen.view(*rows.shape[:2], -1), None, mask, self.layer)
         return logits, attached, chosen
 
 

@@ -12,11 +12,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Resource,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -87,7 +87,7 @@ def _notes(request: Request) -> Sequence[str]:
 
 
 def _acted(measured: Measured) -> str | None:
-    if any(found["graphs"] for found in measured.all("onnx_runtime")):
+    if any(captured["graphs"] for captured in measured.all("onnx_runtime")):
         return None
     return "graphs that ran in ONNX Runtime were expected; there is none"
 
@@ -97,7 +97,7 @@ SWITCHES = (
         name="onnx-runtime",
         summary="Forward and backward graphs in ONNX Runtime.",
         source="[R]",
-        stage=Stage.GRAPH,
+        precedence=Precedence.GRAPH,
         options=OnnxRuntimeFlags,
         predicts=Prediction(
             unknown=always(

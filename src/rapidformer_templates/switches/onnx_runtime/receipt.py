@@ -34,16 +34,16 @@ def graphs_of(model: nn.Module) -> dict[str, Any]:
 
     ``share_of_time`` is the time spent in graphs over the time since the first was made, the making left out.
     """
-    found = [(module, part) for module in model.modules() if (part := captured(module))]
-    backends = list({id(part.backend): part.backend for _, part in found}.values())
+    captured_parts = [(module, part) for module in model.modules() if (part := captured(module))]
+    backends = list({id(part.backend): part.backend for _, part in captured_parts}.values())
     graphs = [graph for backend in backends for graph in backend.graphs]
-    inside = {id(p): p.numel() for module, _ in found for p in module.parameters()}
+    inside = {id(p): p.numel() for module, _ in captured_parts for p in module.parameters()}
     whole = {id(p): p.numel() for p in model.parameters()}
     since = min((backend.began for backend in backends if backend.began), default=0.0)
     training = time.perf_counter() - since - sum(backend.seconds for backend in backends)
     return {
         "providers": sorted({graph.provider for graph in graphs}),
-        "modules": dict(Counter(part.backend.name for _, part in found)),
+        "modules": dict(Counter(part.backend.name for _, part in captured_parts)),
         "share_of_parameters": round(sum(inside.values()) / max(1, sum(whole.values())), 4),
         "share_of_time": round(seconds_in_graphs(model) / training, 4),
         "seconds_to_make": round(sum(backend.seconds for backend in backends), 2),

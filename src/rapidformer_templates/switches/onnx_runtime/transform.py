@@ -61,7 +61,7 @@ def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
     from rapidformer_templates.switches.onnx_runtime.backend import OnnxBackend
     from rapidformer_templates.switches.onnx_runtime.session import check_provider
 
-    if not building.layout.blocks:
+    if not building.blocks:
         raise ModelError(
             "ONNX Runtime found no repeated blocks to capture",
             where=type(model).__name__,
@@ -73,7 +73,7 @@ def run_in_onnx_runtime(model: nn.Module, building: Building) -> nn.Module:
     # Blocks are small enough for DDP to send their gradients while others are computed; it need not cut them.
     torch._dynamo.config.optimize_ddp = False
     backends: dict[type, OnnxBackend] = {}
-    for module in _parts(model, set(building.layout.blocks.values())):
+    for module in _parts(model, set(building.blocks.values())):
         kind = type(module)
         backend = backends.setdefault(kind, OnnxBackend(kind.__name__, building.workers.device))
         module.forward = Captured(module, backend)

@@ -13,10 +13,10 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Rule,
-    Stage,
     Switch,
 )
 
@@ -89,7 +89,7 @@ SWITCHES = (
         name="optimizer",
         summary="Update rule and its implementation; fused where there is a fused one.",
         source="[R, S]",
-        stage=Stage.OPTIMIZER,
+        precedence=Precedence.OPTIMIZER,
         options=OptimizerFlags,
         active=lambda options, sizes: True,  # every run has one, and the plan shows which class it is
         on={"optimizer": "lamb"},

@@ -31,8 +31,8 @@ class _TorchAOAdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every optimizer's; entries ``moment.part`` become a quantized ``moment`` again."""
-        order = [parameter for group in self.param_groups for parameter in group["params"]]
-        state = {index: self._assembled(order[index], entries) for index, entries in state_dict["state"].items()}
+        flattened = [parameter for group in self.param_groups for parameter in group["params"]]
+        state = {index: self._assembled(flattened[index], entries) for index, entries in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 
     def _assembled(self, parameter: torch.Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.acted import shared_out
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Prediction, Resource, Stage, Switch
+from rapidformer_templates.planning.switch import Precedence, Prediction, Resource, Switch
 
 INSTALL = "pip install 'rapidformer_templates[fairscale]'"
 
@@ -33,7 +33,7 @@ SWITCHES = (
         name="oss",
         summary="Shard optimizer state (fairscale).",
         source="[R]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=OssFlags,
         predicts=Prediction({"optimizer": "that of the parameters that a worker owns", "time": "sums, and weights"}),
         family=PARTITIONING,
@@ -49,7 +49,7 @@ SWITCHES = (
         name="oss-sdp",
         summary="Shard optimizer state and gradients (fairscale).",
         source="[R]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=OssSdpFlags,
         predicts=Prediction(
             {

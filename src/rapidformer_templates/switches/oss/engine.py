@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.contract import Piece
 from rapidformer_templates.engines.local import DDPEngine, Named, SingleEngine
-from rapidformer_templates.engines.reached import InOrder
+from rapidformer_templates.engines.reached import GradientSequence
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import RapidformerError
 
@@ -81,12 +81,12 @@ class OSSEngine(_ShardedState, DDPEngine):
 class SDPEngine(_ShardedState):
     """Optimizer state and gradients sharded over the workers: a gradient is summed where its owner is."""
 
-    _sdp: OrderedSDP
+    _sdp: SequencedSDP
 
     def _distribute(self) -> nn.Module:
         if not self._shards:
             return self.model
-        self._sdp = OrderedSDP(self.model, self._oss)
+        self._sdp = SequencedSDP(self.model, self._oss)
         return self._sdp
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -95,7 +95,7 @@ class SDPEngine(_ShardedState):
     def _missed(self) -> Sequence[int]:
         if not self._shards or not self._sdp.unreached:
             return ()
-        return [place for place, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
+        return [position for position, p in enumerate(self._parameters) if id(p) in self._sdp.unreached]
 
     def _grad_norm(self) -> torch.Tensor:
         """As the base's; each rank adds the gradients that it owns, the only ones that it still has."""
@@ -106,7 +106,7 @@ class SDPEngine(_ShardedState):
         return self.workers.sum_tensor(square).sqrt().to(owned.dtype)
 
 
-class OrderedSDP(ShardedDataParallel):
+class SequencedSDP(ShardedDataParallel):
     """fairscale's ShardedDataParallel, which reduces in one and the same order on all workers.
 
     fairscale reduces each gradient when this worker's backward has it. Workers with different graphs
@@ -126,20 +126,20 @@ class OrderedSDP(ShardedDataParallel):
         super().__init__(module, optimizer, reduce_buffer_size=0)
         self.unreached: set[int] = set()
         self._reducers: dict[int, Callable[..., None]] = {}
-        self._in_order = InOrder(0, self._reduce)
+        self._sequence = GradientSequence(0, self._reduce)
         self.refresh_trainable()
 
     def _setup_backward_hooks(self) -> None:
         indices = {parameter: index for index, parameter in enumerate(self._trainable_params)}
         self._indices = [indices[p] for p in self.module.parameters() if p in indices]
-        self._places = {index: place for place, index in enumerate(self._indices)}
-        self._in_order = InOrder(len(self._indices), self._reduce)
+        self._positions = {index: position for position, index in enumerate(self._indices)}
+        self._sequence = GradientSequence(len(self._indices), self._reduce)
         super()._setup_backward_hooks()
 
     def _clear_counters(self) -> None:
         super()._clear_counters()
         self.unreached = set()
-        self._in_order.begin()
+        self._sequence.begin()
 
     def _get_reduce_fn(self, index: int, param: torch.Tensor, dst_rank: int) -> Callable[..., None]:
         self._reducers[index] = super()._get_reduce_fn(index, param, dst_rank)
@@ -150,18 +150,18 @@ class OrderedSDP(ShardedDataParallel):
             if not self._bucket_flush_callback_set:
                 self._bucket_flush_callback_set = True
                 Variable._execution_engine.queue_callback(self._flush_reduce_calls)
-            self._in_order.take(self._places[index])
+            self._sequence.take(self._positions[index])
 
         return ready
 
-    def _reduce(self, place: int) -> None:
-        parameter = self._trainable_params[self._indices[place]]
+    def _reduce(self, position: int) -> None:
+        parameter = self._trainable_params[self._indices[position]]
         if parameter.grad is None:
             self.unreached.add(id(parameter))
             parameter.grad = torch.zeros_like(parameter)
-        self._reducers[self._indices[place]]()
+        self._reducers[self._indices[position]]()
 
     def _flush_reduce_calls(self) -> None:
         """At the end of the backward: nothing more will become ready."""
-        self._in_order.finish()
+        self._sequence.finish()
         super()._flush_reduce_calls()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rapidformer_templates.planning.acted import shown
-from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
@@ -14,11 +14,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Reasons,
     Request,
     Rule,
-    Stage,
     Switch,
 )
 from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
@@ -63,7 +63,7 @@ def _stages_fit(request: Request) -> list[Finding]:
         message = f"--pipeline-stages {asked} has {sum(map(int, words))} blocks; the model has {layers}"
     else:
         return []
-    even = ",".join(map(str, cut(0, [1] * layers, 0, stages))) if layers and layers >= stages else None
+    even = ",".join(map(str, balanced_cut(0, [1] * layers, 0, stages))) if layers and layers >= stages else None
     return [
         Finding(
             message,
@@ -107,8 +107,8 @@ def _acted(measured: Measured) -> str | None:
     names = [name for stage in stages for name in stage]
     if len(stages) == measured.plan.sizes.pipeline and len(set(names)) == len(names):
         return None
-    found = " and ".join(sorted(shown(stage) for stage in stages))
-    return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {found or 'none'}"
+    held = " and ".join(sorted(shown(stage) for stage in stages))
+    return f"{measured.plan.sizes.pipeline} stages of different blocks were expected; workers have {held or 'none'}"
 
 
 SWITCHES = (
@@ -116,7 +116,7 @@ SWITCHES = (
         name="pipeline-parallel",
         summary="Cut the blocks into N consecutive stages, one a worker.",
         source="[R, M]",
-        stage=Stage.PARTITION,
+        precedence=Precedence.PARTITION,
         options=PipelineParallelFlags,
         on={"pipeline_model_parallel_size": 2},
         predicts=Prediction(

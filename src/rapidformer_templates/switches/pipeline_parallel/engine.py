@@ -42,7 +42,7 @@ class PipelineEngine(ParallelEngine):
         step = _Step(self, microbatches, weight)
         for action in _actions(self.workers.pipeline, self._parts, len(microbatches), self.workers.pipeline_rank):
             step.do(action)
-        self._links.settle()
+        self._links.flush()
         return step.total
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -75,16 +75,16 @@ class PipelineEngine(ParallelEngine):
     def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
         """As every engine's; only the workers of the last stage have something to tell."""
         key = _shapes(microbatch.batch)
-        found: tuple[float, Any] = (0.0, None)
+        evaluated: tuple[float, Any] = (0.0, None)
         for part in range(self._parts):
             stage = self.stage_of(part)
             hidden = self._links.receive_forward(stage, key).unpack() if stage else None
             left = self._passage.run(part, hidden, lambda: super(PipelineEngine, self).eval_batch(microbatch))
             if stage == self.last_stage:
-                found = left
+                evaluated = left
             else:
                 self._links.send_forward(stage, key, left)
-        return found
+        return evaluated
 
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
@@ -112,7 +112,7 @@ class _Step:
 
     def do(self, action: Action) -> None:
         kind, stage, number = action
-        place = (stage, number)
+        index = (stage, number)
         if kind is Kind.FORWARD:
             self._forward(stage, number)
         elif kind is Kind.BACKWARD:
@@ -120,11 +120,11 @@ class _Step:
         elif kind is Kind.RECEIVE_FORWARD:
             self._coming[action] = self.links.receive_forward(stage, self._keys[number])
         elif kind is Kind.SEND_FORWARD:
-            self.links.send_forward(stage, self._keys[number], self._outputs[place])
+            self.links.send_forward(stage, self._keys[number], self._outputs[index])
         elif kind is Kind.RECEIVE_BACKWARD:
-            self._coming[action] = self.links.receive_backward(stage, self._outputs[place])
+            self._coming[action] = self.links.receive_backward(stage, self._outputs[index])
         else:
-            self.links.send_backward(stage, self._gradients.pop(place))
+            self.links.send_backward(stage, self._gradients.pop(index))
 
     def _forward(self, stage: int, number: int) -> None:
         engine, microbatch = self.engine, self.microbatches[number]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.changes import add, replace
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
@@ -65,7 +65,7 @@ def _blocks_divide(request: Request) -> list[Finding]:
     if sizes.pipeline < layers and layers % sizes.pipeline == 0:
         return []
     stages = sizes.pipeline * int(request.config.get("virtual_pipeline_size"))
-    uneven = ",".join(map(str, cut(0, [1] * layers, 0, stages))) if stages <= layers else None
+    uneven = ",".join(map(str, balanced_cut(0, [1] * layers, 0, stages))) if stages <= layers else None
     return [
         Finding(
             f"{layers} blocks cannot be cut into {sizes.pipeline} stages of more than one block and equal size",

@@ -1,8 +1,8 @@
-"""The order of forwards, backwards and transfers on each worker of a pipeline. Pure.
+"""The schedule of forwards, backwards and transfers on each worker of a pipeline. Pure.
 
 1F1B and its interleaved form are those of Narayanan et al., 2021. torch.distributed.pipelining has them, too,
 but for micro batches of one shape, and not for every number of them: fewer than stages, or one that the
-rounds of the interleaved form do not divide. Here any number has an order, and the test compares with
+rounds of the interleaved form do not divide. Here any number has a schedule, and the test compares with
 torch's where torch has one.
 """
 
@@ -39,7 +39,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def compute_order(workers: int, rank: int, per_worker: int, microbatches: int) -> list[Action]:
+def compute_schedule(workers: int, rank: int, per_worker: int, microbatches: int) -> list[Action]:
     """Forwards and backwards of one worker in their order.
 
     Args:
@@ -63,10 +63,10 @@ def compute_order(workers: int, rank: int, per_worker: int, microbatches: int) -
     ahead = workers - 1 - rank
     warmup = ahead if per_worker == 1 else (per_worker - 1) * len(rounds[0]) + 2 * ahead
     warmup = min(warmup, len(forwards))
-    order = forwards[:warmup]
+    schedule = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        order += [forward, backward]
-    return order + backwards[len(forwards) - warmup :]
+        schedule += [forward, backward]
+    return schedule + backwards[len(forwards) - warmup :]
 
 
 def _rounds(workers: int, microbatches: int) -> Iterator[range]:
@@ -82,11 +82,11 @@ def _rounds(workers: int, microbatches: int) -> Iterator[range]:
 def with_transfers(workers: int, per_worker: int, microbatches: int) -> list[list[Action]]:
     """What each worker does, transfers included.
 
-    The orders are played through: a result is sent when it is there, and its receiver takes it at that place
+    The schedules are played through: a result is sent when it is there, and its receiver takes it at that place
     of its own list. So any two workers name their transfers in the same order, and nobody waits for
     something that comes only after what the other waits for.
     """
-    waiting = [compute_order(workers, rank, per_worker, microbatches) for rank in range(workers)]
+    waiting = [compute_schedule(workers, rank, per_worker, microbatches) for rank in range(workers)]
     done: list[list[Action]] = [[] for _ in range(workers)]
     there: set[Action] = set()
     last = workers * per_worker - 1

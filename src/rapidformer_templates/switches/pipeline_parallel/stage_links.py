@@ -46,8 +46,8 @@ class Links:
 
     def _rank_of(self, stage: int) -> int:
         workers = self.workers
-        place = stage % workers.pipeline
-        return (place * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank
+        pipeline_rank = stage % workers.pipeline
+        return (pipeline_rank * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
         self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]
@@ -68,15 +68,15 @@ class Links:
             RapidformerError: a batch of these shapes had a hidden state of another shape before.
         """
         hidden = hidden.detach().contiguous()
-        found = (hidden.dtype, tuple(hidden.shape))
-        known = self._known.setdefault((stage, key), found)
-        if known is found:
+        form = (hidden.dtype, tuple(hidden.shape))
+        known = self._known.setdefault((stage, key), form)
+        if known is form:
             lengths = [*hidden.shape, *[0] * (HEADER - 2 - hidden.ndim)]
             header = [DTYPES.index(hidden.dtype), hidden.ndim, *lengths]
             self._send(torch.tensor(header, device=hidden.device), stage + 1)
-        elif known != found:
+        elif known != form:
             raise RapidformerError(
-                f"stage {stage} put out {found} for a batch that gave {known} before",
+                f"stage {stage} put out {form} for a batch that gave {known} before",
                 hint="under a pipeline the hidden state's shape must follow from the batch's shapes",
             )
         self._send(hidden, stage + 1)
@@ -98,7 +98,7 @@ class Links:
         """The gradient of what ``stage`` put out."""
         return self._receive(torch.empty_like(output, memory_format=torch.contiguous_format), stage + 1)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until everything that was sent has left."""
         for work, _ in self._leaving:
             work.wait()

@@ -228,12 +228,12 @@ HIDDEN = "hidden_states"
 
 def hidden_of(args: Any, kwargs: Any) -> torch.Tensor:
     """The hidden state among a block's arguments."""
-    found = args[0] if args else kwargs.get(HIDDEN)
-    if not isinstance(found, torch.Tensor):
+    hidden = args[0] if args else kwargs.get(HIDDEN)
+    if not isinstance(hidden, torch.Tensor):
         raise ModelError(
             "a block's first argument is not the hidden state", hint="call the blocks with a tensor as first argument"
         )
-    return found
+    return hidden
 
 
 def with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import Placement, set_placement
 from rapidformer_templates.models.stand_ins import Absent, Elsewhere, SkippedBlock, put
-from rapidformer_templates.planning.balance import cut
+from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.pipeline_parallel.tracing import AFTER, BEFORE, WITHIN, holders, trace
 
 
@@ -30,13 +30,13 @@ def cut_into_stages(model: nn.Module, building: Building) -> nn.Module:
         RapidformerError: the hook does not call the model exactly once.
     """
     workers, options = building.workers, building.options
-    found = _Cut(model, building)
-    sizes = found.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
-    set_placement(model, found.leave(sizes, workers.pipeline_rank))
+    cut = PipelineCut(model, building)
+    sizes = cut.sizes(workers.pipeline * options.virtual_pipeline_size, options.pipeline_stages)
+    set_placement(model, cut.leave(sizes, workers.pipeline_rank))
     return model
 
 
-class _Cut:
+class PipelineCut:
     """A model, and which pipeline ranks need which of its modules outside of the blocks.
 
     A module that is called before the blocks belongs to the first rank, one that is called after them to the last.
@@ -44,11 +44,11 @@ class _Cut:
     another way is left on every rank that it may matter on; the gradients of its copies are added up.
 
     Attributes:
-        places: the pipeline ranks of each such module, by name; the others are everywhere.
+        module_ranks: the pipeline ranks of each such module, by name; the others are everywhere.
     """
 
     def __init__(self, model: nn.Module, building: Building) -> None:
-        self.model, self.blocks = model, building.layout.blocks
+        self.model, self.blocks = model, building.blocks
         self.pipeline = building.workers.pipeline
         if not self.blocks:
             raise ModelError(
@@ -57,33 +57,33 @@ class _Cut:
                 hint="keep the blocks in an nn.ModuleList, or leave --pipeline-model-parallel-size out",
             )
         self.flow = trace(model, self.blocks, building.try_loss)
-        self.places = self._places()
+        self.module_ranks = self._module_ranks()
 
-    def _places(self) -> dict[str, frozenset[int]]:
+    def _module_ranks(self) -> dict[str, frozenset[int]]:
         everywhere = frozenset(range(self.pipeline))
         ends = {BEFORE: frozenset({0}), AFTER: frozenset({self.pipeline - 1}), WITHIN: everywhere}
         own_of = {name: self._own(name) for name in self.flow.called}
         after = set().union(*(own_of[name] for name, phases in self.flow.called.items() if AFTER in phases))
-        places: dict[str, frozenset[int]] = {}
+        module_ranks: dict[str, frozenset[int]] = {}
         for name, phases in self.flow.called.items():
-            place: frozenset[int] = frozenset().union(*(ends[phase] for phase in phases))
+            ranks: frozenset[int] = frozenset().union(*(ends[phase] for phase in phases))
             own = own_of[name]
             if own & self.flow.beyond - after:  # a tied head's matrix reaches the loss through the head
-                place |= ends[AFTER]
+                ranks |= ends[AFTER]
             if own & self.flow.beside or (BEFORE in phases and self.flow.absent[name].kind is None):
-                place = everywhere
-            places[name] = place
+                ranks = everywhere
+            module_ranks[name] = ranks
         # Never called: nobody knows where it matters.
         around = holders(self.model, self.blocks)
         for name, module in self.model.named_modules():
-            known = name in places or name in around or self._block_of(name) is not None
+            known = name in module_ranks or name in around or self._block_of(name) is not None
             if not known and next(module.parameters(recurse=False), None) is not None:
-                places[name] = everywhere
-        for name in list(places):
+                module_ranks[name] = everywhere
+        for name in list(module_ranks):
             for outer in _ancestors(name):
-                if outer in places:
-                    places[outer] |= places[name]
-        return places
+                if outer in module_ranks:
+                    module_ranks[outer] |= module_ranks[name]
+        return module_ranks
 
     def _own(self, name: str) -> set[int]:
         return {id(p) for p in self.model.get_submodule(name).parameters(recurse=False)}
@@ -110,10 +110,10 @@ class _Cut:
                 hint="the pipeline size is below the number of blocks and divides it (RF010); "
                 "or say how many blocks each stage has: --pipeline-stages 3,2",
             )
-        front = self._cost(name for name, place in self.places.items() if 0 in place)
-        back = self._cost(name for name, place in self.places.items() if self.pipeline - 1 in place)
+        front = self._cost(name for name, ranks in self.module_ranks.items() if 0 in ranks)
+        back = self._cost(name for name, ranks in self.module_ranks.items() if self.pipeline - 1 in ranks)
         blocks = [float(sum(math.prod(shape_of(p)) for p in block.parameters())) for block in self.blocks.values()]
-        return cut(front, blocks, back, stages)
+        return balanced_cut(front, blocks, back, stages)
 
     def _cost(self, names: Iterable[str]) -> float:
         modules = [self.model.get_submodule(name) for name in names]
@@ -131,18 +131,18 @@ class _Cut:
                 ranks[whole] |= self._ranks_of(name, stage_of)
                 parts[whole].add(self._part_of(name, stage_of, len(sizes)))
         mine = [[n for n, s in stage_of.items() if s == stage] for stage in range(rank, len(sizes), self.pipeline)]
-        for name in [*self.places, *self.blocks]:
+        for name in [*self.module_ranks, *self.blocks]:
             if rank not in self._ranks_of(name, stage_of) and _is_there(self.model, name):
                 put(self.model, name, self._stand_in(name))
         left = {name: first_names[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         return Placement(
             names={name: whole for name, whole in left.items() if name != whole},
-            stages={name: tuple(sorted(found)) for name, found in ranks.items() if len(found) > 1},
+            stages={name: tuple(sorted(holding)) for name, holding in ranks.items() if len(holding) > 1},
             chunks={
                 name: part
-                for name, found in parts.items()
-                for part in found
-                if part is not None and len(found) == 1 and ranks[name] == {rank}
+                for name, copies in parts.items()
+                for part in copies
+                if part is not None and len(copies) == 1 and ranks[name] == {rank}
             },
             parts=tuple({name: self.blocks[name] for name in names} for names in mine),
             blocks_in_all=len(self.blocks),
@@ -159,10 +159,10 @@ class _Cut:
         block = self._block_of(name)
         if block is not None:
             return frozenset({stage_of[block] % self.pipeline})
-        place = frozenset(range(self.pipeline))
+        ranks = frozenset(range(self.pipeline))
         for outer in (*_ancestors(name), name):
-            place &= self.places.get(outer, place)
-        return place
+            ranks &= self.module_ranks.get(outer, ranks)
+        return ranks
 
     def _part_of(self, name: str, stage_of: dict[str, int], stages: int) -> int | None:
         """The local part whose backward reaches a tensor, if there is but one."""

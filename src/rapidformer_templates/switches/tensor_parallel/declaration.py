@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 from rapidformer_templates.switches.tensor_parallel.sequence_switch import SEQUENCE_PARALLEL
 from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
@@ -20,7 +29,7 @@ class TensorParallelFlags:
     tensor_model_parallel_size: int = flag(1, "workers that share each block's matrices", metavar="N", minimum=1)
 
 
-def _has_plan(request: Request) -> list[Finding]:
+def _has_tensor_plan(request: Request) -> list[Finding]:
     kind = request.model.model_type
     if kind is None or kind in PLANS:
         return []
@@ -50,17 +59,17 @@ def _notes(request: Request) -> Sequence[str]:
 
 
 def _acted(measured: Measured) -> str | None:
-    size, found = measured.plan.sizes.tensor, measured["tensor_parallel_size"]
-    if found == size and any(measured.all("divided_elements")):
+    size, measured_size = measured.plan.sizes.tensor, measured["tensor_parallel_size"]
+    if measured_size == size and any(measured.all("divided_elements")):
         return None
-    return f"matrices divided over {size} workers were expected; they are divided over {found or 1}"
+    return f"matrices divided over {size} workers were expected; they are divided over {measured_size or 1}"
 
 
 TENSOR_PARALLEL = Switch(
     name="tensor-parallel",
     summary="Shard the matrices of each block over N workers.",
     source="[R, M]",
-    stage=Stage.TENSOR,
+    precedence=Precedence.TENSOR,
     options=TensorParallelFlags,
     on={"tensor_model_parallel_size": 2},
     predicts=Prediction(
@@ -85,7 +94,7 @@ TENSOR_PARALLEL = Switch(
             "Tensor parallelism needs a plan of the architecture.",
             "a plan says which matrices are divided along which dimension; a guess would compute something else",
             "[transformers]",
-            _has_plan,
+            _has_tensor_plan,
             Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
         ),
         Rule(

@@ -16,12 +16,12 @@ class Division(Receipt):
     """
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        found: TensorParallel | None = getattr(engine.model, "tensor_parallel", None)
-        if found is None:
+        applied: TensorParallel | None = getattr(engine.model, "tensor_parallel", None)
+        if applied is None:
             return {}
-        head, shards = found.head, found.shards
+        head, shards = applied.head, applied.shards
         return {
-            "tensor_parallel_size": found.peers.size,
+            "tensor_parallel_size": applied.peers.size,
             "logits_columns": head and head.columns,
             "sequence_tokens": shards and shards.held,
         }

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import add
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Example, Finding, Measured, Prediction, Request, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -33,17 +42,17 @@ def _needs_tensor_parallel(request: Request) -> list[Finding]:
 
 
 def _acted(measured: Measured) -> str | None:
-    found = measured.all("sequence_tokens")
-    if any(held < whole or whole == 1 for held, whole in found):
+    tokens = measured.all("sequence_tokens")
+    if any(held < whole or whole == 1 for held, whole in tokens):
         return None
-    return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(found)}"
+    return f"a part of each sequence on each worker was expected; [tokens held, in all] are {shown(tokens)}"
 
 
 SEQUENCE_PARALLEL = Switch(
     name="sequence-parallel",
     summary="Shard norms and dropout along the sequence, over the tensor-parallel workers.",
     source="[M]",
-    stage=Stage.TENSOR,
+    precedence=Precedence.TENSOR,
     options=SequenceParallelFlags,
     predicts=Prediction({"activations": "norms and dropout cut along the sequence"}),
     receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:Division",

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.parallel.boxes import cut
+from rapidformer_templates.engines.parallel.boxes import local_values
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.placement import placement_of
-from rapidformer_templates.switches.tensor_parallel import plan as tensor_plan
 from rapidformer_templates.switches.tensor_parallel import styles as tensor_styles
+from rapidformer_templates.switches.tensor_parallel import tensor_plan
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.layers import (
     AroundColumns,
@@ -32,9 +32,9 @@ from rapidformer_templates.switches.tensor_parallel.layers import (
     VocabularyEmbedding,
     VocabularyHead,
 )
-from rapidformer_templates.switches.tensor_parallel.plan import TensorPlan
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams, draws_random_numbers
 from rapidformer_templates.switches.tensor_parallel.sequence import OnWholeSequence, SequenceShards
+from rapidformer_templates.switches.tensor_parallel.tensor_plan import TensorPlan
 
 LAYERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(tensor_styles.ROW, Row),
@@ -77,7 +77,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     assert building.workers.mesh is not None
     mesh = building.workers.mesh["tensor"]
     peers = Peers(mesh.get_group(), mesh.size(), building.workers.tensor_rank)
-    plan = tensor_plan.plan_of(model)
+    plan = tensor_plan.tensor_plan_of(model)
     tensor_plan.check_sizes(model, plan, peers.size)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     shards = SequenceShards(peers, streams) if "sequence-parallel" in building.plan.switches else None
@@ -104,7 +104,7 @@ def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
         return [list(part.values()) for part in parts]
     there = set(model.modules())
     lists: dict[str, list[nn.Module]] = {}
-    for name, block in building.layout.blocks.items():
+    for name, block in building.blocks.items():
         if block in there:
             lists.setdefault(name.rpartition(".")[0], []).append(block)
     return list(lists.values())
@@ -169,7 +169,9 @@ def _check_region(model: nn.Module, plan: TensorPlan, name: str, region: nn.Modu
     """Every parameter inside a region must be of the plan: of others, each worker would have a partial gradient."""
     inside = [f"{name}.{key}" for key, _ in region.named_parameters()]
     others = [
-        p for p in inside if p not in plan.cuts and p not in plan.partial and p.rpartition(".")[0] not in plan.styles
+        p
+        for p in inside
+        if p not in plan.divisions and p not in plan.partial and p.rpartition(".")[0] not in plan.styles
     ]
     if others:
         raise ModelError(
@@ -189,15 +191,15 @@ def _computed_on_shards(model: nn.Module, plan: TensorPlan, lists: Sequence[Sequ
     whole = {id(p) for name in _run_whole(plan) for p in model.get_submodule(name).parameters()}
     inside = {id(p) for blocks in lists for block in blocks for p in block.parameters()} - whole
     named = dict(model.named_parameters(remove_duplicate=False))
-    found = {name for name, p in named.items() if id(p) in inside and name not in plan.cuts}
-    matrices = sorted(n for n in found if named[n].ndim > 1 and n.rpartition(".")[0] not in plan.adapted)
+    partial = {name for name, p in named.items() if id(p) in inside and name not in plan.divisions}
+    matrices = sorted(n for n in partial if named[n].ndim > 1 and n.rpartition(".")[0] not in plan.adapted)
     if matrices:
         raise ModelError(
             f"the tensor plan leaves {', '.join(matrices[:3])} whole, which may need the whole sequence",
             where="--sequence-parallel",
             hint="leave out --sequence-parallel for this model",
         )
-    return frozenset(found)
+    return frozenset(partial)
 
 
 def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peers: Peers) -> None:
@@ -211,15 +213,17 @@ def _shard_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, peer
             if parameter is None:
                 continue
             if id(parameter) not in sharded:
-                found = plan.cuts.get(names[id(parameter)])
-                sharded[id(parameter)] = _sharded(parameter, found.placement if found else Replicate(), mesh, peers)
+                division = plan.divisions.get(names[id(parameter)])
+                sharded[id(parameter)] = _sharded(
+                    parameter, division.placement if division else Replicate(), mesh, peers
+                )
             module._parameters[key] = sharded[id(parameter)]
 
 
 def _sharded(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh, peers: Peers) -> nn.Parameter:
     whole = parameter.detach()
     dist.broadcast(whole, group=peers.group, group_src=0)
-    part = cut(whole, [placement], [peers.size], [peers.rank])
+    part = local_values(whole, [placement], [peers.size], [peers.rank])
     shard = DTensor.from_local(
         part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
     )

@@ -15,11 +15,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Request,
     Resource,
     Rule,
-    Stage,
     Switch,
     always,
 )
@@ -81,14 +81,14 @@ def _can_compile(request: Request) -> list[Finding]:
 
 
 def _what_is_missing(request: Request) -> str | None:
-    backend, place = request.config.get("torch_compile"), request.environment
-    if backend in PACKAGES and PACKAGES[backend][0] not in place.packages:
+    backend, environment = request.config.get("torch_compile"), request.environment
+    if backend in PACKAGES and PACKAGES[backend][0] not in environment.packages:
         return "{}, which is not installed: {}".format(*PACKAGES[backend])
-    if backend == "cudagraphs" and place.device == "cpu":
+    if backend == "cudagraphs" and environment.device == "cpu":
         return "a GPU"
-    if backend == DEFAULT and place.device == "cpu" and place.cxx is None:
+    if backend == DEFAULT and environment.device == "cpu" and environment.cxx is None:
         return "a C++ compiler, and there is none: apt install g++, or name yours in CXX"
-    if backend == DEFAULT and place.compute_capability and "triton" not in place.packages:
+    if backend == DEFAULT and environment.compute_capability and "triton" not in environment.packages:
         return "triton, which is not installed: pip install triton"
     return None
 
@@ -102,10 +102,10 @@ def _checkpointed_experts(request: Request) -> list[Finding]:
 
 
 def _acted(measured: Measured) -> str | None:
-    found = measured.all("compile")
-    if any(report["graphs"] for report in found):
+    compiled = measured.all("compile")
+    if any(records["graphs"] for records in compiled):
         return None
-    reasons = [reason for report in found for reason in report["not_compiled"]]
+    reasons = [reason for records in compiled for reason in records["not_compiled"]]
     return f"compiled graphs were expected; there is none{': ' if reasons else ''}{'; '.join(reasons[:1])}"
 
 
@@ -114,7 +114,7 @@ SWITCHES = (
         name="torch-compile",
         summary="Compile the model's blocks (torch.compile).",
         source="[S]",
-        stage=Stage.COMPILE,
+        precedence=Precedence.COMPILE,
         options=TorchCompileFlags,
         on={"torch_compile": DEFAULT},
         predicts=Prediction(

@@ -13,7 +13,7 @@ from rapidformer_templates.engines.receipt import Receipt
 RECORDS = 4096  # torch keeps the last 64 by default, fewer than a large model may need
 
 
-class CompileReport:
+class CompileRecords:
     """Reads torch's own records, from the moment that it is made.
 
     Args:
@@ -49,13 +49,13 @@ class CompileReport:
 
 
 class Compilation(Receipt):
-    """``compile``: what the report of the model's blocks says."""
+    """``compile``: what the records of the model's blocks say."""
 
     compiles = True
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        report: CompileReport | None = vars(engine.model).get("compile_report")
-        return {"compile": report and report.measured()}
+        records: CompileRecords | None = vars(engine.model).get("compile_records")
+        return {"compile": records and records.measured()}
 
 
 def _counted(reasons: Counter[Any]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import nn
 
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.switches.torch_compile.receipt import CompileReport
+from rapidformer_templates.switches.torch_compile.receipt import CompileRecords
 
 EVALUATION = 4
 """Graphs of a kind of block without gradients: one shape, any shape, and each of them with a single row."""
@@ -30,7 +30,7 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     """
     plan = building.plan
     shapes = plan.engine_options["compile_shapes"]
-    parts = list(building.layout.blocks.values()) or [model]
+    parts = list(building.blocks.values()) or [model]
     kinds = len({type(part) for part in parts})
     torch.compiler.reset()
     # Blocks are small enough: DDP need not cut their graphs where its buckets end, which no checkpointed one survives.
@@ -40,7 +40,7 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     backend = building.options.torch_compile
     for part in parts:
         part.forward = Compiled(part.forward, backend, static=shapes > 0)
-    vars(model)["compile_report"] = CompileReport(backend, regions=len(parts), limit=limit)
+    vars(model)["compile_records"] = CompileRecords(backend, regions=len(parts), limit=limit)
     return model
 
 

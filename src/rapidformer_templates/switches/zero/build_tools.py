@@ -20,8 +20,8 @@ def find_ninja() -> str | None:
 
 def problems(part: str, device: str = "cpu") -> str | None:
     """Why a part cannot be built here and what to do about it, or None. Takes no more than 0.1 s."""
-    found = missing_tool() or missing_library(part, device)
-    return f"{found[0]}: {found[1]}" if found else None
+    missing = missing_tool() or missing_library(part, device)
+    return f"{missing[0]}: {missing[1]}" if missing else None
 
 
 def missing_tool() -> tuple[str, str] | None:

@@ -190,15 +190,15 @@ def build(parts: Sequence[str], device: str, say: Say = say_once) -> None:
     """
     if not parts:
         return
-    if found := build_tools.missing_tool():
-        raise PartError(f"DeepSpeed's {parts[0]} cannot be used here: {found[0]}", hint=found[1])
+    if lacking := build_tools.missing_tool():
+        raise PartError(f"DeepSpeed's {parts[0]} cannot be used here: {lacking[0]}", hint=lacking[1])
     root = folder(device)
     missing = [part for part in parts if not is_built(part, root)]
     if not missing and not locks(parts, root):
         return
     for part in missing:
-        if found := build_tools.missing_library(part, device):
-            raise PartError(f"DeepSpeed's {part} cannot be built here: {found[0]}", hint=found[1])
+        if lacking := build_tools.missing_library(part, device):
+            raise PartError(f"DeepSpeed's {part} cannot be built here: {lacking[0]}", hint=lacking[1])
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _alone(root, say) as descriptor:
@@ -232,7 +232,7 @@ def _build_one(part: str, device: str, root: Path, descriptor: int, say: Say) ->
     started = time.monotonic()
     log = root / f"{part}.log"
     command = [sys.executable, "-P", "-m", __name__, part, device, str(root)]
-    path = os.pathsep.join(place for place in sys.path if place)  # the packages that this process would import
+    path = os.pathsep.join(entry for entry in sys.path if entry)  # the packages that this process would import
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,
@@ -275,7 +275,7 @@ def _session(pid: int) -> int | None:
 
 
 def _processes() -> list[int]:
-    return [int(place.name) for place in Path("/proc").glob("[0-9]*")]
+    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
 
 
 def _failure(part: str, status: int, log: Path) -> PartError:

@@ -1,4 +1,4 @@
-"""A model larger than one worker's memory: each module is cut over the workers as soon as it is built."""
+"""A model larger than one worker's memory: each module is partitioned over the workers as soon as it is built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HARMLESS = frozenset(
 def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     """What a model is built in under ZeRO-3.
 
-    Parameters are built as they always are and cut after their module's ``__init__``. What is done to
+    Parameters are built as they always are and partitioned after their module's ``__init__``. What is done to
     them later (an initialization of the whole model, ties, weights that are loaded) sees them whole again.
 
     Args:
@@ -49,7 +49,7 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
 
     whole = _WholeAgain()
 
-    class Cut(Init):
+    class Partitioned(Init):
         def _post_init_method(self, module: Any) -> None:
             with whole.paused():
                 super()._post_init_method(module)
@@ -58,11 +58,11 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     if "nvme_path" not in config["zero_optimization"].get("offload_param", {}):
         # In fp32, so that the masters are exact; the swapper of parameters on a disk knows one type only.
         building |= {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
-    # Its from_pretrained then loads a tensor at a time; set_zero3_state keeps it from cutting parameters itself,
+    # Its from_pretrained then loads a tensor at a time; set_zero3_state keeps it from partitioning parameters itself,
     # and from drawing other random numbers than without ZeRO.
     known_to_transformers = HfDeepSpeedConfig(building)
     try:
-        with Cut(config_dict_or_path=building), _left_to_others(whole), set_zero3_state(), whole:
+        with Partitioned(config_dict_or_path=building), _left_to_others(whole), set_zero3_state(), whole:
             yield
     finally:
         unset_hf_deepspeed_config()
@@ -73,14 +73,14 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
 def _left_to_others(whole: _WholeAgain) -> Iterator[None]:
     """Where somebody gathers parameters himself, as transformers does on its first worker alone, keep away.
 
-    What is whole is cut first: else two would hold a parameter, and the first to let go would cut it for both.
+    What is whole is partitioned first: else two would hold a parameter, and the first to let go would do it for both.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     enter, leave = GatheredParameters.__enter__, GatheredParameters.__exit__
 
     def gather(self: Any) -> Any:
-        whole.cut_again()
+        whole.partition_again()
         whole.pauses += 1
         return enter(self)
 
@@ -98,7 +98,7 @@ def _left_to_others(whole: _WholeAgain) -> Iterator[None]:
 
 
 class _WholeAgain(TorchFunctionMode):
-    """Gathers parameters that are cut when a torch function touches them.
+    """Gathers parameters that are partitioned when a torch function touches them.
 
     A parameter stays whole until others are touched and nothing looks into it any more: the row that
     ``weight[0]`` gives may be written to a line later.
@@ -121,28 +121,28 @@ class _WholeAgain(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if error[0] is None:  # after an error the other workers may be elsewhere
-            self.cut_again()
+            self.partition_again()
 
-    def cut_again(self) -> None:
-        """Cut every parameter that is whole."""
+    def partition_again(self) -> None:
+        """Partition every parameter that is whole."""
         with self.paused():
-            self._cut_again(keep=set(), even_with_views=True)
+            self._partition_again(keep=set(), even_with_views=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.pauses or func in HARMLESS:
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
-        cut = {id(leaf): leaf for leaf in leaves if _is_cut(leaf)}
-        if cut and func in SHAPE_ONLY:
-            args, kwargs = tree_map(lambda leaf: _like(leaf) if id(leaf) in cut else leaf, (args, kwargs))
+        partitioned = {id(leaf): leaf for leaf in leaves if _is_partitioned(leaf)}
+        if partitioned and func in SHAPE_ONLY:
+            args, kwargs = tree_map(lambda leaf: _like(leaf) if id(leaf) in partitioned else leaf, (args, kwargs))
             return func(*args, **kwargs)
         with self.paused():
-            if cut:
-                self._cut_again(keep={id(leaf) for leaf in leaves})
-                for parameter in cut.values():
+            if partitioned:
+                self._partition_again(keep={id(leaf) for leaf in leaves})
+                for parameter in partitioned.values():
                     parameter.all_gather([parameter])
-                self._whole |= cut
+                self._whole |= partitioned
             result = func(*args, **kwargs)
             self._remember_views(result)
         return result
@@ -157,13 +157,13 @@ class _WholeAgain(TorchFunctionMode):
                 if owner is not None:
                     self._views.setdefault(owner, []).append(weakref.ref(leaf))
 
-    def _cut_again(self, *, keep: set[int], even_with_views: bool = False) -> None:
+    def _partition_again(self, *, keep: set[int], even_with_views: bool = False) -> None:
         for key, parameter in list(self._whole.items()):
             if key in keep or (key in self._views and not even_with_views and self._is_looked_into(key)):
                 continue
             del self._whole[key]
             self._views.pop(key, None)
-            if not _is_cut(parameter):  # else somebody who gathered it, too, was faster
+            if not _is_partitioned(parameter):  # else somebody who gathered it, too, was faster
                 dist.broadcast(parameter.data, src=0)
                 parameter.partition([parameter], has_been_updated=True)
 
@@ -174,7 +174,7 @@ class _WholeAgain(TorchFunctionMode):
         return bool(alive)
 
 
-def _is_cut(leaf: Any) -> bool:
+def _is_partitioned(leaf: Any) -> bool:
     if not isinstance(leaf, torch.nn.Parameter) or "ds_status" not in leaf.__dict__:
         return False
     return bool(leaf.__dict__["ds_status"].name == "NOT_AVAILABLE")

@@ -11,7 +11,16 @@ from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, need
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
-from rapidformer_templates.planning.switch import Example, Measured, Prediction, Request, Resource, Rule, Stage, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Resource,
+    Rule,
+    Switch,
+)
 from rapidformer_templates.switches.zero.file_switch import DEEPSPEED, DEEPSPEED_CONFIG
 
 
@@ -90,8 +99,8 @@ PREDICTION = Prediction(
 )
 
 
-def _cut(measured: Measured) -> str | None:
-    """ZeRO-3 cuts what is above its threshold; a model may have nothing so large."""
+def _partitioned(measured: Measured) -> str | None:
+    """ZeRO-3 partitions what is above its threshold; a model may have nothing so large."""
     settings = measured["zero_optimization"] or {}
     threshold = settings.get("param_persistence_threshold", 0)
     return divides_parameters(measured) if (measured["largest_parameter"] or 0) > threshold else None
@@ -104,12 +113,12 @@ def _gradients(measured: Measured) -> str | None:
     """An offloaded share of the gradients has a copy in host memory, so that twice a share is no whole."""
     if {"cpu-offload", "nvme-offload"} & set(measured.plan.switches):
         return None
-    # ZeRO-3 cuts each parameter; ZeRO-2 cuts all of them in a row.
+    # ZeRO-3 partitions each parameter; ZeRO-2 all of them in a row.
     shares = shared_out(whole_at_borders="zero-2" in measured.plan.switches, gradient_elements="gradients")
     return shares(measured)
 
 
-_ACTED = {1: _STATES, 2: all_of(_STATES, _gradients), 3: all_of(_STATES, _gradients, _cut)}
+_ACTED = {1: _STATES, 2: all_of(_STATES, _gradients), 3: all_of(_STATES, _gradients, _partitioned)}
 
 
 def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -> Switch:
@@ -119,7 +128,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         name=f"zero-{level}",
         summary=f"Shard {states} (DeepSpeed).",
         source="[R, D]",
-        stage=Stage.SHARD,
+        precedence=Precedence.SHARD,
         options=options,
         predicts=PREDICTION,
         family=PARTITIONING,

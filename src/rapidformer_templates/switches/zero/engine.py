@@ -20,7 +20,7 @@ from torch import nn
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.reached import InOrder, come_by_all, reached_parameters
+from rapidformer_templates.engines.reached import GradientSequence, come_by_all, reached_parameters
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name
@@ -42,14 +42,14 @@ class DeepSpeedEngine(SingleEngine):
         super().__init__(plan, workers, clip_grad=clip_grad)
         self.loss_scale = None  # DeepSpeed's own, with the same rule
         self.config: dict[str, Any] = dict(plan.engine_options["deepspeed"])
-        self.stage = int(self.config["zero_optimization"]["stage"])
+        self.zero_stage = int(self.config["zero_optimization"]["stage"])
         prepare(plan)
         _join(workers, loud=any(self.config.get(name) for name in LOUD))
         self._deepspeed: Any
         self._state: zero_state.ZeroState
 
     def build_context(self) -> AbstractContextManager[Any]:
-        if self.stage < 3 or self.workers.world == 1:
+        if self.zero_stage < 3 or self.workers.world == 1:
             return contextlib.nullcontext()
         from rapidformer_templates.switches.zero.construction import partitioned_construction
 
@@ -73,15 +73,15 @@ class DeepSpeedEngine(SingleEngine):
             model=model, optimizer=recipe.build(named, differing), config=self.config, dist_init_required=False
         )
         self.model, self.optimizer = model.train(), self._deepspeed.basic_optimizer
-        kind = zero_state.CutParameters if self.stage == 3 else zero_state.FlatGroups
+        kind = zero_state.PartitionedParameters if self.zero_stage == 3 else zero_state.FlatGroups
         self._state = kind(self._deepspeed.optimizer, model, self.workers)
         if self.compute_type == torch.float16:  # at its smallest the scale stays, as everywhere here
             self._deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         if masters is not None:
             masters.restore(self._state)
         self._route = self._state.route()
-        self._waits_for_gradients = self.stage == 3
-        self._in_order = InOrder(len(self._parameters), self._state.ordered(self._parameters, self._came))
+        self._waits_for_gradients = self.zero_stage == 3
+        self._sequence = GradientSequence(len(self._parameters), self._state.sequenced(self._parameters, self._came))
         self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
 
     def _distribute(self) -> nn.Module:
@@ -117,36 +117,36 @@ class DeepSpeedEngine(SingleEngine):
         if self._route and not self._route.is_known:
             reached = set(map(id, reached_parameters(loss)))
             self._route.forward_done(self._names(p for p in self._parameters if id(p) not in reached))
-        self._in_order.begin()
-        self._deepspeed.backward(come_by_all(loss, (), then=self._in_order.finish), scale_wrt_gas=False)
+        self._sequence.begin()
+        self._deepspeed.backward(come_by_all(loss, (), then=self._sequence.finish), scale_wrt_gas=False)
 
-    def _came(self, place: int) -> None:
-        if self._parameters[place].grad is not None:
-            self._reached.add(place)
-        self._in_order.take(place)
+    def _came(self, index: int) -> None:
+        if self._parameters[index].grad is not None:
+            self._reached.add(index)
+        self._sequence.take(index)
 
     def _count_as_reached(self, parameters: Sequence[torch.Tensor]) -> None:
         those = set(map(id, parameters))
-        self._reached |= {place for place, parameter in enumerate(self._parameters) if id(parameter) in those}
+        self._reached |= {index for index, parameter in enumerate(self._parameters) if id(parameter) in those}
 
     def _missed(self) -> Sequence[int]:
-        return [place for place in range(len(self._parameters)) if place not in self._reached]
+        return [index for index in range(len(self._parameters)) if index not in self._reached]
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         names = {id(p): canonical_name(n) for n, p in self.model.named_parameters()}
         return [names[id(parameter)] for parameter in parameters]
 
-    def _missed_everywhere(self, places: Sequence[int]) -> None:
+    def _missed_everywhere(self, indices: Sequence[int]) -> None:
         """ZeRO updates all parameters of a partition; one without a gradient would only decay.
 
         Raises:
             RapidformerError: no worker's loss reaches a parameter that is to be trained.
         """
-        unreached = self._names(self._parameters[place] for place in places)
+        unreached = self._names(self._parameters[index] for index in indices)
         if unreached:
             raise RapidformerError(
                 f"the loss does not reach {len(unreached)} parameters: {', '.join(unreached[:6])}",
-                where=f"ZeRO-{self.stage}, which would let them decay",
+                where=f"ZeRO-{self.zero_stage}, which would let them decay",
                 hint="set requires_grad = False for them in build_model, or leave them out of the model",
             )
 
@@ -227,11 +227,11 @@ class Masters:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, workers: Workers) -> None:
         self._values: dict[str, torch.Tensor] = {}
-        self._cut: set[str] = set()
+        self._partitioned: set[str] = set()
         for name, parameter in model.named_parameters():
             here = canonical_name(name)
             if hasattr(parameter, "ds_tensor"):  # built in parts
-                self._cut.add(here)
+                self._partitioned.add(here)
                 self._values[here] = parameter.ds_tensor.detach().clone()
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             else:
@@ -245,7 +245,7 @@ class Masters:
             with state.partition(index, write=True) as flat:
                 for fragment in fragments:
                     values = self._values[fragment.name].flatten()
-                    begin = 0 if fragment.name in self._cut else fragment.start
+                    begin = 0 if fragment.name in self._partitioned else fragment.start
                     fragment.of(flat).copy_(values[begin : begin + fragment.count])
 
 

@@ -16,11 +16,11 @@ from rapidformer_templates.planning.switch import (
     Example,
     Finding,
     Measured,
+    Precedence,
     Prediction,
     Reasons,
     Request,
     Rule,
-    Stage,
     Switch,
 )
 
@@ -57,7 +57,7 @@ def _needs_deepspeed_engine(request: Request) -> list[Finding]:
     return [*_NEEDS_TRAINER(request), *_OTHER_ENGINES(request)]
 
 
-def _needs_a_stage(request: Request) -> list[Finding]:
+def _needs_a_zero_stage(request: Request) -> list[Finding]:
     if any(name.startswith("zero-") for name in request.active):
         return []
     message = "deepspeed-config needs a ZeRO stage, in the file or as a flag"
@@ -94,11 +94,11 @@ def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> l
 def _deepspeed_is_there(request: Request) -> list[Finding]:
     if request.sizes.tensor * request.sizes.pipeline == 1:
         return []
-    found = deepspeed_recipe.for_deepspeed_alone(request)
-    if not found:
+    unsupported = deepspeed_recipe.for_deepspeed_alone(request)
+    if not unsupported:
         return []
     clash = ("deepspeed-config", *(name for name in ("tensor-parallel", "pipeline-parallel") if name in request.active))
-    message = f"DeepSpeed does not run under 3D parallelism, and only it knows {', '.join(found)}"
+    message = f"DeepSpeed does not run under 3D parallelism, and only it knows {', '.join(unsupported)}"
     return [Finding(message, request.asked_for(*clash), switches=clash)]
 
 
@@ -137,19 +137,19 @@ def _acted(measured: Measured) -> str | None:
         return "a step by DeepSpeed was expected; something else made it"
     given = {name: value for name, value in asked.items() if isinstance(value, (bool, int, float))}
     # DeepSpeed calls stage3_max_live_parameters max_live_parameters, once it has read it.
-    found = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in given}
-    differing = [name for name, value in given.items() if found[name] not in (value, None)]
+    in_effect = {name: runs_with.get(name, runs_with.get(name.removeprefix("stage3_"))) for name in given}
+    differing = [name for name, value in given.items() if in_effect[name] not in (value, None)]
     if not differing:
         return None
     name = differing[0]
-    return f"zero_optimization.{name} = {given[name]} was expected, as in the file; DeepSpeed has {found[name]}"
+    return f"zero_optimization.{name} = {given[name]} was expected, as in the file; DeepSpeed has {in_effect[name]}"
 
 
 DEEPSPEED_CONFIG = Switch(
     name="deepspeed-config",
     summary="Your own DeepSpeed file.",
     source="[D]",
-    stage=Stage.SHARD,
+    precedence=Precedence.SHARD,
     options=DeepSpeedConfigFlags,
     on={"deepspeed_config": "ds.json"},
     predicts=Prediction({"activations": "a bucket of the file's size"}, _what_no_flag_knows),
@@ -185,7 +185,7 @@ DEEPSPEED_CONFIG = Switch(
             "A DeepSpeed file names a ZeRO stage, or a flag does.",
             "without a stage DeepSpeed partitions nothing",
             "[D]",
-            _needs_a_stage,
+            _needs_a_zero_stage,
             Example("--deepspeed-config ds.json"),
         ),
         Rule(

@@ -51,7 +51,7 @@ def as_built(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class ZeroState(ABC):
-    """What the stages share. Stages 1 and 2 cut a flattened group of parameters, stage 3 each parameter.
+    """What the ZeRO stages share. 1 and 2 partition a flattened group of parameters, 3 each parameter.
 
     Attributes:
         fragments: of each flat partition, in its order.
@@ -88,11 +88,11 @@ class ZeroState(ABC):
         yield tensor
 
     @abstractmethod
-    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
-        """Have DeepSpeed's hooks tell ``came`` that a parameter's gradient is there, by its place in ``parameters``.
+    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+        """Have DeepSpeed's hooks tell ``came`` that a parameter's gradient is there, by its index in ``parameters``.
 
         Returns:
-            What DeepSpeed would have done then, for a place; with zeros, if no gradient came.
+            What DeepSpeed would have done then, for an index; with zeros, if no gradient came.
         """
 
     def route(self) -> Route | None:
@@ -233,7 +233,7 @@ class ZeroState(ABC):
 
 
 class FlatGroups(ZeroState):
-    """ZeRO-1 and ZeRO-2: a group of parameters is flattened and cut into as many parts as there are workers."""
+    """ZeRO-1 and ZeRO-2: a group of parameters is flattened and divided into as many parts as there are workers."""
 
     def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
         super().__init__(optimizer, model, workers)
@@ -255,14 +255,14 @@ class FlatGroups(ZeroState):
     def _publish(self) -> None:
         self.optimizer.update_lp_params()
 
-    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.process_gradients
-        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         groups = {id(p): number for number, group in enumerate(self.optimizer.bit16_groups) for p in group}
-        self.optimizer.process_gradients = lambda parameter, group: came(places[id(parameter)])
+        self.optimizer.process_gradients = lambda parameter, group: came(indices[id(parameter)])
 
-        def send(place: int) -> None:
-            parameter = parameters[place]
+        def send(index: int) -> None:
+            parameter = parameters[index]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             process(parameter, groups[id(parameter)])
@@ -283,8 +283,8 @@ class FlatGroups(ZeroState):
         return whole
 
 
-class CutParameters(ZeroState):
-    """ZeRO-3: each flattened parameter is cut into as many parts as there are workers; a part may lie on a disk."""
+class PartitionedParameters(ZeroState):
+    """ZeRO-3: each flattened parameter is divided into as many parts as there are workers; a part may lie on a disk."""
 
     def __init__(self, optimizer: Any, model: nn.Module, workers: Workers) -> None:
         super().__init__(optimizer, model, workers)
@@ -352,13 +352,13 @@ class CutParameters(ZeroState):
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
 
-    def ordered(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
+    def sequenced(self, parameters: Sequence[Any], came: Callable[[int], None]) -> Callable[[int], None]:
         process = self.optimizer.reduce_ready_partitions_and_remove_grads
-        places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(places[id(parameter)])
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self.optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter: came(indices[id(parameter)])
 
-        def send(place: int) -> None:
-            parameter = parameters[place]
+        def send(index: int) -> None:
+            parameter = parameters[index]
             if parameter.grad is not None:
                 process(parameter)
                 return

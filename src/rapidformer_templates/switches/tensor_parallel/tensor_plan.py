@@ -40,7 +40,7 @@ from rapidformer_templates.switches.tensor_parallel.styles import (
 
 
 @dataclass(frozen=True)
-class Cut:
+class Division:
     """How a parameter is divided: along ``dim``, each of ``parts`` equal parts of that dimension by itself."""
 
     dim: int
@@ -57,7 +57,7 @@ class TensorPlan:
 
     Attributes:
         styles: of modules, by name; modules that are not named keep whole parameters.
-        cuts: by parameter name, every name of a tied parameter among them; whole parameters are not named.
+        divisions: by parameter name, every name of a tied parameter among them; whole parameters are not named.
         partial: names of whole parameters of which each worker computes a part of the gradient.
         local_sizes: attributes of regions that are to be divided.
         given: it is the model's own ``tensor_plan``, which promises nothing of what stands beside divided layers.
@@ -65,7 +65,7 @@ class TensorPlan:
     """
 
     styles: Mapping[str, str]
-    cuts: Mapping[str, Cut]
+    divisions: Mapping[str, Division]
     partial: frozenset[str]
     local_sizes: tuple[str, ...] = ()
     given: bool = False
@@ -81,13 +81,13 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
     """The dimension along which each parameter of ``named_parameters`` is divided; None is whole on each worker.
 
     Raises:
-        ModelError: see :func:`plan_of`.
+        ModelError: see :func:`tensor_plan_of`.
     """
-    cuts = plan_of(model).cuts
-    return {name: cuts[name].dim if name in cuts else None for name, _ in model.named_parameters()}
+    divisions = tensor_plan_of(model).divisions
+    return {name: divisions[name].dim if name in divisions else None for name, _ in model.named_parameters()}
 
 
-def plan_of(model: nn.Module) -> TensorPlan:
+def tensor_plan_of(model: nn.Module) -> TensorPlan:
     """The plan of a model.
 
     Raises:
@@ -103,18 +103,18 @@ def plan_of(model: nn.Module) -> TensorPlan:
             where=_WHERE,
             hint="leave out --lora-rank or --tensor-model-parallel-size",
         )
-    cuts: dict[int, Cut] = {}
+    divisions: dict[int, Division] = {}
     partial: set[int] = set()
     for name, style in styles.items():
-        for parameter, cut in _divided(model, name, style):
-            if cut is not None and cuts.setdefault(id(parameter), cut) != cut:
+        for parameter, division in _divided(model, name, style):
+            if division is not None and divisions.setdefault(id(parameter), division) != division:
                 raise ModelError(f"{name} shares a parameter that is divided otherwise", where=_WHERE)
             if style == PARTIAL:
                 partial.add(id(parameter))
     named = list(model.named_parameters(remove_duplicate=False))
     return TensorPlan(
         styles,
-        {name: cuts[id(p)] for name, p in named if id(p) in cuts},
+        {name: divisions[id(p)] for name, p in named if id(p) in divisions},
         frozenset(name for name, p in named if id(p) in partial),
         LOCAL_SIZES.get(_type_of(model), ()),
         given,
@@ -143,9 +143,9 @@ def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
                 hint=hint,
             )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, cut in plan.cuts.items():
-        length = parameters[name].shape[cut.dim]
-        if length < size or (cut.parts > 1 and length % (cut.parts * size)):
+    for name, division in plan.divisions.items():
+        length = parameters[name].shape[division.dim]
+        if length < size or (division.parts > 1 and length % (division.parts * size)):
             message = f"{name} of shape {tuple(parameters[name].shape)} cannot be divided over {size} workers"
             raise ModelError(message, where="--tensor-model-parallel-size", hint="choose a smaller tensor size")
 
@@ -174,7 +174,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
         if style is not None:
             styles[name] = style
     if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
-        raise _no_plan(model)
+        raise _no_tensor_plan(model)
     return styles | _vocabulary(model)
 
 
@@ -184,19 +184,19 @@ def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[
     Beside columns the first matrix is whole, and each worker has a part of its gradient; the second is divided as the
     layer is. Beside rows the first is divided as the layer is, and their sum goes through a whole second one.
     """
-    found, layers = dict(styles), {}
+    styles_with_adapters, layers = dict(styles), {}
     for name, module in model.named_modules():
         parts = adapter_parts(module)
         if parts is None:
             continue
-        style = found.pop(name, REPLICATED)
+        style = styles_with_adapters.pop(name, REPLICATED)
         down, up = {**dict.fromkeys(COLUMN, (PARTIAL, style)), **dict.fromkeys(ROW, (style, REPLICATED))}.get(
             style, (REPLICATED, REPLICATED)
         )
         for part, its_style in ((parts.base, style), (parts.down, down), (parts.up, up)):
-            found[f"{name}.{part}"] = its_style
+            styles_with_adapters[f"{name}.{part}"] = its_style
             layers[f"{name}.{part}"] = name
-    return found, layers
+    return styles_with_adapters, layers
 
 
 def _patterns_of(model: nn.Module) -> Mapping[str, str]:
@@ -204,12 +204,12 @@ def _patterns_of(model: nn.Module) -> Mapping[str, str]:
     plans = (getattr(model, "tensor_plan", None), getattr(model, "_tp_plan", None), PLANS.get(_type_of(model)))
     plan: Any = next((plan for plan in plans if plan), None)
     if plan is None:
-        raise _no_plan(model)
-    found: Mapping[str, str] = plan
-    return found
+        raise _no_tensor_plan(model)
+    patterns: Mapping[str, str] = plan
+    return patterns
 
 
-def _no_plan(model: nn.Module) -> ModelError:
+def _no_tensor_plan(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} has no tensor plan: nothing says which of its matrices are divided, and how",
         where="--tensor-model-parallel-size",
@@ -240,57 +240,57 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
 
 def _asked(question: Any) -> nn.Module | None:
     try:
-        found: nn.Module | None = question()
+        answer: nn.Module | None = question()
     except (AttributeError, NotImplementedError):  # how transformers says that there is none, or none in this stage
         return None
-    return found
+    return answer
 
 
-def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Cut | None]]:
-    """The parameters that a styled name stands for, each with its cut; None is whole."""
+def _divided(model: nn.Module, name: str, style: str) -> Iterator[tuple[nn.Parameter, Division | None]]:
+    """The parameters that a styled name stands for, each with its division; None is whole."""
     if style == REPLICATED:
         return
     owner, _, key = name.rpartition(".")
     parameter = _submodule(model, owner)._parameters.get(key)
     if parameter is not None:
-        yield parameter, _cut_of_parameter(name, parameter, style)
+        yield parameter, _division_of_parameter(name, parameter, style)
         return
     if style == EXPERTS:  # a region; the plan names its parameters one by one
         return
     module = model.get_submodule(name)
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            yield parameter, _cut_in_layer(name, module, key, style)
+            yield parameter, _division_in_layer(name, module, key, style)
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name) if name else model
 
 
-def _cut_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Cut | None:
+def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Division | None:
     """Of a parameter by itself: experts keep theirs as (experts, output features, input features)."""
     if style == PARTIAL:
         return None
     if style in ("colwise", "packed_colwise") and parameter.ndim == 3:
-        return Cut(1, PARTS.get(style, 1))
+        return Division(1, PARTS.get(style, 1))
     if style in ROW and parameter.ndim == 3:
-        return Cut(2)
+        return Division(2)
     if style == "colwise" and parameter.ndim == 1:
-        return Cut(0)
+        return Division(0)
     raise ModelError(f"{name} of shape {tuple(parameter.shape)} cannot be {style}", where=_WHERE)
 
 
-def _cut_in_layer(name: str, layer: nn.Module, key: str, style: str) -> Cut | None:
+def _division_in_layer(name: str, layer: nn.Module, key: str, style: str) -> Division | None:
     if style == PARTIAL:
         return None
     if isinstance(layer, nn.Embedding) and style in (EMBEDDING, "embedding_colwise"):
-        return Cut(0 if style == EMBEDDING else 1)
+        return Division(0 if style == EMBEDDING else 1)
     if isinstance(layer, (nn.Linear, Conv1D)):
         # Linear keeps (output, input) features, Conv1D (input, output).
         output, input_ = (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
         divides_output = style in (*COLUMN, GATHERED_COLUMN, VOCABULARY_HEAD)
         if style in (*ROW, SPLIT_ROW):
-            return Cut(input_) if key == "weight" else None
+            return Division(input_) if key == "weight" else None
         if divides_output:
-            return Cut(output if key == "weight" else 0, PARTS.get(style, 1))
+            return Division(output if key == "weight" else 0, PARTS.get(style, 1))
     raise ModelError(f"{name}, a {type(layer).__name__}, cannot be {style}", where=_WHERE, hint="use another plan")

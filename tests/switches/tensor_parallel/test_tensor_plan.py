@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, shard_dims, tensor_plan_of
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, plan_of, shard_dims
 from rapidformer_templates.switches.tensor_parallel.styles import KNOWN, PLANS, styles_in_transformers
 from tests.support.requests import CPU, GPUS, codes
 from tests.support.tensor_jobs import MODELS
@@ -33,16 +33,16 @@ def test_every_matrix_of_a_block_is_divided(model: str) -> None:
 
 
 def test_fused_columns_are_divided_part_by_part() -> None:
-    plan = plan_of(_meta("gpt2"))
-    assert plan.cuts["transformer.h.0.attn.c_attn.weight"].parts == 3
-    assert plan.cuts["transformer.h.0.mlp.c_fc.weight"].parts == 1
-    assert plan_of(_meta("mixtral")).cuts["model.layers.0.mlp.experts.gate_up_proj"].parts == 2
+    plan = tensor_plan_of(_meta("gpt2"))
+    assert plan.divisions["transformer.h.0.attn.c_attn.weight"].parts == 3
+    assert plan.divisions["transformer.h.0.mlp.c_fc.weight"].parts == 1
+    assert tensor_plan_of(_meta("mixtral")).divisions["model.layers.0.mlp.experts.gate_up_proj"].parts == 2
 
 
 def test_a_tied_head_is_divided_under_both_names() -> None:
-    cuts = plan_of(_meta("bert")).cuts
-    assert cuts["cls.predictions.decoder.weight"] == cuts["bert.embeddings.word_embeddings.weight"]
-    assert cuts["cls.predictions.bias"] == cuts["cls.predictions.decoder.bias"]
+    divisions = tensor_plan_of(_meta("bert")).divisions
+    assert divisions["cls.predictions.decoder.weight"] == divisions["bert.embeddings.word_embeddings.weight"]
+    assert divisions["cls.predictions.bias"] == divisions["cls.predictions.decoder.bias"]
 
 
 def test_a_classifier_has_no_divided_head() -> None:
@@ -89,19 +89,19 @@ def _bloom() -> nn.Module:
 def test_a_model_without_a_plan_that_can_be_followed_is_refused(model: Any, message: str | None) -> None:
     built = model()
     if message is None:  # the style of a container divides nothing
-        assert not plan_of(built).cuts
+        assert not tensor_plan_of(built).divisions
         return
     with pytest.raises(ModelError, match=message):
-        plan_of(built)
+        tensor_plan_of(built)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     model = _meta("llama")
-    check_sizes(model, plan_of(model), 4)
+    check_sizes(model, tensor_plan_of(model), 4)
     with pytest.raises(ModelError, match="8 attention heads cannot be divided over 3 workers"):
-        check_sizes(model, plan_of(model), 3)
+        check_sizes(model, tensor_plan_of(model), 3)
     with pytest.raises(ModelError, match="4 key-value heads cannot be divided over 8 workers"):
-        check_sizes(model, plan_of(model), 8)
+        check_sizes(model, tensor_plan_of(model), 8)
 
 
 @pytest.mark.parametrize(("kind", "styles"), [("llama", True), ("gpt_neox", True), ("bert", False), ("gpt2", False)])
