@@ -201,8 +201,8 @@ BESIDES = {
     "build_optimizer": set(),
 }
 
-BY_THE_PLAN = {"build_optimizer": {"adam_beta1", "adam_beta2", "adam_epsilon"}}
-"""What a default reads as options of the optimizer that the plan names."""
+BY_THE_PLAN = {"build_optimizer": {"optimizer", "adam_beta1", "adam_beta2", "adam_epsilon"}}
+"""What a default reads as the optimizer that the plan names, and its options."""
 
 
 @pytest.mark.parametrize("hook", BESIDES)
