@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rapidformer_templates.switches.tensor_parallel.plan import check_sizes, shard_dims, tensor_plan_of
+from rapidformer_templates.switches.tensor_parallel.tensor_plan import check_sizes, shard_dims, tensor_plan_of
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
