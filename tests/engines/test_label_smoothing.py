@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.planning.environment import installed_packages
-from tests.support.jobs import VOCABULARY, CausalJob, result_of
+from tests.support.jobs import DeepJob, result_of
 from tests.support.worker_group import run_in_workers
 
 SHARE = 0.2
@@ -34,19 +33,11 @@ if "deepspeed" in installed_packages():
     TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
 
 
-class Deep(CausalJob):
-    """Deep enough for two stages."""
-
-    def make(self) -> torch.nn.Module:
-        sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 4, "n_head": 2}
-        return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-
-
 def run(flags: str, folder: str) -> dict[str, Any]:
-    return result_of(Deep([*flags.split(), "--lr", "1e-3", "--save", folder]), folder)
+    return result_of(DeepJob([*flags.split(), "--lr", "1e-3", "--save", folder]), folder)
 
 
-class ByHand(Deep):
+class ByHand(DeepJob):
     """The smoothed loss of the logits, and without smoothing where it is evaluated."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 from transformers.integrations.neftune import activate_neftune
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.embedding_noise import add_noise, keys_of, rows_of, uniform
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
-from tests.support.jobs import VOCABULARY, CausalJob, result_of
+from tests.support.jobs import VOCABULARY, DeepJob, result_of
 from tests.support.requests import codes
 from tests.support.worker_group import run_in_workers
 
@@ -37,16 +37,8 @@ if "deepspeed" in installed_packages():
     TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
 
 
-class Deep(CausalJob):
-    """Deep enough for two stages."""
-
-    def make(self) -> torch.nn.Module:
-        sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 16, "n_layer": 4, "n_head": 2}
-        return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-
-
 def run(flags: str, folder: Path | str) -> dict[str, Any]:
-    return result_of(Deep([*f"{STEPS} {flags}".split(), "--save", str(folder)]), str(folder))
+    return result_of(DeepJob([*f"{STEPS} {flags}".split(), "--save", str(folder)]), str(folder))
 
 
 def numpys(place: int, tokens: int, features: int) -> np.ndarray:
@@ -103,7 +95,7 @@ def noise_of(model: Any, ids: torch.Tensor, positions: Sequence[int] | None, mas
 def test_without_padding_it_is_of_the_size_of_transformers() -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (16, 32))
-    theirs, ours = Deep(["--no-save"]).make().train(), Deep(["--no-save"]).make().train()
+    theirs, ours = DeepJob(["--no-save"]).make().train(), DeepJob(["--no-save"]).make().train()
     activate_neftune(theirs, ALPHA)
     add_noise(ours, ALPHA, SEED)
     wanted, found = noise_of(theirs, ids, None), noise_of(ours, ids, range(16))
@@ -115,7 +107,7 @@ def test_without_padding_it_is_of_the_size_of_transformers() -> None:
 
 
 def test_evaluations_and_other_forwards_have_none() -> None:
-    model = Deep(["--no-save"]).make()
+    model = DeepJob(["--no-save"]).make()
     add_noise(model, ALPHA, SEED)
     ids = torch.arange(12).view(2, 6)
     assert noise_of(model.train(), ids, [0, 1]).any()
@@ -124,7 +116,7 @@ def test_evaluations_and_other_forwards_have_none() -> None:
 
 
 def test_a_sample_has_the_same_noise_in_any_micro_batch() -> None:
-    model = Deep(["--no-save"]).make().train()
+    model = DeepJob(["--no-save"]).make().train()
     add_noise(model, ALPHA, SEED)
     ids = torch.arange(4)[None]
     short = noise_of(model, ids, [5], torch.ones(1, 4, dtype=torch.long))
@@ -149,7 +141,7 @@ def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_the_first_loss_is_that_of_noise_by_hand(alone: dict[str, Any], tmp_path: Path) -> None:
     """A job that gives its model the noisy embeddings, row by row, with numpy's numbers."""
 
-    class ByHand(Deep):
+    class ByHand(DeepJob):
         positions = 0
 
         def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
@@ -189,7 +181,7 @@ def test_micro_batches_and_switches_do_not_change_it(flags: str, alone: dict[str
 
 
 def test_a_resumed_run_is_bitwise_the_whole_one(alone: dict[str, Any], tmp_path: Path) -> None:
-    job = Deep([*f"{STEPS} --micro-batch-size 8 {ON} --save-interval 2 --save {tmp_path}".split()])
+    job = DeepJob([*f"{STEPS} --micro-batch-size 8 {ON} --save-interval 2 --save {tmp_path}".split()])
     counts = job.on_step_end
 
     def dies(step: int, result: Any) -> None:
@@ -200,7 +192,7 @@ def test_a_resumed_run_is_bitwise_the_whole_one(alone: dict[str, Any], tmp_path:
     job.on_step_end = dies  # type: ignore[method-assign]
     with pytest.raises(InterruptedError):
         job.fit()
-    resumed = Deep([*f"{STEPS} --micro-batch-size 8 {ON} --save {tmp_path} --resume".split()])
+    resumed = DeepJob([*f"{STEPS} --micro-batch-size 8 {ON} --save {tmp_path} --resume".split()])
     resumed.fit()
     assert resumed.curve == alone["curve"][2:]
 
@@ -224,7 +216,7 @@ def test_encoder_decoders_are_refused() -> None:
 
 
 def test_a_model_that_is_given_no_ids_is_told() -> None:
-    model = Deep(["--no-save"]).make().train()
+    model = DeepJob(["--no-save"]).make().train()
     add_noise(model, ALPHA, SEED)
     embeds = torch.zeros(1, 3, 16)
     batch = {"inputs_embeds": embeds}

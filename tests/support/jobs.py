@@ -108,6 +108,7 @@ def _bert() -> BertConfig:
 
 class CausalJob(_Job):
     shift = 1
+    layers = 2
 
     def make(self) -> torch.nn.Module:
         return GPT2LMHeadModel(
@@ -115,13 +116,19 @@ class CausalJob(_Job):
                 vocab_size=VOCABULARY,
                 n_positions=64,
                 n_embd=16,
-                n_layer=2,
+                n_layer=self.layers,
                 n_head=2,
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,
             )
         )
+
+
+class DeepJob(CausalJob):
+    """Deep enough for two stages."""
+
+    layers = 4
 
 
 class MaskedJob(_Job):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -51,3 +53,13 @@ def placement_of(model: nn.Module) -> Placement:
 def set_placement(model: nn.Module, placement: Placement) -> None:
     """Note on a model what it is a part of."""
     setattr(model, _ATTRIBUTE, placement)
+
+
+def whole(*parameters: Any) -> AbstractContextManager[Any]:
+    """Parameters that ZeRO-3 may have divided, whole and to be read; every worker must enter."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    gathered: AbstractContextManager[Any] = GatheredParameters(list(parameters))
+    return gathered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,20 +69,26 @@ def _pretrained(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("lora_rank", "model_type"), changes=changes)]
 
 
-def _dora_reads_whole_weights(request: Request) -> list[Finding]:
-    if request.config.get("lora_variant") != "dora":
-        return []
-    message = "dora reads the whole weights of a layer beside its forward, and {} divides them"
-    return [
-        Finding(
-            message.format(name),
-            (*request.asked("lora_variant"), *request.asked_for(name)),
-            switches=(name,),
-            changes=(drop({"lora_variant": "lora"}),),
-        )
-        for name in WHOLE_WEIGHTS
-        if name in request.active
-    ]
+def _not_beside(
+    message: str, names: tuple[str, ...], option: str, values: tuple[str, ...], default: str | None
+) -> Callable[[Request], list[Finding]]:
+    """One of these values of an option does not work together with one of the named switches."""
+
+    def check(request: Request) -> list[Finding]:
+        if request.config.get(option) not in values:
+            return []
+        return [
+            Finding(
+                message.format(name),
+                (*request.asked(option), *request.asked_for(name)),
+                switches=(name,),
+                changes=(drop({option: default}),),
+            )
+            for name in names
+            if name in request.active
+        ]
+
+    return check
 
 
 def _half_of_what(request: Request) -> list[Finding]:
@@ -99,21 +105,6 @@ def _read_in_fp32(request: Request) -> list[Finding]:
     message = "dora measures the length of each output's weights in fp32"
     changes = (drop({"quantize_base": None}), drop({"lora_variant": "lora"}))
     return [Finding(message, request.asked("quantize_base", "lora_variant"), changes=changes)]
-
-
-def _own_types(request: Request) -> list[Finding]:
-    if request.config.get("quantize_base") is None:
-        return []
-    return [
-        Finding(
-            f"{name} decides by itself in which type the weights lie",
-            (*request.asked("quantize_base"), *request.asked_for(name)),
-            switches=(name,),
-            changes=(drop({"quantize_base": None}),),
-        )
-        for name in OWN_TYPES
-        if name in request.active
-    ]
 
 
 def _notes(request: Request) -> Sequence[str]:
@@ -181,7 +172,11 @@ SWITCHES = (
                 "DoRA needs the weights whole.",
                 "it divides by the length of each output's weights, in each forward",
                 "[peft]",
-                _dora_reads_whole_weights,
+                _not_beside(
+                    "dora reads the whole weights of a layer beside its forward, and {} divides them",
+                    WHOLE_WEIGHTS,
+                    *("lora_variant", ("dora",), "lora"),
+                ),
                 Example("--lora-rank 8 --lora-variant dora --zero-3-memory-optimization"),
             ),
             Rule(
@@ -197,7 +192,11 @@ SWITCHES = (
                 "A base in fewer bits is for engines that leave weights as they are.",
                 "FSDP gathers parameters of one type, and DeepSpeed converts the whole model",
                 "[rapidformer_templates]",
-                _own_types,
+                _not_beside(
+                    "{} decides by itself in which type the weights lie",
+                    OWN_TYPES,
+                    *("quantize_base", ("half",), None),
+                ),
                 Example(
                     "--lora-rank 8 --quantize-base half --mixed-precision bf16 --fsdp-memory-optimization",
                     {"packages": {"peft": "0.17"}},

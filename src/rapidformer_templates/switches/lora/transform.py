@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,11 +15,12 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from rapidformer_templates.engines.local import COMPUTE_TYPES
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase, fingerprint, identity_of, set_frozen_base
 from rapidformer_templates.models.blocks import canonical_name
-from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.models.placement import placement_of, whole
 from rapidformer_templates.switches.lora.exported import CONFIG
 from rapidformer_templates.system.replaced_functions import install
 from rapidformer_templates.system.workers import Workers
@@ -27,7 +28,6 @@ from rapidformer_templates.system.workers import Workers
 ADAPTER = "default"
 """The name that peft gives to an adapter of which there is one."""
 LINEAR = (nn.Linear, Conv1D)
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NEW_HEADS = ("classifier", "score", "qa_outputs")
 """What transformers calls heads that a pretrained language model does not have: they are trained whole."""
 
@@ -39,14 +39,14 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
         ModelError: no layer is of the asked names or kind.
     """
     options = building.options
-    whole = _trained_whole(model, options.lora_modules_to_save)
-    targets = _targets(model, options.lora_target_modules, whole)
+    trained_whole = _trained_whole(model, options.lora_modules_to_save)
+    targets = _targets(model, options.lora_target_modules, trained_whole)
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha if options.lora_alpha is not None else 2 * options.lora_rank,
         lora_dropout=options.lora_dropout,
         target_modules=targets,
-        modules_to_save=whole or None,
+        modules_to_save=trained_whole or None,
         use_rslora=options.lora_variant == "rslora",
         use_dora=options.lora_variant == "dora",
         fan_in_fan_out=False,
@@ -63,7 +63,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
                 hint="name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj",
             ) from error
     if options.quantize_base == "half":
-        _halve(model, HALF[building.plan.precision])
+        _halve(model, COMPUTE_TYPES[building.plan.precision])
     if building.has_values:
         _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
@@ -88,7 +88,7 @@ def _moving_nothing() -> Iterator[None]:
 
 def _trained_whole(model: nn.Module, asked: str | None) -> list[str]:
     if asked is not None:
-        names = [name.strip() for name in asked.split(",") if name.strip()]
+        names = _names(asked)
         missing = [name for name in names if not _ending_with(model, name)]
         if missing:
             raise ModelError(
@@ -100,31 +100,34 @@ def _trained_whole(model: nn.Module, asked: str | None) -> list[str]:
     return [name for name, _ in model.named_children() if name in NEW_HEADS]
 
 
-def _targets(model: nn.Module, asked: str, whole: list[str]) -> list[str]:
+def _targets(model: nn.Module, asked: str, trained_whole: list[str]) -> list[str]:
     """Full names of the layers that get adapters: all linear ones but the head, or those that end as asked."""
     if asked != "all-linear":
-        names = [name.strip() for name in asked.split(",") if name.strip()]
-        found = [name for end in names for name in _ending_with(model, end)]
-        missing = [end for end in names if not _ending_with(model, end)]
-        if missing or not found:
+        layers = {end: _ending_with(model, end) for end in _names(asked)}
+        missing = [end for end, found in layers.items() if not found]
+        if missing or not layers:
             raise ModelError(
                 f"{type(model).__name__} has no layer that is called {', '.join(missing) or asked}",
                 where="--lora-target-modules",
                 hint=f"its linear layers end in {', '.join(_ends(model))}",
             )
-        return found
+        return [name for found in layers.values() for name in found]
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     found = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, LINEAR) and module is not head and not _inside(name, whole)
+        if isinstance(module, LINEAR) and module is not head and not _inside(name, trained_whole)
     ]
     if not found:
         raise ModelError(
             f"{type(model).__name__} has no linear layer that could get an adapter", where="--lora-target-modules"
         )
     return found
+
+
+def _names(asked: str) -> list[str]:
+    return [name.strip() for name in asked.split(",") if name.strip()]
 
 
 def _ending_with(model: nn.Module, end: str) -> list[str]:
@@ -136,7 +139,7 @@ def _ends(model: nn.Module) -> list[str]:
 
 
 def _inside(name: str, modules: list[str]) -> bool:
-    return any(f".{name}.".find(f".{module}.") >= 0 for module in modules)
+    return any(f".{module}." in f".{name}." for module in modules)
 
 
 def _identity(model: nn.Module, workers: Workers) -> str:
@@ -144,19 +147,9 @@ def _identity(model: nn.Module, workers: Workers) -> str:
     whole_name = placement_of(model).whole_name
     values: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        with _whole(parameter):
+        with whole(parameter):
             values[whole_name(canonical_name(name))] = fingerprint(parameter)
     return identity_of({name: value for others in workers.gather(values) for name, value in others.items()})
-
-
-def _whole(parameter: Any) -> AbstractContextManager[Any]:
-    """A parameter that ZeRO-3 has divided, whole."""
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-    gathered: AbstractContextManager[Any] = GatheredParameters([parameter])
-    return gathered
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:

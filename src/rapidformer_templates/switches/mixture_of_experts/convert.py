@@ -7,7 +7,6 @@ architectures of transformers, and models of your own that are built alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.placement import whole
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.gate import Gate
 from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
@@ -208,19 +208,10 @@ class _Dense:
         self.inputs, self.outputs = shape if type(layer).__name__ == "Conv1D" else shape[::-1]
 
     def initialise(self, matrices: torch.Tensor, biases: torch.Tensor | None) -> None:
-        with _whole(*(p for p in (self.weight, self.bias) if p is not None)):
+        with whole(*(p for p in (self.weight, self.bias) if p is not None)):
             matrices.normal_(std=float(self.weight.float().std()))
             if biases is not None and biases.shape[1] == self.outputs:
                 biases.copy_(self.bias.expand_as(biases))
-
-
-def _whole(*parameters: Any) -> AbstractContextManager[Any]:
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-    gathered: AbstractContextManager[Any] = GatheredParameters(list(parameters))
-    return gathered
 
 
 def sparse_layers(model: nn.Module) -> Iterator[tuple[str, SparseFeedForward]]:
