@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 STEPS, KILLED_AFTER = 80, 12
 TIMINGS = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
-ONE, TWO = "--micro-batch-size 8", "--micro-batch-size 2 --use-distributed-optimizer"
+ONE, TWO = "--micro-batch-size 8", "--micro-batch-size 2 --oss-memory-optimization"
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def test_a_killed_run_goes_on_as_if_nothing_was(words: str, tmp_path: Path) -> N
     wanted, found = _adapters(tmp_path / "whole"), _adapters(run)
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
-    # Two workers, each with a half of the optimizer's state, go on from the same checkpoint.
+    # Two workers, each with the state of a half of the adapters, go on from the same checkpoint.
     run_in_workers(2, _go_on, f"{words} {TWO} --save {other} --resume")
     losses, theirs = ([line["loss"] for line in _lines(folder)] for folder in (tmp_path / "whole", other))
     assert len(losses) == len(theirs) == STEPS
     assert theirs == pytest.approx(losses, rel=1e-3)
     assert theirs[: KILLED_AFTER + 8] == pytest.approx(losses[: KILLED_AFTER + 8], rel=1e-5)
-    assert losses[-1] < losses[0] - 0.05
+    assert all(float(weight.abs().sum()) > 0 for weight in wanted.values())  # half of them begin at zero
