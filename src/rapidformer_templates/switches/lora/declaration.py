@@ -24,7 +24,7 @@ from rapidformer_templates.planning.switch import (
 OWN_TYPES = ("fsdp", "zero-1", "zero-2", "zero-3", "deepspeed-config")
 WHOLE_WEIGHTS = ("zero-3", "tensor-parallel")
 CODES = ("int8", "nf4", "int4")
-CUT_CODES = ("fsdp", "zero-3", "deepspeed-config", "tensor-parallel")
+DIVIDING = ("fsdp", "zero-3", "deepspeed-config", "tensor-parallel")
 BITSANDBYTES = (0, 50)
 """The first version that quantizes on a CPU, too."""
 
@@ -228,7 +228,7 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _not_beside(
                     "{} divides the weights, and numbers in codes of 8 or 4 bits are read together",
-                    CUT_CODES,
+                    DIVIDING,
                     *("quantize_base", CODES, None),
                 ),
                 Example(
