@@ -25,7 +25,7 @@ from tests.support.worker_group import run_in_workers
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-STEPS, KILLED_AFTER = 80, 12
+STEPS, KILLED_AFTER = 60, 8
 TIMINGS = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}
 ONE, TWO = "--micro-batch-size 8", "--micro-batch-size 2 --oss-memory-optimization"
 

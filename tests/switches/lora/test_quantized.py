@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, Lla
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.commands.main import main
+from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, result_of, weights_apart
 from tests.support.parallel_jobs import train_all
 from tests.support.worker_group import run_in_workers
@@ -159,6 +160,7 @@ def test_adapters_train_as_beside_the_read_weights(
     for name, weight in plain["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
     receipts = found["summary"]["receipts"]
+    assert receipts["quantized_layers"] == receipts["adapted_layers"] == 8
     assert receipts["frozen_parameters"] == sum(p.numel() for p in whole.parameters())
     each = [n + 4 * {768: 48, 256: 16, 1024: 64}[n] for n in LAYERS[:3]] + [1024 + 4 * 16]
     four = [n // 2 + 4 * n // 64 for n in LAYERS]
@@ -220,6 +222,12 @@ def test_nf4_trains_as_peft_beside_bitsandbytes_layers_does(tmp_path: Path) -> N
         optimizer.zero_grad()
         losses.append(float(loss))
     assert [loss for loss, _ in found["curve"]] == pytest.approx(losses, rel=1e-6)
+
+
+def test_codes_that_are_forgotten_end_the_run(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rapidformer_templates.switches.lora.transform._quantize", lambda *args, **more: None)
+    with pytest.raises(RapidformerError, match="8 layers in int8 were expected; 0 are"):
+        run(base, tmp_path, "--quantize-base int8")
 
 
 # Workers.

@@ -134,6 +134,9 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _acted(measured: Measured) -> str | None:
     trained, frozen = measured["trained_parameters"], measured["frozen_parameters"]
+    adapted, in_codes = measured["adapted_layers"], measured["quantized_layers"]
+    if adapted and measured.config.get("quantize_base") in CODES and in_codes != adapted:
+        return f"{adapted} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
     if trained and frozen and measured["adapted_layers"]:
         return None
     return "adapters beside frozen weights were expected; " + (
@@ -166,7 +169,10 @@ SWITCHES = (
         transform="rapidformer_templates.switches.lora.transform:add_adapters",
         exported="rapidformer_templates.switches.lora.exported",
         receipt_hooks="rapidformer_templates.switches.lora.receipt:TrainedBesideFrozen",
-        receipt=("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes", "adapted_layers"),
+        receipt=(
+            *("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
+            *("adapted_layers", "quantized_layers"),
+        ),
         acted=_acted,
         changes_result=True,
         rules=(
