@@ -196,6 +196,9 @@ class TrainingFlags:
     adam_epsilon: float | None = flag(
         None, "added to the root of Adam's second moment (default: the optimizer's, 1e-8; of LAMB 1e-6)", minimum=0
     )
+    layerwise_lr_decay: float | None = flag(
+        None, "each block learns at this share of the rate of the one above it", metavar="SHARE", minimum=0, maximum=1
+    )
     clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
     label_smoothing: float = flag(
         0.0, "share of each target that is spread over all classes while training", minimum=0, maximum=1
