@@ -17,7 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from rapidformer_templates.engines.layerwise_rates import layerwise
+from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
 from rapidformer_templates.engines.recipe import OptimizerSpec, undecayed
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
@@ -68,7 +68,7 @@ def models(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_power_of_each_parameter(name: str) -> None:
     model = models(name)
-    options = layerwise(model, DECAY, PEAK, undecayed)
+    options = layerwise(depths_of(model), DECAY, PEAK, undecayed)
     seen = set()
     for parameter_name, parameter in model.named_parameters():
         for part, power in LAYERS[name].items():
@@ -81,8 +81,8 @@ def test_the_power_of_each_parameter(name: str) -> None:
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ModelError, match="Linear has no blocks that follow each other"):
-        layerwise(nn.Linear(2, 2), DECAY, PEAK, undecayed)
+    with pytest.raises(ModelError, match="the model has no blocks that follow each other"):
+        layerwise(depths_of(nn.Linear(2, 2)), DECAY, PEAK, undecayed)
 
 
 class ByHand(DeepJob):
