@@ -36,8 +36,9 @@ from rapidformer_templates.run.evaluation import Evaluator
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
+from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.lock import hold, try_folder
-from rapidformer_templates.run.loop import Intervals, Loop, Position
+from rapidformer_templates.run.loop import Loop, Position
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
@@ -236,6 +237,8 @@ def _build_engine(template: Template, workers: Workers) -> Engine:
     recipe = checked_optimizer(template.build_optimizer())
     template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
     engine.setup(model, recipe, template.compute_loss)
+    if config.training.ema_decay is not None:
+        engine.keep_average(config.training.ema_decay)
     template.model = engine.model
     if not tried:
         with engine.measuring() as whole:
@@ -284,9 +287,8 @@ def _build_loop(
         total=total,
         intervals=Intervals(
             log=training.log_interval,
-            evaluate=training.eval_interval or epoch,
-            save=training.save_interval or epoch,
             epoch=epoch,
+            every={n: i for n, i in ((EVALUATE, training.eval_interval), (SAVE, training.save_interval)) if i},
         ),
         workers=workers,
         folder=folder,
@@ -353,5 +355,6 @@ def _put_best_back(loop: Loop, workers: Workers) -> bool:
         say(workers, f"the best checkpoint is lost ({kept.name}: {problem}): the last weights stand in", loud=True)
         loop.position.best = None
         return False
-    loop.engine.load(Reader(kept), optimizer=False)
+    averages = loop.template.config.training.ema_decay is not None  # they lie with the optimizer's state
+    loop.engine.load(Reader(kept), optimizer=averages)
     return True

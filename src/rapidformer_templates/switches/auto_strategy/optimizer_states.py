@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rapidformer_templates.planning.optimizers import CPU_ADAM, FUSED_ADAMW, LAMB, OPTIMIZERS, TORCH_ADAM
 
@@ -71,6 +71,10 @@ class StateRule:
         """Of all parameters that one optimizer updates."""
         shared = self.shared if any(p.count >= QUANTIZED_FROM for p in parameters) else 0
         return sum(self.of_one(parameter) for parameter in parameters) + shared
+
+    def with_average(self) -> StateRule:
+        """The same with an average of the weights beside it."""
+        return replace(self, of_one=lambda parameter: self.of_one(parameter) + FP32 * parameter.count)
 
     def groups_of(self, parameters: Sequence[Facts]) -> list[list[Facts]]:
         """The parameters as an optimizer's groups have them: in the order in which the model comes to each group."""

@@ -39,8 +39,9 @@ class Setting:
 def setting_of(plan: Plan) -> Setting:
     """The setting of a resolved run."""
     zero: dict[str, Any] = plan.engine_options.get("deepspeed", {}).get("zero_optimization", {})
+    rule = STATES[plan.optimizer_implementation]
     how = How(
-        STATES[plan.optimizer_implementation],
+        rule.with_average() if plan.values.get("ema_decay") else rule,
         kept_whole=zero.get("stage3_param_persistence_threshold", KEPT_WHOLE),
         sub_group=zero.get("sub_group_size"),
     )
