@@ -89,14 +89,14 @@ class Job:
 
 
 def train(words: list[str], folder: Path, metric: str, template: type = Finetuner) -> Row:
-    """Train, in silence; what it took and came to."""
+    """Train, in silence; what it took and came to. Of time, the processor's: whole runs see busy and idle moments."""
 
     class Watched(template):
         def on_train_start(self) -> None:
-            self.began = time.perf_counter()
+            self.began = time.process_time()
 
         def on_step_end(self, step: int, result: Any) -> None:
-            self.ended = time.perf_counter()
+            self.ended = time.process_time()
 
     run: Any = Watched(words)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -204,7 +204,7 @@ def _columns(heading: str) -> Columns:
     return {
         "trained": "{name}",
         heading: lambda row: mean_sd(row["values"], ".3f") if len(row["values"]) > 1 else f"{row['value']:.3f}",
-        "seconds": lambda row: f"{mean(row['seconds']):.0f}",
+        "CPU seconds": lambda row: f"{mean(row['seconds']):.0f}",
         "× the whole": "{time:.2f}",
         "weights MB": _megabytes("parameter"),
         "gradients MB": _megabytes("gradient"),
