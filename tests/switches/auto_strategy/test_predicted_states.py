@@ -138,6 +138,7 @@ LORA = {"lora_rank": 3} if _installed("peft") else {"freeze": "mlp"}
 CODED = {"lora_rank": 3, "quantize_base": "int8"} if _installed("peft") else LORA
 FOUR_BITS = CODED | ({"quantize_base": "int4"} if _installed("peft") else {})
 NF4 = FOUR_BITS | ({"quantize_base": "nf4"} if _installed("peft") and _installed("bitsandbytes") else {})
+AVERAGE = {"ema_decay": 0.9, "layerwise_lr_decay": 0.5}
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
 TOGETHER: list[Case] = [
     ("zero-2, one worker", 1, "Trainer", {"zero_2_memory_optimization": True}),
@@ -157,6 +158,9 @@ TOGETHER: list[Case] = [
     ("pipeline, sharded over data", 4, "Trainer",
      {**PIPELINE, "zero_2_memory_optimization": True, "optimizer": "adamw_anyprecision"}),
     *((f"lora, {how}", 2, "Trainer", {**LORA, **REGISTRY[how].on}) for how in PARTITIONED),
+    *((f"average, {how}", 2, "Trainer", {**AVERAGE, **REGISTRY[how].on}) for how in PARTITIONED),
+    ("average, zero-2, offload", 2, "Trainer", {**AVERAGE, "zero_2_memory_optimization": True, "cpu_offload": True}),
+    ("average, pipeline, adafactor", 2, "Trainer", {**AVERAGE, **PIPELINE, "optimizer": "adafactor"}),
     ("lora, zero-3, bf16, small ones cut", 2, "Trainer",
      {**ZERO_3, **LORA, "mixed_precision": "bf16", "zero_3_param_persistence_threshold": 1000}),
     ("lora, zero-2, offload", 2, "Trainer", {**LORA, "zero_2_memory_optimization": True, "cpu_offload": True}),
@@ -183,7 +187,14 @@ QUICK = {
     *(case[0] for case in CASES if case[1] == 1),
     *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts, fsdp"),
     *("lora, int4, zero-2, bf16", "lora, int8, pipeline"),
-    *("lora, fsdp", "lora, zero-2", "lora, tensor, sharded over data", "lora, pipeline, sharded over data"),
+    *(
+        "average, oss",
+        "average, zero-2",
+        "lora, fsdp",
+        "lora, zero-2",
+        "lora, tensor, sharded over data",
+        "lora, pipeline, sharded over data",
+    ),
 }
 """The others are asked for by -m exhaustive."""
 PARAMETERS = [pytest.param(c, id=c[0], marks=() if c[0] in QUICK else pytest.mark.exhaustive) for c in CASES]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.windows import Window, windows
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, lies_in_codes, shape_of
 from rapidformer_templates.planning.balance import balanced_cut
@@ -99,7 +100,7 @@ class ModelShapes:
     @cached_property
     def all_parameters(self) -> dict[str, Facts]:
         """Trained and frozen parameters by canonical name; tied ones once."""
-        tables, experts = tables_of(self.whole), _expert_parameters(self.whole)
+        tables, experts, depths = tables_of(self.whole), _expert_parameters(self.whole), depths_of(self.whole)
         return {
             name: Facts(
                 shape_of(p),
@@ -109,6 +110,7 @@ class ModelShapes:
                 is_trained=p.requires_grad,
                 width=p.element_size(),
                 code_bytes=bytes_of(p) if lies_in_codes(p) else 0,
+                depth=depth_of(name, depths),
             )
             for name, p in ((canonical_name(name), p) for name, p in self.whole.named_parameters())
         }

@@ -33,6 +33,7 @@ class Facts:
         is_trained: whether it has a gradient and optimizer state.
         width: bytes of a number of it where it is not trained, and no engine converts it.
         code_bytes: of numbers that lie in codes of fewer bits than a type's, the bytes of all; else none.
+        depth: layers that it stands below the end of its stack.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +42,7 @@ class Facts:
     is_expert: bool = False
     is_trained: bool = True
     width: int = FP32
+    depth: int = 0
     code_bytes: int = 0
 
     @property
@@ -75,6 +77,10 @@ class StateRule:
     def with_average(self) -> StateRule:
         """The same with an average of the weights beside it."""
         return replace(self, of_one=lambda parameter: self.of_one(parameter) + FP32 * parameter.count)
+
+    def with_rates(self) -> StateRule:
+        """The same with a group for each layer, which has a learning rate of its own."""
+        return replace(self, group_of=lambda parameter: f"{self.group_of(parameter)} {parameter.depth}")
 
     def groups_of(self, parameters: Sequence[Facts]) -> list[list[Facts]]:
         """The parameters as an optimizer's groups have them: in the order in which the model comes to each group."""
