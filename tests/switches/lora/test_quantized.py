@@ -220,7 +220,7 @@ def test_nf4_trains_as_peft_beside_bitsandbytes_layers_does(tmp_path: Path) -> N
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert [loss for loss, _ in found["curve"]] == pytest.approx(losses, rel=1e-6)
 
 
