@@ -24,6 +24,7 @@ QUESTIONS = {
     "graph": "ONNX Runtime and inductor beside eager",
     "planner": "memory that a plan predicts, beside real steps",
     "moe": "a mixture of experts beside the dense model",
+    "adapters": "LoRA, DoRA and QLoRA beside the whole model",
     "optimizers": "state, loss and time of each optimizer",
     "fused-loss": "memory and time with and without logits",
 }

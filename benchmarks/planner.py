@@ -36,22 +36,30 @@ from rapidformer_templates.system import launch
 
 FLAGS = (Flag("workers", 4, "most worker processes"),)
 
+LORA = "--lora-rank 8"
+
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 """Errors of the peak, as shares."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of a model: a key of ``MODELS``."""
+    """A layout of a model.
+
+    Attributes:
+        model: a key of ``MODELS``.
+        adapters: flags of adapters, which change the model; empty without.
+    """
 
     model: str
     layout: Layout
     precision: str = "fp32"
+    adapters: str = ""
 
     @property
     def flags(self) -> list[str]:
         narrow = [] if self.precision == "fp32" else ["--mixed-precision", self.precision]
-        return [*self.layout.flags(), *narrow]
+        return [*self.layout.flags(), *narrow, *self.adapters.split()]
 
     @property
     def name(self) -> str:
@@ -61,6 +69,7 @@ class Case:
         ways += ["recompute"] if layout.recompute else []
         ways += ["sequence"] if layout.sequence_parallel else []
         ways += [self.precision] if self.precision != "fp32" else []
+        ways += [self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")] if self.adapters else []
         return f"{sizes}  {layout.micro_batch}×{layout.accumulation}  {' '.join(ways)}".rstrip()
 
 
@@ -94,8 +103,13 @@ CASES = (
     Case("llama", Layout(tensor=2, pipeline=2, micro_batch=2, accumulation=4)),
     Case("gpt2", Layout(tensor=2, data=2, micro_batch=4, partitioning="zero-1")),
     Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-2")),
+    Case("llama", Layout(micro_batch=2), adapters=LORA),
+    Case("llama", Layout(micro_batch=4, recompute=True), "bf16", LORA),
+    Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),
+    Case("llama", Layout(micro_batch=4, recompute=True), "bf16", f"{LORA} --quantize-base int4"),
+    Case("bert", Layout(data=2, micro_batch=4), adapters=f"{LORA} --quantize-base int4"),
 )
-"""Three models, 1, 2 and 4 workers, every engine."""
+"""Three models, 1, 2 and 4 workers, every engine; adapters, and frozen weights in 8 and 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +196,7 @@ def _run(cases: Sequence[Case], world: int) -> list[list[dict[str, Any]]]:
 
 def _result(case: Case, told: list[dict[str, Any]]) -> Result:
     sizes, setting = MODELS[case.model], Setting(case.precision)
-    shapes = sizes.shapes()
+    shapes = sizes.shapes(case.adapters)
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
     measured = [Held(*(rank["held"][kind] for kind in kinds)) for rank in told]
     recorded = [statistics.median(rank["allocator_peaks"]) for rank in told if rank["allocator_peaks"]]

@@ -24,7 +24,12 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from benchmarks.models import gpt2
 from rapidformer_templates.commands.bench.worker import resident_mb
 from rapidformer_templates.data.types import Data
+from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.system.workers import join
 from rapidformer_templates.trainer import Trainer
@@ -55,14 +60,23 @@ class Sizes:
     width: int
     heads: int
 
-    def shapes(self) -> ModelShapes:
-        """The model as the planner knows it."""
+    def shapes(self, adapters: str = "") -> ModelShapes:
+        """The model as the planner knows it.
+
+        Args:
+            adapters: flags that put some beside it.
+        """
+        config = REGISTRY.complete(parse(adapters.split(), REGISTRY.options()))
+        plan = resolve(config, detect("Trainer", "benchmark", device="cpu", world_size=1))
 
         def batch(samples: int) -> dict[str, torch.Tensor]:
             tokens = torch.zeros((samples, self.length), dtype=torch.long)
             return {"input_ids": tokens, "labels": tokens}
 
-        return ModelShapes(lambda blocks: self.make(self.blocks if blocks is None else blocks), batch)
+        def build(blocks: int | None) -> Any:
+            return with_switches(self.make(self.blocks if blocks is None else blocks).train(), config, plan)
+
+        return ModelShapes(build, batch)
 
     def samples(self) -> list[dict[str, Any]]:
         """Random tokens, of one length and without padding."""

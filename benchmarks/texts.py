@@ -67,14 +67,16 @@ def _sources() -> Iterator[tuple[str, str]]:
 
 def docstrings(longest: int, limit: int | None = None) -> TokenizedSamples:
     """The docstrings of Python's library as bytes, each cut at ``longest``."""
-    return TokenizedSamples({"input_ids": Ragged(list(text[:longest]) for text in islice(_docstrings(), limit))})
+    texts = (text.encode() for _, text in documented())
+    return TokenizedSamples({"input_ids": Ragged(list(text[:longest]) for text in islice(texts, limit))})
 
 
-def _docstrings() -> Iterator[bytes]:
+def documented() -> Iterator[tuple[str, str]]:
+    """(name, docstring) of what Python's library documents, in the order of its files."""
     library = Path(sysconfig.get_path("stdlib"))
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     # Its packages, but neither site-packages nor the tests.
     for file in sorted(library.glob("*.py")) + sorted(library.glob("[!_st]*/*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, owners) and (text := ast.get_docstring(node)):
-                yield text.encode()
+                yield f"{file.stem}.{node.name}" if not isinstance(node, ast.Module) else file.stem, text

@@ -7,17 +7,16 @@ from typing import Any
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
-from rapidformer_templates.models.blocks import shape_of
+from rapidformer_templates.models.blocks import bytes_of, shape_of
 
 
 class TrainedAndFrozen(Receipt):
     """Elements and bytes of the whole parameters that are trained and of those that are not."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        parameters = [(p, math.prod(shape_of(p))) for p in engine.model.parameters()]
         values = {}
         for kind, is_trained in (("trained", True), ("frozen", False)):
-            mine = [(p, count) for p, count in parameters if p.requires_grad == is_trained]
-            values[f"{kind}_parameters"] = sum(count for _, count in mine)
-            values[f"{kind}_bytes"] = sum(count * p.element_size() for p, count in mine)
+            mine = [p for p in engine.model.parameters() if p.requires_grad == is_trained]
+            values[f"{kind}_parameters"] = sum(math.prod(shape_of(p)) for p in mine)
+            values[f"{kind}_bytes"] = sum(map(bytes_of, mine))
         return values

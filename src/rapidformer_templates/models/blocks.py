@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from rapidformer_templates.models.placement import placement_of
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_SHAPE = "_shape_of_numbers"
 
 
 def canonical_name(name: str) -> str:
@@ -20,8 +23,23 @@ def canonical_name(name: str) -> str:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The whole shape, also of a parameter that ZeRO-3 has partitioned."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+    """The whole shape, also of a parameter that ZeRO-3 has partitioned, or whose numbers lie in codes."""
+    return tuple(getattr(tensor, _SHAPE if lies_in_codes(tensor) else "ds_shape", tensor.shape))
+
+
+def note_shape(codes: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Note of bytes the shape of the numbers that they stand for."""
+    setattr(codes, _SHAPE, shape)
+
+
+def lies_in_codes(tensor: torch.Tensor) -> bool:
+    """Whether these are bytes that stand for numbers of fewer bits than a type's."""
+    return hasattr(tensor, _SHAPE)
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of the whole parameter."""
+    return tensor.nbytes if lies_in_codes(tensor) else math.prod(shape_of(tensor)) * tensor.element_size()
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:

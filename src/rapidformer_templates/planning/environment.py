@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,11 @@ def installed_packages() -> dict[str, str]:
         else:
             versions[name] += "+cpu" if name == "onnxruntime" else ""
     return versions
+
+
+def version_of(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, to compare it by."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def find_cxx() -> str | None:

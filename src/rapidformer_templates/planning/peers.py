@@ -125,7 +125,8 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("use-rslora", "--lora-variant rslora", "with --lora-rank"),
     ("freeze-layers frozen-parameters freeze-parameters", "--freeze", "a regular expression of names"),
     ("unfrozen-parameters trainable-parameters", "--train-only", "a regular expression of names"),
-    ("load-in-4bit load-in-8bit quantization-bit", "", "16 bits are --quantize-base half"),
+    ("load-in-4bit", "--quantize-base nf4", "with --lora-rank"),
+    ("load-in-8bit quantization-bit", "--quantize-base int8", "with --lora-rank"),
     # Data.
     ("train-file train-data train-data-path dataset", "--data-dir", "a folder; --data-name names the set in it"),
     ("dataset-name", "--data-name", "in the folder --data-dir"),

@@ -21,7 +21,7 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import SwitchDidNothing
-from rapidformer_templates.models.blocks import find_blocks, shape_of
+from rapidformer_templates.models.blocks import bytes_of, find_blocks, lies_in_codes, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured
@@ -155,7 +155,7 @@ class Receipts:
             "parameter_dtypes": lambda: _types(parameters),
             "activation_dtypes": lambda: sorted(self._activations),
             "parameter_bytes": lambda: held["parameters"],
-            "parameter_bytes_whole": lambda: sum(math.prod(shape_of(p)) * p.element_size() for p in parameters),
+            "parameter_bytes_whole": lambda: sum(map(bytes_of, parameters)),
             "optimizer_state_bytes": lambda: held["optimizer"],
             "optimizer_state_device": lambda: sorted({tensor.device.type for tensor in tensors["optimizer"]}),
             "optimizer_class": lambda: f"{rule.__module__}.{rule.__qualname__}",
@@ -175,7 +175,7 @@ class Receipts:
         """How many elements of parameters this rank trains, updates and has only a part of."""
         engine = self.engine
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
-        here = {p: min(local_part(p).numel(), count) for p, count in whole.items()}
+        here = {p: c if lies_in_codes(p) else min(local_part(p).numel(), c) for p, c in whole.items()}
         # Of matrices that tensor parallelism divides, this rank would train its part also without any other switch.
         mine = here if engine.workers.tensor > 1 else whole
         return {

@@ -135,6 +135,9 @@ ZERO_3 = {"zero_3_memory_optimization": True}
 TENSOR = {"tensor_model_parallel_size": 2}
 HALF = {"quantize_base": "half"} if _installed("peft") else {}
 LORA = {"lora_rank": 3} if _installed("peft") else {"freeze": "mlp"}
+CODED = {"lora_rank": 3, "quantize_base": "int8"} if _installed("peft") else LORA
+FOUR_BITS = CODED | ({"quantize_base": "int4"} if _installed("peft") else {})
+NF4 = FOUR_BITS | ({"quantize_base": "nf4"} if _installed("peft") and _installed("bitsandbytes") else {})
 AVERAGE = {"ema_decay": 0.9, "layerwise_lr_decay": 0.5}
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
 TOGETHER: list[Case] = [
@@ -169,6 +172,11 @@ TOGETHER: list[Case] = [
     ("lora, half, alone", 1, "Trainer", {**LORA, **HALF, "mixed_precision": "bf16"}),
     ("lora, half, oss", 2, "Trainer", {**LORA, **HALF, "mixed_precision": "bf16", "oss_memory_optimization": True}),
     ("lora, half, tensor", 2, "Trainer", {**LORA, **HALF, **TENSOR, "mixed_precision": "bf16"}),
+    ("lora, int8, alone", 1, "Trainer", CODED),
+    ("lora, nf4, alone", 1, "Trainer", {**NF4, "mixed_precision": "bf16"}),
+    ("lora, int4, zero-2, bf16", 2, "Trainer",
+     {**FOUR_BITS, "zero_2_memory_optimization": True, "mixed_precision": "bf16"}),
+    ("lora, int8, pipeline", 2, "Trainer", {**CODED, **PIPELINE}),
     ("frozen, fsdp", 2, "Trainer", {"freeze": "mlp", "fsdp_memory_optimization": True}),
     ("frozen, zero-2", 2, "Trainer", {"freeze": "mlp", "zero_2_memory_optimization": True}),
     ("tensor, pipeline", 4, "Trainer", {**TENSOR, **PIPELINE, "sequence_parallel": True}),
@@ -178,6 +186,7 @@ QUICK = {
     *(case[0] for case in SWITCHES if case[0] != "torch-compile"),  # half a minute of imports
     *(case[0] for case in CASES if case[1] == 1),
     *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts, fsdp"),
+    *("lora, int4, zero-2, bf16", "lora, int8, pipeline"),
     *(
         "average, oss",
         "average, zero-2",

@@ -100,12 +100,12 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
         ]
     formula = divided_experts if setting.divides_experts else FORMULAS[setting.offload][layout.partitioning]
     width = 2 if variant_of(layout, setting).narrow_parameters and layout.partitioning != "fsdp" else FP32
-    trained, frozen = (
-        formula([p for p in model.all_parameters.values() if p.is_trained == kind], layout.data, width, setting.how)
-        for kind in (True, False)
-    )
-    narrower = sum((FP32 - p.width) * p.count for p in model.all_parameters.values() if not p.is_trained)
-    return [mine.beside(other, narrower) for mine, other in zip(trained, frozen, strict=True)]
+    everything = model.all_parameters.values()
+    frozen = [p for p in everything if not p.is_trained and not p.code_bytes]
+    typed = (formula(mine, layout.data, width, setting.how) for mine in (list(model.parameters.values()), frozen))
+    codes = sum(p.code_bytes for p in everything)
+    narrower = sum((FP32 - p.width) * p.count for p in frozen)
+    return [mine.beside(other, codes - narrower) for mine, other in zip(*typed, strict=True)]
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:

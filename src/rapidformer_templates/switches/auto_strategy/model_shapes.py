@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.windows import Window, windows
-from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.models.blocks import bytes_of, canonical_name, lies_in_codes, shape_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
@@ -103,12 +103,13 @@ class ModelShapes:
         tables, experts, depths = tables_of(self.whole), _expert_parameters(self.whole), depths_of(self.whole)
         return {
             name: Facts(
-                tuple(p.shape),
+                shape_of(p),
                 p.ndim >= 2,
                 is_table=name in tables,
                 is_expert=id(p) in experts,
                 is_trained=p.requires_grad,
                 width=p.element_size(),
+                code_bytes=bytes_of(p) if lies_in_codes(p) else 0,
                 depth=depth_of(name, depths),
             )
             for name, p in ((canonical_name(name), p) for name, p in self.whole.named_parameters())
@@ -252,7 +253,7 @@ class ModelShapes:
         with silent_group(of_all.tensor) as workers, fake_tensors():
             model = self.build(TRACED_BLOCKS if self._repeats else None).train()
             if of_all.narrow_parameters and compute_type is not None:
-                for parameter in model.parameters():
+                for parameter in (p for p in model.parameters() if p.is_floating_point()):
                     parameter.data = parameter.data.to(compute_type)
             model = divide(model, workers, sequence_parallel=of_all.sequence_parallel)
             self._gradients[of_all.tensor] = gradient_bytes(model)

@@ -32,6 +32,7 @@ class Facts:
         is_expert: whether its first dimension counts experts, which expert parallelism divides.
         is_trained: whether it has a gradient and optimizer state.
         width: bytes of a number of it where it is not trained, and no engine converts it.
+        code_bytes: of numbers that lie in codes of fewer bits than a type's, the bytes of all; else none.
         depth: layers that it stands below the end of its stack.
     """
 
@@ -42,6 +43,12 @@ class Facts:
     is_trained: bool = True
     width: int = FP32
     depth: int = 0
+    code_bytes: int = 0
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of it where it is not trained, and no engine converts it."""
+        return self.code_bytes or self.width * self.count
 
     @property
     def count(self) -> int:

@@ -84,7 +84,7 @@ class Stage:
         mine = list(self.parameters.values())
         if self.layout.partitioning != "none" and self.layout.data > 1:
             mine = runs(self.model.runs(self.coordinates, self.layout.data, replica))
-        parameters = self._bytes + sum(facts.width * facts.count for facts in self.model.stage_frozen(self.coordinates))
+        parameters = self._bytes + sum(facts.frozen_bytes for facts in self.model.stage_frozen(self.coordinates))
         gradients = self._share_bytes if self._sums_early else self._bytes
         optimizer = self.setting.how.optimizer.bytes_of(mine)
         if not self.setting.offload:

@@ -38,14 +38,14 @@ class Held:
     def per_parameter(self, count: int) -> tuple[float, float, float]:
         return self.parameters / count, self.gradients / count, self.optimizer / count
 
-    def beside(self, frozen: Held, narrower: int = 0) -> Held:
+    def beside(self, frozen: Held, more: int = 0) -> Held:
         """With parameters that are not trained, of which there are neither gradients nor state.
 
         Args:
-            narrower: bytes that they are less than in fp32, where the engine leaves their types.
+            more: bytes of those that lie in codes, less what others are narrower than the engine's own type.
         """
         away = (self.on_host[0] + frozen.on_host[0], *self.on_host[1:])
-        return replace(self, parameters=self.parameters + frozen.parameters - narrower, on_host=away)
+        return replace(self, parameters=self.parameters + frozen.parameters + more, on_host=away)
 
     @property
     def on_gpu(self) -> Held:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from rapidformer_templates.planning.changes import add, drop
 from rapidformer_templates.planning.checks import excludes
+from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -22,6 +23,10 @@ from rapidformer_templates.planning.switch import (
 
 OWN_TYPES = ("fsdp", "zero-1", "zero-2", "zero-3", "deepspeed-config")
 WHOLE_WEIGHTS = ("zero-3", "tensor-parallel")
+CODES = ("int8", "nf4", "int4")
+DIVIDING = ("fsdp", "zero-3", "deepspeed-config", "tensor-parallel")
+BITSANDBYTES = (0, 50)
+"""The first version that quantizes on a CPU, too."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,10 @@ class LoraFlags:
         "rslora divides by the root of the rank; dora trains the length of each output, too",
         only_with=("lora_rank", 8),
     )
-    quantize_base: Literal["half"] | None = flag(
+    quantize_base: Literal["half", "int8", "nf4", "int4"] | None = flag(
         None,
-        "keep the frozen weights beside adapters in fewer bits; half: in the 16 bits of --mixed-precision",
+        "keep the frozen weights beside adapters in fewer bits; half: in the 16 bits of --mixed-precision; "
+        "nf4, by bitsandbytes: QLoRA's 4 bits",
         only_with=("lora_rank", 8),
     )
 
@@ -107,6 +113,19 @@ def _read_in_fp32(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("quantize_base", "lora_variant"), changes=changes)]
 
 
+def _reads_nf4(request: Request) -> list[Finding]:
+    if request.config.get("quantize_base") != "nf4":
+        return []
+    version = request.environment.packages.get("bitsandbytes")
+    if version is not None and version_of(version) >= BITSANDBYTES:
+        return []
+    has = "which is not installed" if version is None else f"and {version} is installed"
+    since = ".".join(map(str, BITSANDBYTES))
+    message = f"nf4 needs bitsandbytes {since} or newer, {has}: pip install 'rapidformer_templates[bitsandbytes]'"
+    changes = tuple(add({"quantize_base": other}) for other in ("int4", "int8"))
+    return [Finding(message, request.asked("quantize_base"), changes=changes)]
+
+
 def _notes(request: Request) -> Sequence[str]:
     return (
         "lora: export/ holds the adapters, which peft loads; rapidformer export RUN --merge writes the whole model",
@@ -115,6 +134,9 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _acted(measured: Measured) -> str | None:
     trained, frozen = measured["trained_parameters"], measured["frozen_parameters"]
+    adapted, in_codes = measured["adapted_layers"], measured["quantized_layers"]
+    if adapted and measured.config.get("quantize_base") in CODES and in_codes != adapted:
+        return f"{adapted} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
     if trained and frozen and measured["adapted_layers"]:
         return None
     return "adapters beside frozen weights were expected; " + (
@@ -147,7 +169,10 @@ SWITCHES = (
         transform="rapidformer_templates.switches.lora.transform:add_adapters",
         exported="rapidformer_templates.switches.lora.exported",
         receipt_hooks="rapidformer_templates.switches.lora.receipt:TrainedBesideFrozen",
-        receipt=("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes", "adapted_layers"),
+        receipt=(
+            *("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
+            *("adapted_layers", "quantized_layers"),
+        ),
         acted=_acted,
         changes_result=True,
         rules=(
@@ -201,6 +226,28 @@ SWITCHES = (
                     "--lora-rank 8 --quantize-base half --mixed-precision bf16 --fsdp-memory-optimization",
                     {"packages": {"peft": "0.17"}},
                 ),
+            ),
+            Rule(
+                "RF140",
+                "A base in 8 or 4 bits lies whole on each worker that computes with it.",
+                "numbers have a scale in common, and what divides a weight would cut through them",
+                "[rapidformer_templates]",
+                _not_beside(
+                    "{} divides the weights, and numbers in codes of 8 or 4 bits are read together",
+                    DIVIDING,
+                    *("quantize_base", CODES, None),
+                ),
+                Example(
+                    "--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}
+                ),
+            ),
+            Rule(
+                "RF141",
+                "nf4 is bitsandbytes' format.",
+                "it has kernels that write and read it on GPUs and, since 0.50, on CPUs; int8 and int4 need none",
+                "[bitsandbytes]",
+                _reads_nf4,
+                Example("--lora-rank 8 --quantize-base nf4", {"packages": {"peft": "0.17"}}),
             ),
             Rule(
                 "RF128",

@@ -22,6 +22,7 @@ from rapidformer_templates.models.adapters import FrozenBase, fingerprint, ident
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.models.placement import placement_of, whole
 from rapidformer_templates.switches.lora.exported import CONFIG
+from rapidformer_templates.switches.lora.quantized import QuantizedLinear
 from rapidformer_templates.system.replaced_functions import install
 from rapidformer_templates.system.workers import Workers
 
@@ -64,6 +65,8 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
             ) from error
     if options.quantize_base == "half":
         _halve(model, COMPUTE_TYPES[building.plan.precision])
+    elif options.quantize_base:
+        _quantize(model, options.quantize_base, has_values=building.has_values)
     if building.has_values:
         _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
@@ -164,6 +167,13 @@ def _halve(model: nn.Module, kind: torch.dtype) -> None:
     for _, layer in adapted_layers(model):
         for parameter in layer.get_base_layer().parameters():
             parameter.data = parameter.data.to(kind)
+
+
+def _quantize(model: nn.Module, coding: str, *, has_values: bool) -> None:
+    """Keep the weights that adapters stand beside in codes."""
+    for _, layer in adapted_layers(model):
+        quantized = QuantizedLinear(layer.get_base_layer(), coding, has_values=has_values)
+        layer.base_layer = quantized
 
 
 def _initialise(model: nn.Module, seed: int) -> None:

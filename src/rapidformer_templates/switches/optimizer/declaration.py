@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS, on_host_by_deepspeed, refusal, why_stand_in
 from rapidformer_templates.planning.switch import (
@@ -57,15 +57,10 @@ def _needs_gpu(request: Request) -> list[Finding]:
     if environment.device == "cuda" and not request.of_family("offload"):
         return []
     version = environment.packages.get(facts.package or "")
-    if facts.cpu_since is None or version is None or _numbers(version) >= facts.cpu_since:
+    if facts.cpu_since is None or version is None or version_of(version) >= facts.cpu_since:
         return []
     since = ".".join(map(str, facts.cpu_since))
     return [refusal(request, f"{name} on a CPU needs {facts.package} {since} or newer, and {version} is installed")]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _works_on_shards(request: Request) -> list[Finding]:

@@ -23,7 +23,7 @@ from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.reached import GradientSequence, come_by_all, reached_parameters
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
-from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.models.blocks import canonical_name, lies_in_codes
 from rapidformer_templates.planning.deepspeed_file.file import LOUD
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
@@ -233,6 +233,8 @@ class Masters:
         self._values: dict[str, torch.Tensor] = {}
         self._partitioned: set[str] = set()
         for name, parameter in model.named_parameters():
+            if lies_in_codes(parameter):
+                continue  # they are of no type that is computed in
             here = canonical_name(name)
             if hasattr(parameter, "ds_tensor"):  # built in parts
                 self._partitioned.add(here)
