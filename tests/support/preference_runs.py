@@ -17,7 +17,7 @@ from tests.support.texts import WORDS, write_jsonl
 STEPS = 3
 FLAGS = (
     f"--train-iters {STEPS} --lr 5e-3 --lr-decay-style constant --clip-grad 1 --log-interval 1 --seq-length 48"
-    " --global-batch-size 4 --validation-fraction 0 --no-export-model"
+    " --adam-epsilon 1e-3 --global-batch-size 4 --validation-fraction 0 --no-export-model"
 )
 
 
@@ -67,17 +67,17 @@ TOLD = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/marg
 
 def run(flags: Sequence[str], save: Path | str) -> list[list[float]]:
     """For each line of the metrics, training and evaluation, the numbers that no cut into batches may change."""
-    trainer = Trainer([*flags, "--task", "preference", "--save", str(save)] if "--task" not in flags else
-                      [*flags, "--save", str(save)])
-    trainer.fit()
+    task = [] if "--task" in flags else ["--task", "preference"]
+    Trainer([*flags, *task, "--save", str(save)]).fit()
     return curve_of(save)
 
 
 def curve_of(save: Path | str) -> list[list[float]]:
     lines = read_metrics(Path(save) / "metrics.jsonl")
-    return [[line[name] for name in (*TOLD, "eval_loss") if name in line] for line in lines]
+    told = [[line[name] for name in (*TOLD, "eval_loss") if name in line] for line in lines]
+    return [[float("nan") if value is None else value for value in line] for line in told]
 
 
-def run_in_group(workers: Any, flags: Sequence[str], saves: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Several runs, one behind the other, in one group of workers: name → further flags; the names are folders."""
-    return {save: run([*flags, *more], save) for save, more in saves.items()}
+def run_all(workers: Any, runs: dict[str, Sequence[str]]) -> dict[str, Any]:
+    """Several runs, one behind the other, in one group of workers, by their folders."""
+    return {save: run(flags, save) for save, flags in runs.items()}
