@@ -103,7 +103,7 @@ def kto(
     """
     sign = torch.where(is_good, 1.0, -1.0)
     weight = torch.where(is_good, *weights)
-    return weight * (1 - torch.sigmoid(sign * beta * (answers.ratios - drift)))
+    return weight * (1 - torch.sigmoid(sign * (beta * (answers.ratios - drift))))
 
 
 def reward(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,8 @@ class DeepSpeedEngine(SingleEngine):
             return model.to(self.workers.device)
         settings = {name: value for name, value in self.config.items() if name not in ("optimizer", "scheduler")}
         divided, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
-        wrapped: nn.Module = divided.eval()
+        divided.eval()
+        wrapped: nn.Module = divided
         return wrapped
 
     def _distribute(self) -> nn.Module:
