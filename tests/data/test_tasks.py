@@ -331,8 +331,8 @@ def test_several_labels_a_sample(load: Load) -> None:
     assert metrics["exact_match"] == np.mean([g == t for g, t in zip(guesses, truths, strict=True)])
     with pytest.raises(DataError, match="unknown label 'pink'"):
         load("sequence_classification", rows, [{"text": "a", "label": ["pink"]}]).build_data()
+    plain = [{"text": "a", "label": "red"}]
     with pytest.raises(DataError, match="not a list of labels"):
-        plain = [{"text": "a", "label": "red"}]
         load("sequence_classification", plain, plain, problem_type="multi_label_classification").build_data()
 
 

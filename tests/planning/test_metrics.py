@@ -131,8 +131,8 @@ def test_a_misspelt_metric_of_a_task_is_refused_before_anything_is_built(tmp_pat
     assert caught.value.render() == (
         "error: sequence_classification has no metric 'acuracy'\n"
         "  where  --metric-for-best (command line)\n"
-        "  help   did you mean accuracy? there are: eval_loss, accuracy, f1, matthews; "
-        "others come from a compute_metrics of your own"
+        "  help   did you mean accuracy? there are: eval_loss, accuracy, f1, matthews, f1_macro, exact_match, "
+        "mse, mae, pearson; others come from a compute_metrics of your own"
     )
 
 

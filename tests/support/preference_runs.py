@@ -40,6 +40,12 @@ def judged(count: int = 14) -> list[dict[str, Any]]:
     ]
 
 
+def scored(kind: type) -> list[dict[str, Any]]:
+    """Texts with a number to predict each, or with a list of labels."""
+    labels = [[["a"], [], ["b", "a"]][i % 3] if kind is list else i / 4 for i in range(14)]
+    return [{"text": words(2 + i % 7, i), "label": label} for i, label in enumerate(labels)]
+
+
 def pretrained(folder: Path, tokenizer: Path, layers: int = 2) -> Path:
     """A model whose words are far from equally likely."""
     words_of = AutoTokenizer.from_pretrained(tokenizer)

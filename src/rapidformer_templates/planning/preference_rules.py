@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.switch import Example, Finding, Request, Rule
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.switch import Example, Finding, Request, Rule, Switch
 
 TWO_ROWS = ("preference", "reward")
 COMPARED = ("dpo", "ipo", "kto")
 """Losses that compare the model with a reference."""
 
 
-def _compares(request: Request) -> bool:
-    training = request.config.training
+def _compares(config: RunConfig) -> bool:
+    training = config.training
     return training.task == "preference" and training.preference_loss in COMPARED
 
 
-def _has_copy(request: Request) -> bool:
-    """Whether a second copy of the model is the reference."""
-    keeps_base = any(switch.keeps_base for switch in request.active.values())
-    return _compares(request) and not request.config.training.precompute_reference and not keeps_base
+def has_frozen_copy(config: RunConfig, switches: Iterable[Switch]) -> bool:
+    """Whether the reference is a second copy of the model; ``switches``: the active ones."""
+    keeps_base = any(switch.keeps_base for switch in switches)
+    return _compares(config) and not config.training.precompute_reference and not keeps_base
+
+
+def rows_per_sample(config: RunConfig) -> int:
+    """Rows of a batch that each sample has: two answers, where they are compared."""
+    training = config.training
+    judges = training.task == "preference" and training.preference_loss == "kto"
+    return 2 if training.task in TWO_ROWS and not judges else 1
 
 
 def _reasons(request: Request, field: str) -> list[tuple[str, str]]:
@@ -51,12 +61,12 @@ def _one_loss(request: Request) -> list[Finding]:
     ]
 
 
-def _whole_copy(request: Request) -> list[Finding]:
-    if not _has_copy(request):
+def _forward_of_reference(request: Request) -> list[Finding]:
+    if not _compares(request.config) or request.config.training.precompute_reference:
         return []
     return [
         Finding(
-            f"no frozen copy of the model can be the reference: {name} {why}",
+            f"there is no place for a forward of the reference: {name} {why}",
             (*request.asked_for(name), *request.asked("preference_loss")),
             switches=(name,),
             changes=(_PRECOMPUTE,),
@@ -66,7 +76,7 @@ def _whole_copy(request: Request) -> list[Finding]:
 
 
 def _copy_is_the_start(request: Request) -> list[Finding]:
-    if not _has_copy(request) or request.config.training.load is None:
+    if not has_frozen_copy(request.config, request.active.values()) or request.config.training.load is None:
         return []
     message = "--load changes the model after the reference was built, which would be compared with other weights"
     changes = (_PRECOMPUTE, drop({"load": None, "weights_only": False}))
@@ -75,7 +85,7 @@ def _copy_is_the_start(request: Request) -> list[Finding]:
 
 def _reference_is_used(request: Request) -> list[Finding]:
     training = request.config.training
-    if not training.precompute_reference or training.task != "preference" or _compares(request):
+    if not training.precompute_reference or training.task != "preference" or _compares(request.config):
         return []
     message = f"--preference-loss {training.preference_loss} compares with no reference"
     changes = (drop({"precompute_reference": False}), replace({"preference_loss": "dpo"}))
@@ -110,10 +120,10 @@ PREFERENCE_RULES = (
     ),
     Rule(
         "RF132",
-        "A frozen copy as the reference goes with engines that can hold one.",
-        "a second model has no place in a schedule of stages; adapters or --precompute-reference need none",
+        "A forward of the reference goes with engines that have a place for one.",
+        "a schedule of stages is one of the trained model; with --precompute-reference there is no such forward",
         "[rapidformer_templates]",
-        _whole_copy,
+        _forward_of_reference,
         Example("--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2"),
     ),
     Rule(

@@ -286,7 +286,7 @@ class Switch:
         implied: whether a model is such that the switch is on without any flag.
         keeps_base: whether the weights that a run begins with stay beside what is trained.
         no_second_forward: why a step must not have a forward of another model, or of two rows a sample; None if it may.
-        no_second_model: why there is no place for a frozen model beside the trained one; None if there is.
+        no_second_model: why there is no place for a forward of a reference in a step; None if there is.
     """
 
     name: str

@@ -100,11 +100,12 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
         ]
     formula = divided_experts if setting.divides_experts else FORMULAS[setting.offload][layout.partitioning]
     width = 2 if variant_of(layout, setting).narrow_parameters and layout.partitioning != "fsdp" else FP32
+    every = model.all_parameters.values()
     trained, frozen = (
-        formula([p for p in model.all_parameters.values() if p.is_trained == kind], layout.data, width, setting.how)
-        for kind in (True, False)
+        formula(those, layout.data, width, setting.how)
+        for those in ([p for p in every if p.is_trained], model.frozen_of(every))
     )
-    narrower = sum((FP32 - p.width) * p.count for p in model.all_parameters.values() if not p.is_trained)
+    narrower = sum((FP32 - p.width) * p.count for p in every if not p.is_trained)
     return [mine.beside(other, narrower) for mine, other in zip(trained, frozen, strict=True)]
 
 
