@@ -30,6 +30,8 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
 STAGES = {"pipeline": ("--pipeline-model-parallel-size", "2", "--pipeline-stages", "1,1")}
 """One that has no place for a copy."""
 
+CLASSIFIES = ("--task", "sequence_classification", "--dropout", "0")
+
 ONCE = ("--precompute-reference",)
 CHECKED = ("zero-3", "pipeline")
 """Where log-probabilities are computed once, by an engine of its own kind each."""
@@ -46,8 +48,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Mapping
         "kto": [*of_judged, "--preference-loss", "kto"],
         "kto of pairs": [*of_pairs, "--preference-loss", "kto"],
         "reward": [*of_pairs, "--task", "reward"],
-        "numbers": [*make(folder / "numbers", gpt_folder, scored(float)), "--task", "sequence_classification"],
-        "labels": [*make(folder / "labels", gpt_folder, scored(list)), "--task", "sequence_classification"],
+        "numbers": [*make(folder / "numbers", gpt_folder, scored(float)), *CLASSIFIES],
+        "labels": [*make(folder / "labels", gpt_folder, scored(list)), *CLASSIFIES],
     }
 
 
