@@ -88,7 +88,8 @@ class _Preferences(Task):
                 microbatch.batch["counted"].zero_()
 
     def _tell_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor, counted: torch.Tensor) -> None:
-        self._tell(torch.cat([chosen, rejected]), torch.arange(2 * len(chosen)) < len(chosen), counted.repeat(2))
+        is_chosen = torch.arange(2 * len(chosen), device=chosen.device) < len(chosen)
+        self._tell(torch.cat([chosen, rejected]), is_chosen, counted.repeat(2))
         if not torch.is_grad_enabled():
             self._rewards = list(zip(chosen.tolist(), rejected.tolist(), strict=True))
             return
@@ -97,7 +98,7 @@ class _Preferences(Task):
 
     def _tell(self, rewards: torch.Tensor, is_good: torch.Tensor, counted: torch.Tensor) -> None:
         """Note the rewards of a batch, for the metrics of this step or of the evaluation."""
-        rewards, is_good = rewards.detach(), is_good.to(rewards.device)
+        rewards = rewards.detach()
         if not torch.is_grad_enabled():
             self._rewards = list(zip(rewards.tolist(), is_good.tolist(), strict=True))
             return
