@@ -217,15 +217,9 @@ class TrainingFlags:
     preference_beta: float = flag(
         0.1, "preference: how closely the model keeps to the reference; of orpo the weight of the odds", minimum=0
     )
-    simpo_gamma: float = flag(
-        0.5, "simpo: margin that a chosen answer is to have", only_with=("preference_loss", "simpo")
-    )
-    kto_desirable_weight: float = flag(
-        1.0, "kto: weight of good answers", minimum=0, only_with=("preference_loss", "kto")
-    )
-    kto_undesirable_weight: float = flag(
-        1.0, "kto: weight of bad answers", minimum=0, only_with=("preference_loss", "kto")
-    )
+    simpo_gamma: float = flag(0.5, "simpo: margin that a chosen answer is to have")
+    kto_desirable_weight: float = flag(1.0, "kto: weight of good answers", minimum=0)
+    kto_undesirable_weight: float = flag(1.0, "kto: weight of bad answers", minimum=0)
     precompute_reference: bool = flag(
         False, "preference: compute the reference's log-probabilities once, and keep them in the run folder"
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.switch import Example, Finding, Request, Rule, Switch
 
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingFlags)}
 TWO_ROWS = ("preference", "reward")
 COMPARED = ("dpo", "ipo", "kto")
 """Losses that compare the model with a reference."""
@@ -92,6 +95,25 @@ def _reference_is_used(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("precompute_reference", "preference_loss"), changes=changes)]
 
 
+OF_LOSS = {"simpo_gamma": "simpo", "kto_desirable_weight": "kto", "kto_undesirable_weight": "kto"}
+"""Flags that act on one loss, which they belong to."""
+
+
+def _of_this_loss(request: Request) -> list[Finding]:
+    training = request.config.training
+    if training.task != "preference":
+        return []
+    return [
+        Finding(
+            f"--preference-loss {training.preference_loss} has no use for {spelling(name)}, which is for {loss}",
+            request.asked(name, "preference_loss"),
+            changes=(drop({name: DEFAULTS[name]}), replace({"preference_loss": loss})),
+        )
+        for name, loss in OF_LOSS.items()
+        if loss != training.preference_loss and request.config.get(name) != DEFAULTS[name]
+    ]
+
+
 def _bet_on_something(request: Request) -> list[Finding]:
     training = request.config.training
     if training.task != "preference" or training.preference_beta > 0:
@@ -149,5 +171,13 @@ PREFERENCE_RULES = (
         "[rapidformer_templates]",
         _bet_on_something,
         Example("--task preference --preference-beta 0"),
+    ),
+    Rule(
+        "RF136",
+        "The flags of one loss of preferences are given with that loss.",
+        "with another one they would be ignored in silence",
+        "[rapidformer_templates]",
+        _of_this_loss,
+        Example("--task preference --simpo-gamma 1"),
     ),
 )
