@@ -91,8 +91,9 @@ class DeepSpeedEngine(SingleEngine):
         model.requires_grad_(False).eval()
         if self.compute_type is not None:
             for parameter in model.parameters():
-                here: Any = getattr(parameter, "ds_tensor", parameter)
-                here.data = here.data.to(self.compute_type)
+                if hasattr(parameter, "ds_tensor"):  # built in parts
+                    parameter.ds_tensor.data = parameter.ds_tensor.data.to(self.compute_type)
+                parameter.data = parameter.data.to(self.compute_type)
             _compute_in(model, self.compute_type)
         if self.zero_stage < 3:
             return model.to(self.workers.device)
