@@ -58,7 +58,7 @@ class Evaluator:
 
         Training is not disturbed: mode and random states are as before afterwards.
         """
-        with evaluating(self.engine):
+        with evaluating(self.engine), self.engine.averaged():
             if self.template.uses_task and self.template.task.looks_ahead:
                 self.template.task.look_ahead(self.engine.eval_batch, self._microbatches(), self.workers)
             total, targets, results = self._share()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, How
@@ -39,8 +40,13 @@ class Setting:
 def setting_of(plan: Plan) -> Setting:
     """The setting of a resolved run."""
     zero: dict[str, Any] = plan.engine_options.get("deepspeed", {}).get("zero_optimization", {})
+    rule = STATES[plan.optimizer_implementation]
+    if spelling("ema_decay") in plan.values:
+        rule = rule.with_average()
+    if spelling("layerwise_lr_decay") in plan.values:
+        rule = rule.with_rates()
     how = How(
-        STATES[plan.optimizer_implementation],
+        rule,
         kept_whole=zero.get("stage3_param_persistence_threshold", KEPT_WHOLE),
         sub_group=zero.get("sub_group_size"),
     )
