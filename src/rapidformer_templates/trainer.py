@@ -113,7 +113,8 @@ class Trainer:
         By default the labels that are not -100 (of a causal model that shifts its labels, without
         the first of each sample); without labels, the samples.
         """
-        return count_targets(batch, shifted=self._labels_are_shifted)
+        count = self.task.count_targets if self.uses_task else count_targets
+        return count(batch, shifted=self._labels_are_shifted)
 
     @hook("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay")
     def build_optimizer(self) -> OptimizerSpec:

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from scipy.stats import pearsonr
 from sklearn.metrics import f1_score
 from transformers import AutoTokenizer
 
@@ -270,6 +271,69 @@ def test_rouge_l_by_hand() -> None:
     assert rouge_l("The Cat.", "the cat") == 1.0
     assert rouge_l("", "the cat") == 0.0
     assert longest_common_subsequence("abcbdab", "bdcaba") == 4  # Cormen et al., Introduction to Algorithms
+
+
+# Numbers, and several labels a sample
+
+
+def test_numbers_are_predicted(load: Load) -> None:
+    rows = [{"text": words(3 + i % 9, i), "score": i / 4} for i in range(12)]
+    task = load("sequence_classification", rows, rows[:5], label_column="score")
+    data = task.build_data()
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    assert (model.config.problem_type, model.config.num_labels) == ("regression", 1)
+    batch = batch_of(data, 5, "valid")
+    outputs = model(**batch)
+    guesses, truths = task.predict(outputs, batch)
+    apart = np.asarray(guesses) - np.asarray([0, 0.25, 0.5, 0.75, 1])
+    assert truths == [0, 0.25, 0.5, 0.75, 1]
+    assert float(outputs.loss) == pytest.approx(float((apart**2).mean()), rel=1e-5)
+    assert task.count_targets(batch, shifted=False) == 5
+    metrics = task.compute_metrics(guesses, truths)
+    assert metrics["mse"] == pytest.approx(float((apart**2).mean()))
+    assert metrics["mae"] == pytest.approx(float(np.abs(apart).mean()))
+    assert metrics["pearson"] == pytest.approx(pearsonr(guesses, truths).statistic)
+    assert task.compute_metrics([1.0, 1.0], [0.5, 1.5])["pearson"] == 0.0  # what does not vary goes with nothing
+
+
+def test_whole_numbers_are_predicted_where_it_is_asked_for(load: Load, tmp_path: Path) -> None:
+    rows = [{"text": words(4, i), "label": i} for i in range(4)]
+    task = load("sequence_classification", rows, rows, problem_type="regression")
+    assert batch_of(task.build_data(), 4)["labels"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    broken = load("sequence_classification", [*rows, {"text": "a", "label": None}], rows, problem_type="regression")
+    with pytest.raises(DataError, match="holds None, which is no number to predict") as caught:
+        broken.build_data()
+    assert caught.value.where == f"{tmp_path / 'train.jsonl'}:5"
+
+
+def test_several_labels_a_sample(load: Load) -> None:
+    sets = [["red"], [], ["green", "red"], ["blue"]]
+    rows = [{"text": words(4, i), "label": labels} for i, labels in enumerate(sets)]
+    task = load("sequence_classification", rows, rows)
+    data = task.build_data()
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    assert (model.config.problem_type, model.config.id2label) == (
+        "multi_label_classification",
+        {0: "blue", 1: "green", 2: "red"},
+    )
+    batch = batch_of(data, 4)
+    assert batch["labels"].tolist() == [[0, 0, 1], [0, 0, 0], [0, 1, 1], [1, 0, 0]]
+    outputs = model(**batch)
+    likely = torch.sigmoid(outputs.logits)
+    each = -(batch["labels"] * likely.log() + (1 - batch["labels"]) * (1 - likely).log())
+    assert float(outputs.loss) == pytest.approx(float(each.mean()), rel=1e-5)
+    guesses, truths = task.predict(outputs, batch)
+    assert guesses == (likely > 0.5).int().tolist()
+    metrics = task.compute_metrics(guesses, truths)
+    assert metrics["f1"] == f1_score(truths, guesses, average="micro", zero_division=0)
+    assert metrics["exact_match"] == np.mean([g == t for g, t in zip(guesses, truths, strict=True)])
+    with pytest.raises(DataError, match="unknown label 'pink'"):
+        load("sequence_classification", rows, [{"text": "a", "label": ["pink"]}]).build_data()
+    plain = [{"text": "a", "label": "red"}]
+    with pytest.raises(DataError, match="not a list of labels"):
+        load("sequence_classification", plain, plain, problem_type="multi_label_classification").build_data()
 
 
 # The catalogue

@@ -17,7 +17,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import ConfigError, RapidformerError, Refused
 from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.registry import load_object
-from rapidformer_templates.planning.tasks import METRICS_OF, TASKS
+from rapidformer_templates.planning.tasks import METRICS_OF, METRICS_OF_PROBLEM, TASKS
 
 FLAGS = ["--lr", "0.1", "--micro-batch-size", "5", "--train-iters", "4", "--eval-interval", "1", "--keep-best"]
 
@@ -131,8 +131,8 @@ def test_a_misspelt_metric_of_a_task_is_refused_before_anything_is_built(tmp_pat
     assert caught.value.render() == (
         "error: sequence_classification has no metric 'acuracy'\n"
         "  where  --metric-for-best (command line)\n"
-        "  help   did you mean accuracy? there are: eval_loss, accuracy, f1, matthews; "
-        "others come from a compute_metrics of your own"
+        "  help   did you mean accuracy? there are: eval_loss, accuracy, f1, matthews, f1_macro, exact_match, "
+        "mse, mae, pearson; others come from a compute_metrics of your own"
     )
 
 
@@ -227,12 +227,24 @@ def test_metrics_of_the_tasks_are_those_that_they_compute() -> None:
         "pretraining": ([np.array([1])], [np.array([1])]),
         "seq2seq_lm": (["a"], ["a"]),
         "question_answering": ([], []),
+        "preference": ([(1.0, 0.0)], [None]),
+        "reward": ([(1.0, 0.0)], [None]),
     }
     for task, (predictions, references) in made.items():
         kind = load_object(TASKS[task])
         blank = kind.__new__(kind)
         blank.features, blank.examples, blank.may_be_null = [], [], False
         assert tuple(blank.compute_metrics(predictions, references)) == METRICS_OF[task]
+    of_problems: dict[str, Any] = {
+        "regression": ([0.5, 1.0], [0.0, 1.0]),
+        "multi_label_classification": ([[0, 1]], [[0, 1]]),
+    }
+    for problem, (predictions, references) in of_problems.items():
+        kind = load_object(TASKS["sequence_classification"])
+        blank = kind.__new__(kind)
+        blank.problem = problem
+        assert tuple(blank.compute_metrics(predictions, references)) == METRICS_OF_PROBLEM[problem]
+        assert all(direction_of(name) for name in METRICS_OF_PROBLEM[problem])
 
 
 def test_a_run_of_its_own_data_has_no_metric_but_its_loss(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ PRIVATE_NAMES = (
     _of("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "_CHECKPOINT_PREFIX",
         "names of parameters without their wrappers (_checkpoint_wrapped_module)",
         "checkpoints of a model that the user has wrapped"),
+    _of("peft.tuners.tuners_utils:BaseTunerLayer", "_disable_adapters", "a model without its adapters as a reference",
+        "--task preference with --lora-rank"),
     _of("torch.distributed.fsdp._common_utils", "FSDP_WRAPPED_MODULE",
         "names of parameters without their wrappers (_fsdp_wrapped_module)",
         "checkpoints of a model that the user has wrapped"),

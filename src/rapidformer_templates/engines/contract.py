@@ -110,8 +110,15 @@ class Engine(Protocol):
     def hear_all(self) -> None:
         """Hear of all steps so far; called before anything is written or saved of them. Raises as ``train_batch``."""
 
-    def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
-        """(sum of the losses over the targets, what the model put out), with gradients off."""
+    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
+        """(sum of the losses over the targets, what the model put out), with gradients off.
+
+        Args:
+            compute_loss: takes the place of the user's hook.
+        """
+
+    def frozen(self, model: nn.Module) -> nn.Module:
+        """A second model, which is never trained, divided over the workers as the engine divides the trained one."""
 
     def measuring(self) -> AbstractContextManager[nn.Module]:
         """The model for a forward that leaves no trace: random numbers, buffers and gradients are as before it."""

@@ -330,12 +330,17 @@ class SingleEngine:
             for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
                 group["lr"] = peak * factor
 
+    def frozen(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.workers.device).requires_grad_(False).eval()
+        self._shard(model)
+        return model
+
     @torch.no_grad()
-    def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
+    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
         with self._precision():
-            result = self.compute_loss(recorder, batch)
+            result = (compute_loss or self.compute_loss)(recorder, batch)
         if microbatch.idle or microbatch.targets == 0:
             return 0.0, recorder.output
         total = result[0] if isinstance(result, tuple) else result * microbatch.targets

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,6 +65,25 @@ def frozen_base_of(model: nn.Module) -> FrozenBase | None:
 def set_frozen_base(model: nn.Module, base: FrozenBase) -> None:
     """Note the base in the model that stands on it."""
     vars(model)[_ATTRIBUTE] = base
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[Any]:
+    """The model as it was before it was given adapters, without dropout: neither they nor copies of heads act.
+
+    Their own switch would also turn their gradients off and on, which engines have taken note of.
+    """
+    adapted = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    training = model.training
+    for module in adapted:
+        module._disable_adapters = True
+    model.eval()
+    try:
+        yield model
+    finally:
+        model.train(training)
+        for module in adapted:
+            module._disable_adapters = False
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -9,6 +9,7 @@ is not.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ def label_use(model: nn.Module) -> LabelUse:
     reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if reader is None or not _takes_tokens(model):
         return LabelUse(type(model).__name__)
-    with _in_evaluation(model):
+    with _in_evaluation(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a head for other labels makes of them is not used
         try:
             return _tried(model, reader)
         except Exception as error:  # whatever a model of any kind makes of four tokens

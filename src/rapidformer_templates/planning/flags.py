@@ -104,6 +104,9 @@ class DataFlags:
     text_column: str | None = flag(None, "column with the text (default: the task's usual names)", metavar="NAME")
     pair_column: str | None = flag(None, "column with a second text or the question", metavar="NAME")
     label_column: str | None = flag(None, "column with the label, the tags, the answers or the target", metavar="NAME")
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = flag(
+        None, "sequence_classification: what its labels are (default: regression of fractions, several of lists)"
+    )
     validation_fraction: float = flag(0.1, "share held out when the data has no validation part", minimum=0)
     max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
     max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)
@@ -147,6 +150,8 @@ class TrainingFlags:
             "masked_lm",
             "causal_lm",
             "seq2seq_lm",
+            "preference",
+            "reward",
             "pretraining",
         ]
         | None
@@ -212,6 +217,18 @@ class TrainingFlags:
     )
     neftune_alpha: float | None = flag(
         None, "noise on the input embeddings while training (NEFTune; usual: 5 to 15)", minimum=0
+    )
+    preference_loss: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = flag(
+        "dpo", "preference: the loss; kto judges each answer by itself, orpo and simpo need no reference model"
+    )
+    preference_beta: float = flag(
+        0.1, "preference: how closely the model keeps to the reference; of orpo the weight of the odds", minimum=0
+    )
+    simpo_gamma: float = flag(0.5, "simpo: margin that a chosen answer is to have")
+    kto_desirable_weight: float = flag(1.0, "kto: weight of good answers", minimum=0)
+    kto_undesirable_weight: float = flag(1.0, "kto: weight of bad answers", minimum=0)
+    precompute_reference: bool = flag(
+        False, "preference: compute the reference's log-probabilities once, and keep them in the run folder"
     )
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")

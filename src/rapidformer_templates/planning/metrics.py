@@ -13,7 +13,7 @@ LEAST = (
     "loss", "perplexity", "ppl", "nll", "negative_log_likelihood", "cross_entropy", "bits_per_byte", "bpb",
     "bits_per_character", "bpc", "error", "errors", "err", "error_rate", "eer", "wer", "cer", "mer", "ter", "der",
     "wil", "edit_distance", "levenshtein",
-    "mae", "mse", "rmse", "msle", "rmsle", "mape", "smape", "brier", "ece", "fid",
+    "mae", "mse", "rmse", "msle", "rmsle", "mape", "smape", "brier", "ece", "fid", "rejected",
 )
 
 MOST = (
@@ -22,6 +22,7 @@ MOST = (
     "rouge1", "rouge2", "rouge_1", "rouge_2", "rouge_l", "rougel", "rouge_lsum", "rougelsum", "meteor", "chrf",
     "bertscore", "comet", "matthews", "matthews_correlation", "mcc", "pearson", "pearsonr", "spearman", "spearmanr",
     "kendall_tau", "correlation", "kappa", "r2", "explained_variance", "iou", "dice", "jaccard", "log_likelihood",
+    "accuracies", "chosen", "margins",
 )
 
 # Words that say over what a metric is taken, and change no direction.

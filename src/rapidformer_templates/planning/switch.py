@@ -284,6 +284,9 @@ class Switch:
             compared with has it, too.
         under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
         implied: whether a model is such that the switch is on without any flag.
+        keeps_base: whether the weights that a run begins with stay beside what is trained.
+        no_second_forward: why a step must not have a forward of another model, or of two rows a sample; None if it may.
+        no_second_model: why there is no place for a forward of a reference in a step; None if there is.
     """
 
     name: str
@@ -317,6 +320,9 @@ class Switch:
     changes_result: bool = False
     under_3d: Mapping[str, Any] = field(default_factory=dict)
     implied: Callable[[ModelFacts], bool] = _never
+    keeps_base: bool = False
+    no_second_forward: str | None = None
+    no_second_model: str | None = None
 
     def __post_init__(self) -> None:
         first = next(iter(dataclasses.fields(self.options)), None)

@@ -16,6 +16,8 @@ TASKS = {
     "masked_lm": "rapidformer_templates.data.tasks.masked_lm:MaskedLM",
     "causal_lm": "rapidformer_templates.data.tasks.causal_lm:CausalLM",
     "seq2seq_lm": "rapidformer_templates.data.tasks.seq2seq_lm:Seq2SeqLM",
+    "preference": "rapidformer_templates.data.tasks.preference:Preference",
+    "reward": "rapidformer_templates.data.tasks.preference:Reward",
     "pretraining": "rapidformer_templates.data.tasks.pretraining:Pretraining",
 }
 """Where the class of each task is; imported on use, so that metrics' packages are loaded only when needed."""
@@ -27,6 +29,13 @@ FLAGS_OF = {
     "short_seq_prob": ("pretraining",),
     "mean_span_length": ("pretraining",),
     "keep_documents_apart": ("pretraining",),
+    "problem_type": ("sequence_classification",),
+    "preference_loss": ("preference",),
+    "preference_beta": ("preference",),
+    "simpo_gamma": ("preference",),
+    "kto_desirable_weight": ("preference",),
+    "kto_undesirable_weight": ("preference",),
+    "precompute_reference": ("preference",),
 }
 """Flags that act in some tasks only; given with another one, they are refused."""
 
@@ -42,7 +51,7 @@ READ_BY = {
     "validation_fraction": _FINE_TUNING,
     "max_train_samples": _FINE_TUNING,
     "max_eval_samples": _FINE_TUNING,
-    "label_column": tuple(task for task in _FINE_TUNING if task != "masked_lm"),
+    "label_column": tuple(task for task in _FINE_TUNING if task not in ("masked_lm", "preference", "reward")),
     "pair_column": ("sequence_classification", "question_answering"),
 }
 """Flags that the ``build_data`` of some tasks reads; a user's own may read any."""
@@ -55,11 +64,20 @@ METRICS_OF = {
     "masked_lm": ("token_accuracy",),
     "causal_lm": ("token_accuracy",),
     "seq2seq_lm": ("rouge_l", "exact_match"),
+    "preference": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
+    "reward": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     "pretraining": ("token_accuracy",),
 }
 """What the ``compute_metrics`` of each task gives."""
 
-SMOOTHED = tuple(task for task in TASKS if task != "question_answering")
+METRICS_OF_PROBLEM = {
+    "single_label_classification": METRICS_OF["sequence_classification"],
+    "multi_label_classification": ("f1", "f1_macro", "exact_match"),
+    "regression": ("mse", "mae", "pearson"),
+}
+"""The same of sequence classification, by what its labels are; without ``--problem-type`` the data tell."""
+
+SMOOTHED = tuple(task for task in TASKS if task not in ("question_answering", "preference", "reward"))
 """Those whose loss is a cross-entropy over classes or words; of sentence pairs it is a sum of two losses."""
 
 _LANGUAGE = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
@@ -74,8 +92,24 @@ def metrics_of(config: RunConfig, *, of_task: bool = True) -> tuple[str, ...]:
     task = config.training.task
     # The exponential of a loss means something where it is the log-likelihood of a token and nothing is added to it.
     likelihood = task in _LANGUAGE and not config.data.sentence_pairs
-    own = METRICS_OF.get(task, ()) if task and of_task else ()
+    own = _own_metrics(config) if of_task else ()
     return ("eval_loss", *(("perplexity",) if likelihood else ()), *own)
+
+
+def _own_metrics(config: RunConfig) -> tuple[str, ...]:
+    """Those of the task; of sequence classification all that there may be, where only the data tell the problem."""
+    if config.training.task == "preference":
+        return preference_metrics(judges=config.training.preference_loss == "kto")
+    if config.training.task != "sequence_classification":
+        return METRICS_OF.get(config.training.task or "", ())
+    problem = config.data.problem_type
+    known = METRICS_OF_PROBLEM.values() if problem is None else (METRICS_OF_PROBLEM[problem],)
+    return tuple(dict.fromkeys(name for names in known for name in names))
+
+
+def preference_metrics(*, judges: bool) -> tuple[str, ...]:
+    """Those of preferences; where each answer is judged by itself, there is no choice to be right about."""
+    return METRICS_OF["preference"][: 3 if judges else 4]
 
 
 def check_task_flags(config: RunConfig) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.data.loader import eval_requests, load, sample_lengths
+from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.system.random_state import capture, restore
@@ -13,6 +15,18 @@ from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
+
+
+@contextmanager
+def evaluating(engine: Engine) -> Iterator[None]:
+    """Around forwards that must not disturb training: mode and random states are as before afterwards."""
+    random_state = capture()
+    engine.model.eval()
+    try:
+        yield
+    finally:
+        engine.model.train()
+        restore(*random_state)
 
 
 class Evaluator:
@@ -44,14 +58,10 @@ class Evaluator:
 
         Training is not disturbed: mode and random states are as before afterwards.
         """
-        random_state = capture()
-        self.engine.model.eval()
-        try:
-            with self.engine.averaged():
-                total, targets, results = self._share()
-        finally:
-            self.engine.model.train()
-            restore(*random_state)
+        with evaluating(self.engine), self.engine.averaged():
+            if self.template.uses_task and self.template.task.looks_ahead:
+                self.template.task.look_ahead(self.engine.eval_batch, self._microbatches(), self.workers)
+            total, targets, results = self._share()
         total, targets = self.workers.sum(total, targets)
         metrics = {"eval_loss": total / max(targets, 1.0)}
         if self.template.reports_perplexity:
@@ -63,11 +73,14 @@ class Evaluator:
             metrics |= checked_metrics(task_metrics)
         return metrics
 
+    def _microbatches(self) -> Iterator[MicroBatch]:
+        return load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False)
+
     def _share(self) -> tuple[float, float, list[tuple[int, Any, Any]]]:
         """(sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
         total = targets = 0.0
         results: list[tuple[int, Any, Any]] = []
-        for microbatch in load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False):
+        for microbatch in self._microbatches():
             microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
             loss, outputs = self.engine.eval_batch(microbatch)
             if not self.workers.ends_pipeline:

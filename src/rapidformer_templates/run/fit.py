@@ -43,6 +43,7 @@ from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
+from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model, provide_reference
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.system import launch, program
@@ -178,6 +179,8 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     metric = best_metric(template)
     engine = _build_engine(template, workers)
 
+    precomputed = _precomputed(template, engine, workers)
+
     # 2. Where the run starts: at the beginning, or where its checkpoint left it.
     order = build_order(template, samples, workers)
     position = take_up(template, engine, folder, order, workers)
@@ -188,6 +191,8 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     if folder and workers.is_main:
         folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite)
     workers.barrier()
+    if precomputed:
+        precomputed.attach(folder, goes_on=position.step > 0 and template.config.training.resume)
     loop = _build_loop(template, engine, order, position, folder, metric, workers)
     if position.step >= loop.total:
         early = f" (stopped early {loop.why_early})" if loop.why_early else ""
@@ -217,21 +222,14 @@ def _build_engine(template: Template, workers: Workers) -> Engine:
     """The model, changed by the active switches in the order of their stages; the engine comes last."""
     config, plan = template.config, template.plan
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
-    seed_all(config.training.seed)
-    with engine.build_context():
-        model = checked_model(template.build_model())
+    model = _seeded_model(template, engine)
     template.model_was_built(model)
     tried = can_be_tried(model)
     if tried:
         _try_labels(template, model, workers)
     if template.uses_task:
         template.task.check_model(model)
-    for switch in (REGISTRY[name] for name in plan.switches):
-        if switch.transform:
-            options = config.switches[switch.name]
-            building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
-            model = load_object(switch.transform)(model, building)
-            del building
+    model = _transformed(template, model, workers)
     if config.training.neftune_alpha:
         add_noise(model, config.training.neftune_alpha, config.training.seed)
     recipe = checked_optimizer(template.build_optimizer())
@@ -240,10 +238,37 @@ def _build_engine(template: Template, workers: Workers) -> Engine:
     if config.training.ema_decay is not None:
         engine.keep_average(config.training.ema_decay)
     template.model = engine.model
+    provide_reference(template, engine, lambda: _transformed(template, _seeded_model(template, engine), workers))
     if not tried:
         with engine.measuring() as whole:
             _try_labels(template, whole, workers)
     return engine
+
+
+def _seeded_model(template: Template, engine: Engine) -> nn.Module:
+    """The model as it is before training; each time the same."""
+    seed_all(template.config.training.seed)
+    with engine.build_context():
+        return checked_model(template.build_model())
+
+
+def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.Module:
+    """The model, changed by the active switches in the order of their stages."""
+    config, plan = template.config, template.plan
+    for switch in (REGISTRY[name] for name in plan.switches):
+        if switch.transform:
+            options = config.switches[switch.name]
+            building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
+            model = load_object(switch.transform)(model, building)
+            del building
+    return model
+
+
+def _precomputed(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
+    """What keeps the reference's log-probabilities, where they are computed once."""
+    if not (template.config.training.precompute_reference and compared_task(template)):
+        return None
+    return Precomputed(template, engine, identity_of_model(engine, workers), workers)
 
 
 def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:

@@ -16,6 +16,7 @@ from rapidformer_templates.system.files import sync, write_json, write_text, wri
 CONTENTS = (
     "plan.json",
     "deepspeed.json",
+    "reference.safetensors",
     "metrics.jsonl",
     "summary.json",
     "curves.png",
@@ -32,6 +33,7 @@ class RunFolder:
         self.path = Path(path)
         self.plan = self.path / "plan.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.reference = self.path / "reference.safetensors"
         self.summary = self.path / "summary.json"
         self.curves = self.path / "curves.png"
         self.checkpoints = self.path / "checkpoints"

@@ -20,7 +20,7 @@ from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.console import say
-from rapidformer_templates.run.evaluation import Evaluator
+from rapidformer_templates.run.evaluation import Evaluator, evaluating
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_count
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
@@ -233,8 +233,17 @@ class Loop:
         return self.receipts.watch(microbatches) if self.meter.steps == 0 else contextlib.nullcontext()
 
     def _step(self, step: int, microbatches: list[MicroBatch], targets: float) -> StepResult:
+        task = self.template.task if self.template.uses_task else None
         with self._located(step):
-            return self.engine.train_batch(microbatches, targets, self.schedule(step))
+            if task and task.measures:
+                task.begin_step(microbatches)
+            if task and task.looks_ahead:
+                with evaluating(self.engine):
+                    task.look_ahead(self.engine.eval_batch, microbatches, self.workers)
+            result = self.engine.train_batch(microbatches, targets, self.schedule(step))
+        if task and task.measures:
+            result.measured = {**result.measured, **task.measured(self.workers)}
+        return result
 
     def _hear_all(self) -> None:
         """Nothing is written of a step before it is known to be right."""

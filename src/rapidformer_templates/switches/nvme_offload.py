@@ -69,6 +69,7 @@ SWITCHES = (
         name="nvme-offload",
         summary="Optimizer state and parameters on a local disk (ZeRO-Infinity).",
         source="[D]",
+        no_second_model="keeps parameters in the files of one model",
         precedence=Precedence.SHARD,
         options=NvmeOffloadFlags,
         on={"nvme_path": "/local_nvme"},

@@ -117,13 +117,17 @@ def test_measures_are_no_classes(load: Load, tmp_path: Path, kind: str) -> None:
         write_jsonl(tmp_path / "train.jsonl", [{"text": "the cat", "label": value} for value in values])
     else:
         (tmp_path / "train.csv").write_text("text,label\n" + "".join(f"a,{v}\n" for v in values), encoding="utf-8")
+    asked = {"problem_type": "single_label_classification", "validation_fraction": 0.0}
     with pytest.raises(DataError) as caught:
-        load("sequence_classification", validation_fraction=0.0).build_data()
+        load("sequence_classification", **asked).build_data()
     assert caught.value.message == "the column 'label' holds measures, such as 3.25, not classes"
     assert caught.value.where == f"{tmp_path}/train.{kind}:{2 if kind == 'jsonl' else 3}"
     assert caught.value.hint == (
-        "regression is not in this version; if these numbers are classes, give them names, such as 'class 3.25'"
+        "learn them with --problem-type regression; if these numbers are classes, give them names, such as 'class 3.25'"
     )
+    task = load("sequence_classification", validation_fraction=0.0)
+    task.build_data()
+    assert task.config_overrides()["problem_type"] == "regression"
 
 
 def test_numbers_among_names_are_classes(load: Load, tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ def read_example(fields: tuple[Any, ...]) -> Example:
         DataError: it cannot be used; where it stands is left for the caller to say.
     """
     if len(fields) == 1:
-        return Conversation(_messages(fields[0], "conversation"))
-    return _completion(*fields) if len(fields) == 2 else _instruction(*fields)
+        return Conversation(read_messages(fields[0], "conversation"))
+    return read_completion(*fields) if len(fields) == 2 else _instruction(*fields)
 
 
 def _instruction(instruction: Any, answer: Any, given: Any, system: Any) -> Conversation:
@@ -173,14 +173,19 @@ def _text(value: Any, what: str) -> bool:
     return bool(value.strip())
 
 
-def _completion(prompt: Any, completion: Any) -> Example:
+def read_completion(prompt: Any, completion: Any) -> Example:
+    """A prompt and what follows it, both texts or both lists of messages.
+
+    Raises:
+        DataError: they cannot be used; where they stand is left for the caller to say.
+    """
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise DataError("the completion is empty")
         return Completion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        given = _messages(prompt, "prompt") if prompt else []
-        return Conversation([*given, *_messages(completion, "completion")], given=len(given))
+        given = read_messages(prompt, "prompt") if prompt else []
+        return Conversation([*given, *read_messages(completion, "completion")], given=len(given))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, (str, list)):
             raise DataError(f"the {name} is {_what(value)}", hint="write a text or a list of messages")
@@ -188,7 +193,12 @@ def _completion(prompt: Any, completion: Any) -> Example:
     raise DataError(message, hint="write both as texts, or both as lists of messages")
 
 
-def _messages(value: Any, what: str) -> list[Message]:
+def read_messages(value: Any, what: str) -> list[Message]:
+    """A list of messages, each with a role and a text.
+
+    Raises:
+        DataError: it is none, or one of them cannot be used; where it stands is left for the caller to say.
+    """
     if not isinstance(value, list):
         raise DataError(f"the {what} is {_what(value)}, not a list of messages")
     if not value:

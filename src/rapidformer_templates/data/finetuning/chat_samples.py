@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -14,6 +16,8 @@ from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, En
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -53,9 +57,7 @@ class ChatReader:
             DataError: a row that cannot be used, or no row with a token of an answer within the length.
         """
         texts = self._texts(part, columns)
-        counts = _Counts(len(texts))
-        encoded = encode(self.tokenizer, texts, special=texts[0].bare)  # a column holds one kind of value
-        truncated = [self._truncate(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)]
+        truncated, counts = self._encoded(texts)
         kept = [tokens for tokens in truncated if not self.answers_only or tokens.learned[1:].any()]
         self._tell(name, part, counts, len(kept))
         samples = {"input_ids": Ragged(tokens.ids for tokens in kept)}
@@ -66,21 +68,39 @@ class ChatReader:
         return TokenizedSamples(samples)
 
     def _texts(self, part: Part, columns: Columns) -> list[Rendered]:
-        texts: list[Rendered] = []
-        for row, fields in enumerate(rows_of(part, columns)):
+        return self.read(part, rows_of(part, columns), lambda fields: self.render(read_example(fields)))
+
+    def read(self, part: Part, rows: Iterable[Any], read_row: Callable[[Any], T]) -> list[T]:
+        """What a function makes of each row, but for those that cannot be used.
+
+        Raises:
+            DataError: a row that cannot be used, where such rows are not left out; or none can.
+        """
+        made: list[T] = []
+        for row, fields in enumerate(rows):
             try:
-                texts.append(self._render(read_example(fields)))
+                made.append(read_row(fields))
             except DataError as error:
                 if not self.skip_bad:
                     hint = error.hint or "mend the row, or leave such rows out with --skip-bad-lines"
                     raise DataError(error.message, where=part.where(row), hint=hint) from error
                 self.skipped.append(f"{part.where(row)}: {error.message}")
-        if not texts:
+        if not made:
             message = f"none of the {len(part)} rows can be used; the last: {self.skipped[-1]}"
             raise DataError(message, where=part.files[0], hint="mend the rows")
-        return texts
+        return made
 
-    def _render(self, example: Example) -> Rendered:
+    def encoded(self, texts: Sequence[Rendered]) -> list[Encoded]:
+        """The tokens of texts of one kind, truncated to the length."""
+        return self._encoded(texts)[0]
+
+    def _encoded(self, texts: Sequence[Rendered]) -> tuple[list[Encoded], _Counts]:
+        counts = _Counts(len(texts))
+        encoded = encode(self.tokenizer, texts, special=texts[0].bare)  # a column holds one kind of value
+        return [self._truncate(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)], counts
+
+    def render(self, example: Example) -> Rendered:
+        """The text of a conversation or completion, and where its answers are."""
         if isinstance(example, Completion):
             text = example.prompt + example.completion
             return Rendered(text, [(len(example.prompt), len(text))], bare=True)

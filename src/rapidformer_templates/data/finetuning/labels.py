@@ -83,16 +83,86 @@ def label_names(parts: Sequence[Part], column: str, model_config: PreTrainedConf
 
 def _refuse_measures(part: Part, column: str, names: Sequence[str], of_all: set[str]) -> None:
     """A column of numbers that are not whole holds measures: each would be a class of its own."""
-    if not all(NUMBER.fullmatch(name) for name in of_all):
-        return
-    row = next((row for row, name in enumerate(names) if not float(name).is_integer()), None)
+    row = _first_measure(names) if all(NUMBER.fullmatch(name) for name in of_all) else None
     if row is not None:
         raise DataError(
             f"the column '{column}' holds measures, such as {names[row]}, not classes",
             where=part.where(row),
-            hint="regression is not in this version; if these numbers are classes, give them names, "
+            hint="learn them with --problem-type regression; if these numbers are classes, give them names, "
             f"such as 'class {names[row]}'",
         )
+
+
+def _first_measure(names: Sequence[str]) -> int | None:
+    return next((row for row, name in enumerate(names) if not float(name).is_integer()), None)
+
+
+def problem_of(parts: Sequence[Part], column: str) -> str:
+    """What labels are, as transformers calls it: numbers that are not all whole, lists, or one of some classes."""
+    first = next((value for part in parts for value in part.table[column][:] if value is not None), None)
+    if isinstance(first, list):
+        return "multi_label_classification"
+    texts = [label_text(value) for part in parts for value in part.table[column][:]]
+    numbers = [text for text in texts if text is not None]
+    is_measured = all(NUMBER.fullmatch(text) for text in numbers) and _first_measure(numbers) is not None
+    return "regression" if is_measured else "single_label_classification"
+
+
+def measures(part: Part, column: str) -> list[float]:
+    """The number of each row.
+
+    Raises:
+        DataError: one is missing, or is no finite number.
+    """
+    numbers = []
+    for row, value in enumerate(part.table[column][:]):
+        text = None if isinstance(value, bool) else label_text(value)
+        if text is None or not NUMBER.fullmatch(text):
+            message = f"the column '{column}' holds {value!r}, which is no number to predict"
+            raise DataError(message, where=part.where(row), hint="fill it, or take the row out")
+        numbers.append(float(text))
+    return numbers
+
+
+def label_sets(part: Part, column: str) -> list[list[str]]:
+    """The names of each row's labels, of which there may be none.
+
+    Raises:
+        DataError: a row holds no list, or an empty label in it.
+    """
+    declared = declared_names(part, column)
+    sets = []
+    for row, values in enumerate(part.table[column][:]):
+        if not isinstance(values, list):
+            message = f"the column '{column}' holds {values!r}, not a list of labels"
+            raise DataError(message, where=part.where(row), hint='write a list, such as ["red", "round"], or []')
+        names = [label_name(value, declared, column, part, row) for value in values]
+        if None in names:
+            message = f"a label in column '{column}' is empty"
+            raise DataError(message, where=part.where(row), hint="leave it out of the list")
+        sets.append([name for name in names if name is not None])
+    return sets
+
+
+def label_set_names(parts: Sequence[Part], column: str, model_config: PreTrainedConfig) -> list[str]:
+    """The labels that lists of labels hold, in their order."""
+    declared = declared_names(parts[0], column)
+    held = {name for part in parts for names in label_sets(part, column) for name in names}
+    return declared or sorted_names(held, model_config)
+
+
+def encode_label_sets(part: Part, column: str, names: Sequence[str]) -> list[list[float]]:
+    """For each row, 1 for each label that it has and 0 for the others, in the order of ``names``.
+
+    Raises:
+        DataError: a label is not among ``names``.
+    """
+    rows = label_sets(part, column)
+    for row, held in enumerate(rows):
+        for name in held:
+            if name not in names:
+                unknown_label(name, names, part.where(row))
+    return [[float(name in held) for name in names] for held in rows]
 
 
 def encode_labels(part: Part, column: str, names: Sequence[str]) -> list[int]:

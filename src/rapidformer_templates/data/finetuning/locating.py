@@ -34,7 +34,7 @@ SAVED = ("dataset_dict.json", "state.json")
 COUNTED_BYTES = 200_000_000
 """Files of rows that are larger in sum are not read to count them."""
 
-WHOLE_ROWS = ("sequence_classification", "token_classification", "masked_lm", "causal_lm", "seq2seq_lm")
+WHOLE_ROWS = ("sequence_classification", "token_classification", "masked_lm", "causal_lm", "seq2seq_lm", "reward")
 """Tasks of which each row is a sample."""
 
 

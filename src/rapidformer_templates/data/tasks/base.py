@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -15,15 +15,22 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.locating import locate
 from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.models.loading import build_config, build_model, seq_length_of
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.system.workers import Workers
 
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
 """Columns in which a text is looked for when ``--text-column`` is not given."""
+
+
+EvalBatch = Callable[[MicroBatch, Callable[[Any, Batch], Any]], tuple[float, Any]]
+"""From a micro batch and a hook to (sum of the losses over its targets, what the model put out), without gradients."""
 
 
 class Task(ABC):
@@ -35,6 +42,9 @@ class Task(ABC):
         best_metric: the metric by which the best checkpoint is kept; ``eval_loss`` is the loop's.
         generates: evaluation needs :meth:`generate`; its texts take the place of ``outputs`` in
             :meth:`predict`.
+        looks_ahead: :meth:`look_ahead` must see all micro batches of a mean before the first loss of it.
+        measures: :meth:`measured` has something to tell of each step.
+        needs_reference: losses compare the model with one that is not trained.
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
             :meth:`build_data`.
         notes: what people should know of the data; set by :meth:`build_data`.
@@ -42,8 +52,11 @@ class Task(ABC):
 
     name: ClassVar[str]
     auto_class: str
-    best_metric: ClassVar[str]
+    best_metric: str
     generates: ClassVar[bool] = False
+    looks_ahead: bool = False
+    measures: ClassVar[bool] = False
+    needs_reference: bool = False
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -120,6 +133,25 @@ class Task(ABC):
     def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         """The mean loss of a batch, or (sum of losses, number of targets); by default what the model says."""
         return model(**batch).loss
+
+    def count_targets(self, batch: Mapping[str, torch.Tensor], *, shifted: bool) -> float:
+        """How many targets the mean loss of a batch is a mean over; ``shifted`` as in :meth:`use_labels`."""
+        return count_targets(batch, shifted=shifted)
+
+    def begin_step(self, microbatches: Sequence[MicroBatch]) -> None:  # noqa: B027 - most tasks need not
+        """Hear of a step's micro batches of this rank, on their device, where the task ``measures``."""
+
+    def look_ahead(  # noqa: B027 - most losses are sums over samples
+        self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers
+    ) -> None:
+        """Find out what a loss needs to know of the whole global batch, or of the whole data set in an evaluation.
+
+        Every worker calls it with as many micro batches.
+        """
+
+    def measured(self, workers: Workers) -> dict[str, torch.Tensor]:
+        """Values of the last step's global batch for the metrics, the same on every worker; every one must call it."""
+        return {}
 
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
         """One generated text a sample; only tasks with ``generates`` have it."""

@@ -1,15 +1,23 @@
-"""Sequence classification: a text, or a pair of texts, has one label."""
+"""One label, several labels or a number for each text or pair of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
-from rapidformer_templates.data.finetuning.labels import encode_labels, label_names
+from rapidformer_templates.data.finetuning.labels import (
+    encode_label_sets,
+    encode_labels,
+    label_names,
+    label_set_names,
+    measures,
+    problem_of,
+)
 from rapidformer_templates.data.finetuning.tables import Part, read_dataset
 from rapidformer_templates.data.tasks.base import (
     TEXT_COLUMNS,
@@ -36,11 +44,16 @@ LABEL_COLUMNS = ("label", "labels", "sentiment", "class", "category", "target")
 
 
 class SequenceClassification(Task):
-    """Labels are texts or whole numbers; metrics are accuracy, macro F1 and Matthews' correlation."""
+    """Labels are texts or whole numbers, lists of them, or numbers to predict (``--problem-type``).
+
+    Metrics are accuracy, macro F1 and Matthews' correlation of one label a sample; micro and macro F1 and the share of
+    samples whose labels are all right of several; mean squared and absolute error and Pearson's correlation of numbers.
+    """
 
     name = "sequence_classification"
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
+    problem = "single_label_classification"
 
     def build_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
@@ -50,29 +63,71 @@ class SequenceClassification(Task):
         label = raw.train.column("label_column", flags.label_column, LABEL_COLUMNS)
         # What was held out of one file may hold a rare label that is not among the rows that are left.
         known = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
-        self.labels = label_names(known, label, self.model_config)
-        if len(self.labels) < 2:
-            hint = "choose another --label-column; if the rows are sorted by label, shuffle them or use more of them"
-            raise DataError(f"every row has the label '{self.labels[0]}'", where=raw.train.files[0], hint=hint)
+        self.problem = flags.problem_type or problem_of(known, label)
+        self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
+        self.labels = self._label_names(known, label)
         sets = {name: self._samples(part, text, pair, label) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
+
+    def _label_names(self, known: Sequence[Part], column: str) -> list[str]:
+        """The classes; a number to predict has one place in the head, and no name of its own."""
+        if self.problem == "regression":
+            return ["LABEL_0"]
+        several = self.problem == "multi_label_classification"
+        names = (label_set_names if several else label_names)(known, column, self.model_config)
+        if several and not names:
+            raise DataError("no row has a label", where=known[0].files[0], hint="choose another --label-column")
+        if not several and len(names) < 2:
+            hint = "choose another --label-column; if the rows are sorted by label, shuffle them or use more of them"
+            raise DataError(f"every row has the label '{names[0]}'", where=known[0].files[0], hint=hint)
+        return names
 
     def _samples(self, part: Part, text: str, pair: str | None, label: str) -> TokenizedSamples:
         texts = texts_of(part, part.column("text_column", text, ()))
         pairs = texts_of(part, part.column("pair_column", pair, ())) if pair else None
-        labels = encode_labels(part, part.column("label_column", label, ()), self.labels)
+        labels = self._encoded_labels(part, part.column("label_column", label, ()))
         rows = tokenized(self.tokenizer, texts, pairs, truncation=True, max_length=self.seq_length)
         return TokenizedSamples({**rows, "labels": labels})
 
+    def _encoded_labels(self, part: Part, column: str) -> list[Any]:
+        if self.problem == "regression":
+            return measures(part, column)
+        encode = encode_label_sets if self.problem == "multi_label_classification" else encode_labels
+        encoded: list[Any] = encode(part, column, self.labels)
+        return encoded
+
     def config_overrides(self) -> dict[str, Any]:
-        return {**label_map(self.labels), "problem_type": "single_label_classification"}
+        return {**label_map(self.labels), "problem_type": self.problem}
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        if self.problem == "regression":
+            return outputs.logits[:, 0].tolist(), batch["labels"].tolist()
+        if self.problem == "multi_label_classification":
+            return (outputs.logits > 0).int().tolist(), batch["labels"].int().tolist()
         return outputs.logits.argmax(dim=-1).tolist(), batch["labels"].tolist()
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        if self.problem == "regression":
+            return _errors(np.asarray(predictions), np.asarray(references))
+        if self.problem == "multi_label_classification":
+            guesses, truths = np.asarray(predictions), np.asarray(references)
+            return {
+                "f1": float(f1_score(truths, guesses, average="micro", zero_division=0)),
+                "f1_macro": float(f1_score(truths, guesses, average="macro", zero_division=0)),
+                "exact_match": float(accuracy_score(truths, guesses)),
+            }
         return {
             "accuracy": float(accuracy_score(references, predictions)),
             "f1": float(f1_score(references, predictions, average="macro", zero_division=0)),
             "matthews": float(matthews_corrcoef(references, predictions)),
         }
+
+
+def _errors(guesses: np.ndarray, truths: np.ndarray) -> dict[str, float]:
+    """Of numbers; a correlation with what does not vary is 0."""
+    apart, varies = guesses - truths, len(truths) > 1 and np.ptp(guesses) > 0 and np.ptp(truths) > 0
+    return {
+        "mse": float(np.mean(apart**2)),
+        "mae": float(np.mean(np.abs(apart))),
+        "pearson": float(np.corrcoef(guesses, truths)[0, 1]) if varies else 0.0,
+    }

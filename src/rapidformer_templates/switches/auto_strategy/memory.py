@@ -101,7 +101,7 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
     formula = divided_experts if setting.divides_experts else FORMULAS[setting.offload][layout.partitioning]
     width = 2 if variant_of(layout, setting).narrow_parameters and layout.partitioning != "fsdp" else FP32
     everything = model.all_parameters.values()
-    frozen = [p for p in everything if not p.is_trained and not p.code_bytes]
+    frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]
     typed = (formula(mine, layout.data, width, setting.how) for mine in (list(model.parameters.values()), frozen))
     codes = sum(p.code_bytes for p in everything)
     narrower = sum((FP32 - p.width) * p.count for p in frozen)

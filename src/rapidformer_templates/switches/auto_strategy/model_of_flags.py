@@ -22,6 +22,7 @@ from rapidformer_templates.models.loading import build_config, model_type_of, se
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.preference_rules import has_frozen_copy, rows_per_sample
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import TASKS
 from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
@@ -56,7 +57,8 @@ class Subject:
         self._plan = plan or Plan("Trainer")
         asked = config.get("pipeline_stages") if plan else None
         stages = [int(word) for word in asked.split(",")] if asked else None
-        self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages)
+        copied = has_frozen_copy(config, (REGISTRY[name] for name in self._plan.switches))
+        self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages, has_copy=copied)
         self.facts = Facts(
             parameters=sum(facts.count for facts in self.shapes.all_parameters.values()),
             blocks=sum(self.shapes.depths.values()),
@@ -76,6 +78,7 @@ class Subject:
 
     def _batch(self, samples: int) -> Mapping[str, torch.Tensor]:
         """A micro batch in the shapes of the task's own collate function."""
+        samples *= rows_per_sample(self._config)
         rows = torch.zeros((samples, self._tokens), dtype=torch.long)
         one = torch.zeros(samples, dtype=torch.long)
         pretrains = self._config.training.task in (None, "pretraining")

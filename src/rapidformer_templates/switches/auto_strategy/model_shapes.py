@@ -76,12 +76,14 @@ class ModelShapes:
         batch: a micro batch of so many samples.
         gpu: whether it will run on a GPU.
         stages: blocks of each pipeline stage, where the user has said so.
+        has_copy: whether a frozen copy of it stands beside it, divided as it is.
     """
 
     build: Callable[[int | None], nn.Module]
     batch: Callable[[int], Batch]
     gpu: bool = False
     stages: Sequence[int] | None = None
+    has_copy: bool = False
     _traces: dict[Variant, Trace] = field(default_factory=dict)
     _whole_traces: dict[tuple[Variant, int | None, bool], Trace] = field(default_factory=dict)
     _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -304,7 +306,12 @@ class ModelShapes:
 
     def stage_frozen(self, coordinates: Coordinates) -> list[Facts]:
         """What a worker of a stage has of the others."""
-        return [facts for facts in self._everything_of_stage(coordinates).values() if not facts.is_trained]
+        return self.frozen_of(self._everything_of_stage(coordinates).values())
+
+    def frozen_of(self, parameters: Iterable[Facts]) -> list[Facts]:
+        """Those of some parameters that are not trained, and all of them in a frozen copy, if there is one."""
+        mine = list(parameters)
+        return [facts for facts in mine if not facts.is_trained] + (mine if self.has_copy else [])
 
     def _everything_of_stage(self, coordinates: Coordinates) -> dict[str, Facts]:
         if coordinates not in self._stages:

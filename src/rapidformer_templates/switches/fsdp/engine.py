@@ -40,6 +40,15 @@ class FSDPEngine(SingleEngine):
         self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
 
     def _shard(self, model: nn.Module) -> None:
+        # None: all but the root, whose parameters the backward needs first.
+        self._divide(model, None if self.reshards else False)
+
+    def frozen(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.workers.device).requires_grad_(False).eval()
+        self._divide(model, True)  # there is no backward that would need the root's parameters again
+        return model
+
+    def _divide(self, model: nn.Module, reshard: bool | None) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             if self.workers.world > 1:
                 dist.broadcast(tensor.detach(), src=0)
@@ -49,8 +58,6 @@ class FSDPEngine(SingleEngine):
         if self.compute_type is not None:
             # Parameters travel in the compute type; gradients are summed in fp32 unless it is asked otherwise.
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
-        # None: all but the root, whose parameters the backward needs first.
-        reshard = None if self.reshards else False
         for block in find_blocks(model).values():
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -151,6 +151,7 @@ SWITCHES = (
         name="lora",
         summary="Trains small matrices beside frozen weights.",
         source="[peft]",
+        keeps_base=True,
         precedence=Precedence.STRUCTURE,
         options=LoraFlags,
         on={"lora_rank": 8},

@@ -97,6 +97,7 @@ SWITCHES = (
         name="onnx-runtime",
         summary="Forward and backward graphs in ONNX Runtime.",
         source="[R]",
+        no_second_forward="runs one graph for the forward and the backward of a step",
         precedence=Precedence.GRAPH,
         options=OnnxRuntimeFlags,
         predicts=Prediction(

@@ -116,6 +116,7 @@ SWITCHES = (
         name="pipeline-parallel",
         summary="Cut the blocks into N consecutive stages, one a worker.",
         source="[R, M]",
+        no_second_model="runs stages in a schedule of one model",
         precedence=Precedence.PARTITION,
         options=PipelineParallelFlags,
         on={"pipeline_model_parallel_size": 2},

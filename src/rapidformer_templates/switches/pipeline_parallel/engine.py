@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
+from rapidformer_templates.engines.contract import ComputeLoss
 from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.traces import kept_buffers
@@ -72,14 +73,15 @@ class PipelineEngine(ParallelEngine):
         return self.workers.pipeline * self._parts - 1
 
     @torch.no_grad()
-    def eval_batch(self, microbatch: MicroBatch) -> tuple[float, Any]:
+    def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
         """As every engine's; only the workers of the last stage have something to tell."""
         key = _shapes(microbatch.batch)
         evaluated: tuple[float, Any] = (0.0, None)
+        evaluate = partial(super().eval_batch, microbatch, compute_loss)
         for part in range(self._parts):
             stage = self.stage_of(part)
             hidden = self._links.receive_forward(stage, key).unpack() if stage else None
-            left = self._passage.run(part, hidden, lambda: super(PipelineEngine, self).eval_batch(microbatch))
+            left = self._passage.run(part, hidden, evaluate)
             if stage == self.last_stage:
                 evaluated = left
             else:

@@ -84,6 +84,25 @@ class DeepSpeedEngine(SingleEngine):
         self._sequence = GradientSequence(len(self._parameters), self._state.sequenced(self._parameters, self._came))
         self.receipts["zero_optimization"] = _numbers(self._deepspeed._config.zero_config.model_dump())
 
+    def frozen(self, model: nn.Module) -> nn.Module:
+        """As the trained model, without an optimizer: in parts in stage 3, in the type that it computes in."""
+        import deepspeed
+
+        model.requires_grad_(False).eval()
+        if self.compute_type is not None:
+            for parameter in model.parameters():
+                if hasattr(parameter, "ds_tensor"):  # built in parts
+                    parameter.ds_tensor.data = parameter.ds_tensor.data.to(self.compute_type)
+                parameter.data = parameter.data.to(self.compute_type)
+            _compute_in(model, self.compute_type)
+        if self.zero_stage < 3:
+            return model.to(self.workers.device)
+        settings = {name: value for name, value in self.config.items() if name not in ("optimizer", "scheduler")}
+        divided, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
+        divided.eval()
+        wrapped: nn.Module = divided
+        return wrapped
+
     def _distribute(self) -> nn.Module:
         wrapped: nn.Module = self._deepspeed
         return wrapped

@@ -1,0 +1,216 @@
+"""Answers of which one is preferred, or each is said to be good or bad: rows, tokens and batches.
+
+A row is a prompt with a ``chosen`` and a ``rejected`` answer, all texts or all lists of messages; or two whole
+conversations ``chosen`` and ``rejected``, whose common beginning is the prompt; or, for answers that are judged each by
+itself, a prompt with a ``completion`` and a ``label`` that is true or false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+
+from rapidformer_templates.data.collate import Ragged, TokenizedSamples, pad_rows
+from rapidformer_templates.data.finetuning.chat import (
+    Completion,
+    Conversation,
+    Example,
+    read_completion,
+    read_messages,
+)
+from rapidformer_templates.data.finetuning.chat_samples import ChatReader
+from rapidformer_templates.data.finetuning.chat_template import Encoded
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.targets import IGNORED
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.flags import DataFlags
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An answer, and whether it is a good one."""
+
+    example: Example
+    is_good: bool
+
+
+def pairs_of(part: Part, flags: DataFlags, reader: ChatReader) -> list[tuple[Example, Example]]:
+    """The chosen and the rejected answer of each row, with their prompt.
+
+    Raises:
+        DataError: a column is missing, or a row cannot be used.
+    """
+    there = part.table.column_names
+    prompt = flags.text_column or ("prompt" if "prompt" in there else None)
+    names = [part.column("text_column", prompt, ())] if prompt else []
+    names += [part.column("label_column", None, (name,)) for name in ("chosen", "rejected")]
+    return reader.read(part, _rows(part, names), lambda fields: _pair(*((None,) * (3 - len(fields)) + fields)))
+
+
+def has_pairs(part: Part) -> bool:
+    """Whether rows hold two answers, of which one is preferred."""
+    return {"chosen", "rejected"} <= set(part.table.column_names)
+
+
+def judged_of(part: Part, flags: DataFlags, reader: ChatReader) -> list[Judged]:
+    """Answers that are judged each by itself; of pairs first all chosen ones, then all rejected ones.
+
+    Raises:
+        DataError: a column is missing, or a row cannot be used.
+    """
+    if has_pairs(part):
+        pairs = pairs_of(part, flags, reader)
+        return [Judged(chosen, True) for chosen, _ in pairs] + [Judged(rejected, False) for _, rejected in pairs]
+    names = [
+        part.column("text_column", flags.text_column, ("prompt",)),
+        part.column("text_column", None, ("completion",)),
+        part.column("label_column", None, ("label",)),
+    ]
+    return reader.read(part, _rows(part, names), lambda fields: _judged(*fields))
+
+
+def _rows(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    return zip(*(part.table[name][:] for name in names), strict=True)
+
+
+def _judged(prompt: Any, completion: Any, label: Any) -> Judged:
+    if label not in (True, False):
+        raise DataError(f"the label is {label!r}", hint="write true for an answer that is wanted, and false for others")
+    return Judged(read_completion(prompt, completion), bool(label))
+
+
+def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Example, Example]:
+    if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
+        return _with_common_prompt(read_messages(chosen, "chosen"), read_messages(rejected, "rejected"))
+    if isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
+        shared = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    pair = read_completion(prompt, chosen), read_completion(prompt, rejected)
+    _check_apart(chosen, rejected)
+    return pair
+
+
+def _with_common_prompt(chosen: list[Any], rejected: list[Any]) -> tuple[Example, Example]:
+    """Two conversations that begin alike."""
+    given = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+    _check_apart(chosen, rejected)
+    if not given:
+        raise DataError("the chosen and the rejected conversation do not begin with the same message")
+    return Conversation(chosen, given), Conversation(rejected, given)
+
+
+def _check_apart(chosen: Any, rejected: Any) -> None:
+    if chosen == rejected:
+        raise DataError("the chosen and the rejected answer are the same")
+
+
+class PreferenceSamples(TokenizedSamples):
+    """Samples of two rows each, whose length is that of the longer one."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        second = next(name for name in self.fields if name.endswith("_input_ids"))
+        return np.maximum(self.lengths_of("input_ids"), self.lengths_of(second))
+
+
+def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: ChatReader) -> PreferenceSamples:
+    """Tokens of both answers of each pair, with labels on the answers.
+
+    Args:
+        name: of the part, for the notes.
+
+    Raises:
+        DataError: of no pair both answers have a token within the length.
+    """
+    chosen, rejected = (_encoded([pair[i] for pair in pairs], reader) for i in (0, 1))
+    kept = [i for i in range(len(pairs)) if _is_answered(chosen[i]) and _is_answered(rejected[i])]
+    _tell(name, len(pairs), len(kept), reader)
+    return PreferenceSamples(_fields("", chosen, kept) | _fields("rejected_", rejected, kept))
+
+
+def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> PreferenceSamples:
+    """Tokens of each answer, and of the answer of the sample before it to the same prompt, by which drift is measured.
+
+    Which one that is depends on the data set alone: so no cut into batches changes anything.
+
+    Raises:
+        DataError: no two answers have a token within the length.
+    """
+    others = [_swapped(answers[i].example, answers[i - 1].example) for i in range(len(answers))]
+    own, mixed = (_encoded(examples, reader) for examples in ([a.example for a in answers], others))
+    kept = [i for i in range(len(answers)) if _is_answered(own[i]) and _is_answered(mixed[i])]
+    _tell(name, len(answers), len(kept), reader)
+    good = {"is_good": [bool(answers[i].is_good) for i in kept]}
+    return PreferenceSamples(_fields("", own, kept) | _fields("kl_", mixed, kept) | good)
+
+
+def _swapped(example: Example, other: Example) -> Example:
+    """The prompt of the one with the answer of the other; a column holds one kind of value."""
+    if isinstance(example, Completion) and isinstance(other, Completion):
+        return Completion(example.prompt, other.completion)
+    assert isinstance(example, Conversation)
+    assert isinstance(other, Conversation)
+    return Conversation([*example.messages[: example.given], *other.messages[other.given :]], example.given)
+
+
+def _encoded(examples: Sequence[Example], reader: ChatReader) -> list[Encoded]:
+    return reader.encoded([reader.render(example) for example in examples])
+
+
+def _is_answered(tokens: Encoded) -> bool:
+    return bool(tokens.learned[1:].any())  # nothing predicts a sample's first token
+
+
+def _fields(prefix: str, rows: Sequence[Encoded], kept: Sequence[int]) -> dict[str, Ragged | list[Any]]:
+    labels = (np.where(rows[i].learned, rows[i].ids, IGNORED) for i in kept)
+    return {
+        f"{prefix}input_ids": Ragged(rows[i].ids for i in kept),
+        f"{prefix}labels": Ragged(np.append(IGNORED, row[1:]) for row in labels),
+    }
+
+
+def _tell(name: str, there: int, kept: int, reader: ChatReader) -> None:
+    if not kept:
+        message = f"no token of an answer is within the first {reader.seq_length} tokens of any of the {there} samples"
+        raise DataError(message, where="--seq-length", hint="use a greater --seq-length, or shorter prompts")
+    if kept < there:
+        reader.notes.append(
+            f"{name}: {there - kept:,} of {there:,} samples are not used: an answer has no token within "
+            f"{reader.seq_length} tokens"
+        )
+
+
+class PreferenceCollate:
+    """Batches of samples of two rows, padded on the right.
+
+    Of pairs the chosen answers come first and then the rejected ones, in one tensor (2 × samples, tokens), so that
+    one forward serves both; of judged answers the two rows stay apart (``input_ids``, ``kl_input_ids``). ``counted``
+    is 1 for each sample; other fields are single numbers, one a sample.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        if "kl_input_ids" in samples[0]:
+            batch = self._padded(samples) | self._padded(samples, "kl_")
+        else:
+            rejected = ({name: sample[f"rejected_{name}"] for name in ("input_ids", "labels")} for sample in samples)
+            batch = self._padded([*samples, *rejected])
+        numbers = [name for name in samples[0] if not name.endswith(("input_ids", "labels"))]
+        batch |= {name: torch.tensor([sample[name] for sample in samples]) for name in numbers}
+        return batch | {"counted": torch.ones(len(samples))}
+
+    def _padded(self, rows: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, torch.Tensor]:
+        ids, filled = pad_rows([row[f"{prefix}input_ids"] for row in rows], self.pad_token_id)
+        labels, _ = pad_rows([row[f"{prefix}labels"] for row in rows], IGNORED)
+        return {
+            f"{prefix}input_ids": torch.from_numpy(ids),
+            f"{prefix}attention_mask": torch.from_numpy(filled.astype(np.int64)),
+            f"{prefix}labels": torch.from_numpy(labels),
+        }

@@ -1,0 +1,266 @@
+"""Preferences: a model learns which answers are wanted; and rewards: a model learns to score them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rapidformer_templates.data.finetuning.chat_samples import ChatReader
+from rapidformer_templates.data.finetuning.preferences import (
+    PreferenceCollate,
+    PreferenceSamples,
+    judged_of,
+    judged_samples,
+    pair_samples,
+    pairs_of,
+)
+from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.data.tasks import preference_losses as losses
+from rapidformer_templates.data.tasks.base import EvalBatch, Task, as_data
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.models.architectures import dropout_rates
+from rapidformer_templates.models.label_use import LabelUse, check_causal
+from rapidformer_templates.models.loading import build_model
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.tasks import preference_metrics
+from rapidformer_templates.system.workers import Workers
+
+Batch = Mapping[str, torch.Tensor]
+Reference = Callable[[Any], AbstractContextManager[Any]]
+"""From the trained model to a context with the model that it is compared with."""
+
+
+class _Preferences(Task):
+    """What both tasks share: answers two by two, and the rewards that are told of each step.
+
+    Attributes:
+        judges: each answer is judged by itself, and not one against another.
+    """
+
+    best_metric = "eval_loss"
+    measures = True
+    judges = False
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._sums: torch.Tensor | None = None
+        self._rewards: list[Any] = []
+
+    def build_data(self) -> Data:
+        raw = read_dataset(self.config)
+        self.skipped, self.notes = raw.skipped, []
+        sets = {name: self._samples(name, part) for name, part in raw.parts().items()}
+        assert isinstance(self.tokenizer.pad_token_id, int)
+        return as_data(sets, PreferenceCollate(self.tokenizer.pad_token_id))
+
+    def _samples(self, name: str, part: Part) -> PreferenceSamples:
+        flags = self.config.data
+        reader = ChatReader(
+            self.tokenizer,
+            self.seq_length,
+            answers_only=True,
+            skip_bad=flags.skip_bad_lines,
+            skipped=self.skipped,
+            notes=self.notes,
+        )
+        if self.judges:
+            return judged_samples(name, judged_of(part, flags, reader), reader)
+        return pair_samples(name, pairs_of(part, flags, reader), reader)
+
+    def build_model(self) -> PreTrainedModel:
+        """Without dropout, unless it is asked for: both models must see an answer alike."""
+        rates = {} if self.config.model.dropout is not None else dropout_rates(self.model_config, 0.0)
+        return build_model(self.config, self.auto_class, self.tokenizer, **rates, **self.config_overrides())
+
+    def count_targets(self, batch: Batch, *, shifted: bool) -> float:
+        return float(batch["counted"].sum())
+
+    def begin_step(self, microbatches: Iterable[MicroBatch]) -> None:
+        self._sums = None
+        for microbatch in microbatches:
+            if microbatch.idle:
+                microbatch.batch["counted"].zero_()
+
+    def _tell_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor, counted: torch.Tensor) -> None:
+        is_chosen = torch.arange(2 * len(chosen), device=chosen.device) < len(chosen)
+        self._tell(torch.cat([chosen, rejected]), is_chosen, counted.repeat(2))
+        if not torch.is_grad_enabled():
+            self._rewards = list(zip(chosen.tolist(), rejected.tolist(), strict=True))
+            return
+        assert self._sums is not None
+        self._sums[4] += ((chosen > rejected) * counted).sum()
+
+    def _tell(self, rewards: torch.Tensor, is_good: torch.Tensor, counted: torch.Tensor) -> None:
+        """Note the rewards of a batch, for the metrics of this step or of the evaluation."""
+        rewards = rewards.detach()
+        if not torch.is_grad_enabled():
+            self._rewards = list(zip(rewards.tolist(), is_good.tolist(), strict=True))
+            return
+        sums = [(rewards * counted * of).sum() for of in (is_good, ~is_good)]
+        counts = [(counted * of).sum() for of in (is_good, ~is_good)]
+        told = torch.stack([sums[0], counts[0], sums[1], counts[1], torch.zeros_like(sums[0])]).double()
+        self._sums = told if self._sums is None else self._sums + told
+
+    def measured(self, workers: Workers) -> dict[str, torch.Tensor]:
+        sums = torch.zeros(5, dtype=torch.float64, device=workers.device)
+        if self._sums is not None and workers.speaks:
+            sums = self._sums
+        good, goods, bad, bads, right = workers.sum_tensor(sums.clone())
+        chosen, rejected = good / goods, bad / bads
+        told = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+        return told if self.judges else told | {"rewards/accuracies": right / goods}
+
+    def predict(self, outputs: Any, batch: Batch) -> tuple[list[Any], list[Any]]:
+        """The rewards of each sample, from the loss that has just been computed of the batch."""
+        rewards, self._rewards = self._rewards, []
+        return rewards, [None] * len(rewards)
+
+    def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        told = np.asarray(predictions, dtype=np.float64).reshape(-1, 2)
+        if self.judges:
+            good = told[:, 1] > 0
+            chosen, rejected = (float(told[of, 0].mean()) if of.any() else 0.0 for of in (good, ~good))
+        else:
+            chosen, rejected = told.mean(axis=0).tolist() if len(told) else (0.0, 0.0)
+        values = (chosen, rejected, chosen - rejected, float((told[:, 0] > told[:, 1]).mean()) if len(told) else 0.0)
+        return dict(zip(preference_metrics(judges=self.judges), values, strict=False))
+
+
+class Preference(_Preferences):
+    """Learns from answers that are preferred to others, or said to be good or bad (``--preference-loss kto``).
+
+    DPO, IPO and KTO compare the model with a reference: itself without its adapters, a frozen copy, or
+    log-probabilities that were computed once. ORPO and SimPO need none.
+    """
+
+    name = "preference"
+    auto_class = "AutoModelForCausalLM"
+    reference: Reference | None = None
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._loss = config.training.preference_loss
+        self.judges = self._loss == "kto"
+        self.needs_reference = self._loss in ("dpo", "ipo", "kto")
+        self.looks_ahead = self._loss in ("kto", "orpo")
+
+    def use_labels(self, use: LabelUse) -> bool:
+        check_causal(use, "--task preference")
+        return True
+
+    def look_ahead(self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers) -> None:
+        """The drift that KTO compares with, or ORPO's number of tokens: both of the whole global batch."""
+        total = count = 0.0
+        for microbatch in microbatches:
+            batch = microbatch.batch
+            here = not microbatch.idle and workers.speaks
+            if self.judges:
+                apart, _ = evaluate(_of_drift(microbatch), self._drift_of)
+                total, count = total + here * apart, count + here * len(microbatch.samples)
+            else:
+                chosen = batch["attention_mask"][: len(batch["counted"])]
+                total, count = total + here * float(chosen[:, 1:].sum()), count + here * float(batch["counted"].sum())
+        total, count = workers.sum(total, count)
+        self._ahead = max(total / count, 0.0) if self.judges else count / max(total, 1.0)
+
+    _ahead = 0.0  # KTO's drift; ORPO's pairs a token
+
+    def _drift_of(self, model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
+        """The sum of the ratios of a batch, and of how many."""
+        answers = self._answers(model, batch)
+        return answers.ratios.sum(), len(answers.ratios)
+
+    def reference_of(self, evaluate: EvalBatch, microbatch: MicroBatch) -> list[list[float]]:
+        """For each sample the reference's log-probabilities of its two rows; nothing where no output is seen."""
+        parts, told = [microbatch] if not self.judges else [microbatch, _of_drift(microbatch)], []
+        for part in parts:
+            self._rewards = []
+            evaluate(part, self._note_reference)
+            told += self._rewards
+        count = len(microbatch.samples)
+        return [[told[i], told[count + i]] for i in range(count)] if told else []
+
+    def _note_reference(self, model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
+        logps = self._reference_logps(model, batch)
+        self._rewards = logps.tolist()
+        return logps.sum(), len(logps)
+
+    def compute_loss(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
+        training, counted = self.config.training, batch["counted"]
+        answers, beta = self._answers(model, batch), training.preference_beta
+        if self._loss == "kto":
+            weights = training.kto_desirable_weight, training.kto_undesirable_weight
+            each = losses.kto(answers, batch["is_good"], beta, self._ahead, weights)
+            self._tell(beta * answers.ratios, batch["is_good"], counted)
+            return (each * counted).sum(), counted.sum()
+        chosen, rejected = answers.halves()
+        if self._loss == "orpo":
+            each = chosen.whole_nll * self._ahead + beta * losses.odds_ratio(chosen, rejected)
+        elif self._loss == "simpo":
+            each = losses.simpo(chosen, rejected, beta, training.simpo_gamma)
+        else:
+            each = {"dpo": losses.dpo, "ipo": losses.ipo}[self._loss](chosen, rejected, beta)
+        told = [half.ratios if self.needs_reference else half.means for half in (chosen, rejected)]
+        self._tell_pairs(beta * told[0].detach(), beta * told[1].detach(), counted)
+        return (each * counted).sum(), counted.sum()
+
+    def _answers(self, model: Any, batch: Batch) -> losses.Answers:
+        """Log-probabilities by the model and, where the loss needs one, by the reference."""
+        # The reference comes first: what a recorder remembers, and what the backward follows, is the model's own.
+        reference = self._reference_logps(model, batch) if self.needs_reference else None
+        answers = self._logps(model, batch)
+        return (
+            answers
+            if reference is None
+            else losses.Answers(answers.logps, answers.lengths, reference, answers.whole_nll)
+        )
+
+    def _logps(self, model: Any, batch: Batch) -> losses.Answers:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        return losses.answers_of(model(input_ids=ids, attention_mask=mask).logits, ids, mask, batch["labels"])
+
+    @torch.no_grad()
+    def _reference_logps(self, model: Any, batch: Batch) -> torch.Tensor:
+        if "reference_logps" in batch:
+            return batch["reference_logps"]
+        if "reference_chosen_logps" in batch:
+            return torch.cat([batch["reference_chosen_logps"], batch["reference_rejected_logps"]])
+        if self.reference is None:  # a transform tries the loss before there is one
+            return torch.zeros(len(batch["input_ids"]), device=batch["input_ids"].device)
+        with self.reference(model) as other:
+            return self._logps(other, batch).logps
+
+
+def _of_drift(microbatch: MicroBatch) -> MicroBatch:
+    """Its answers to other prompts, as a micro batch of their own."""
+    prefix, batch = "kl_", microbatch.batch
+    fields = {name.removeprefix(prefix): tensor for name, tensor in batch.items() if name.startswith(prefix)}
+    if "reference_kl_logps" in batch:
+        fields["reference_logps"] = batch["reference_kl_logps"]
+    count = 0 if microbatch.idle else len(microbatch.samples)
+    return MicroBatch(fields, microbatch.samples, targets=count, idle=microbatch.idle)
+
+
+class Reward(_Preferences):
+    """Learns to score answers, so that chosen ones score higher: a classifier with one number (Bradley and Terry)."""
+
+    name = "reward"
+    auto_class = "AutoModelForSequenceClassification"
+
+    def config_overrides(self) -> dict[str, Any]:
+        return {"num_labels": 1}
+
+    def use_labels(self, use: LabelUse) -> bool:
+        return False
+
+    def compute_loss(self, model: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
+        scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].float()
+        chosen, rejected = scores.chunk(2)
+        self._tell_pairs(chosen.detach(), rejected.detach(), batch["counted"])
+        return (losses.reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()

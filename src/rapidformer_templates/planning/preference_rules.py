@@ -1,0 +1,183 @@
+"""Rules about preferences and rewards: what cannot be exact, or has no reference to compare with. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from rapidformer_templates.planning.changes import add, drop, replace
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.switch import Example, Finding, Request, Rule, Switch
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainingFlags)}
+TWO_ROWS = ("preference", "reward")
+COMPARED = ("dpo", "ipo", "kto")
+"""Losses that compare the model with a reference."""
+
+
+def _compares(config: RunConfig) -> bool:
+    training = config.training
+    return training.task == "preference" and training.preference_loss in COMPARED
+
+
+def has_frozen_copy(config: RunConfig, switches: Iterable[Switch]) -> bool:
+    """Whether the reference is a second copy of the model; ``switches``: the active ones."""
+    keeps_base = any(switch.keeps_base for switch in switches)
+    return _compares(config) and not config.training.precompute_reference and not keeps_base
+
+
+def rows_per_sample(config: RunConfig) -> int:
+    """Rows of a batch that each sample has: two answers, where they are compared."""
+    training = config.training
+    judges = training.task == "preference" and training.preference_loss == "kto"
+    return 2 if training.task in TWO_ROWS and not judges else 1
+
+
+def _reasons(request: Request, field: str) -> list[tuple[str, str]]:
+    """The active switches that give a reason, with it."""
+    named = [(name, getattr(switch, field)) for name, switch in request.active.items()]
+    return [(name, why) for name, why in named if why]
+
+
+_PRECOMPUTE = add({"precompute_reference": True}, "the model itself, before its first step")
+
+
+def _one_row_a_sample(request: Request) -> list[Finding]:
+    training = request.config.training
+    if training.task not in TWO_ROWS or not training.neftune_alpha:
+        return []
+    message = f"--neftune-alpha is for samples of one row, not for the two answers of --task {training.task}"
+    return [Finding(message, request.asked("neftune_alpha", "task"), changes=(drop({"neftune_alpha": None}),))]
+
+
+def _one_loss(request: Request) -> list[Finding]:
+    if request.config.training.task not in TWO_ROWS:
+        return []
+    return [
+        Finding(
+            f"--task {request.config.training.task} has two forwards or two answers a sample, and {name} {why}",
+            (*request.asked_for(name), *request.asked("task")),
+            switches=(name,),
+        )
+        for name, why in _reasons(request, "no_second_forward")
+    ]
+
+
+def _forward_of_reference(request: Request) -> list[Finding]:
+    if not _compares(request.config) or request.config.training.precompute_reference:
+        return []
+    return [
+        Finding(
+            f"there is no place for a forward of the reference: {name} {why}",
+            (*request.asked_for(name), *request.asked("preference_loss")),
+            switches=(name,),
+            changes=(_PRECOMPUTE,),
+        )
+        for name, why in _reasons(request, "no_second_model")
+    ]
+
+
+def _copy_is_the_start(request: Request) -> list[Finding]:
+    if not has_frozen_copy(request.config, request.active.values()) or request.config.training.load is None:
+        return []
+    message = "--load changes the model after the reference was built, which would be compared with other weights"
+    changes = (_PRECOMPUTE, drop({"load": None, "weights_only": False}))
+    return [Finding(message, request.asked("load", "preference_loss"), changes=changes)]
+
+
+def _reference_is_used(request: Request) -> list[Finding]:
+    training = request.config.training
+    if not training.precompute_reference or training.task != "preference" or _compares(request.config):
+        return []
+    message = f"--preference-loss {training.preference_loss} compares with no reference"
+    changes = (drop({"precompute_reference": False}), replace({"preference_loss": "dpo"}))
+    return [Finding(message, request.asked("precompute_reference", "preference_loss"), changes=changes)]
+
+
+OF_LOSS = {"simpo_gamma": "simpo", "kto_desirable_weight": "kto", "kto_undesirable_weight": "kto"}
+"""Flags that act on one loss, which they belong to."""
+
+
+def _of_this_loss(request: Request) -> list[Finding]:
+    training = request.config.training
+    if training.task != "preference":
+        return []
+    return [
+        Finding(
+            f"--preference-loss {training.preference_loss} has no use for {spelling(name)}, which is for {loss}",
+            request.asked(name, "preference_loss"),
+            changes=(drop({name: DEFAULTS[name]}), replace({"preference_loss": loss})),
+        )
+        for name, loss in OF_LOSS.items()
+        if loss != training.preference_loss and request.config.get(name) != DEFAULTS[name]
+    ]
+
+
+def _bet_on_something(request: Request) -> list[Finding]:
+    training = request.config.training
+    if training.task != "preference" or training.preference_beta > 0:
+        return []
+    message = "with --preference-beta 0 no answer is better than another"
+    changes = (replace({"preference_beta": 0.1}),)
+    return [Finding(message, request.asked("preference_beta"), changes=changes)]
+
+
+PREFERENCE_RULES = (
+    Rule(
+        "RF130",
+        "Noise on the embeddings is for samples of one row.",
+        "it is drawn by a sample's place, of which a chosen and a rejected answer have one",
+        "[rapidformer_templates]",
+        _one_row_a_sample,
+        Example("--task preference --neftune-alpha 5"),
+    ),
+    Rule(
+        "RF131",
+        "Preferences and rewards go with switches that leave logits, and add no loss.",
+        "a forward of the reference would be counted with those of the model, or would be captured as one of them",
+        "[rapidformer_templates]",
+        _one_loss,
+        Example("--task preference --onnx-runtime-training"),
+    ),
+    Rule(
+        "RF132",
+        "A forward of the reference goes with engines that have a place for one.",
+        "a schedule of stages is one of the trained model; with --precompute-reference there is no such forward",
+        "[rapidformer_templates]",
+        _forward_of_reference,
+        Example("--task preference --pipeline-model-parallel-size 2 --num-layers 4 --world-size 2"),
+    ),
+    Rule(
+        "RF133",
+        "The reference is the model that the run begins with.",
+        "DPO, IPO and KTO measure how far training has gone from there",
+        "[Rafailov et al., 2023]",
+        _copy_is_the_start,
+        Example("--task preference --load run --weights-only"),
+    ),
+    Rule(
+        "RF134",
+        "A reference is computed where a loss compares with it.",
+        "ORPO and SimPO look at the model alone",
+        "[Hong et al., 2024; Meng et al., 2024]",
+        _reference_is_used,
+        Example("--task preference --preference-loss orpo --precompute-reference"),
+    ),
+    Rule(
+        "RF135",
+        "--preference-beta is above 0.",
+        "it scales what a choice is worth, and IPO divides by it",
+        "[rapidformer_templates]",
+        _bet_on_something,
+        Example("--task preference --preference-beta 0"),
+    ),
+    Rule(
+        "RF136",
+        "The flags of one loss of preferences are given with that loss.",
+        "with another one they would be ignored in silence",
+        "[rapidformer_templates]",
+        _of_this_loss,
+        Example("--task preference --simpo-gamma 1"),
+    ),
+)

@@ -1,0 +1,162 @@
+"""The model that a preference is measured against: without its adapters, as a frozen copy, or computed once.
+
+Log-probabilities that are computed once lie in the run folder, and a run that goes on takes them from there: by then
+its model is another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.data.loader import eval_requests, load
+from rapidformer_templates.data.tasks.preference import Preference
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.models.adapters import fingerprint, frozen_base_of, identity_of, without_adapters
+from rapidformer_templates.run.evaluation import evaluating
+from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.system.files import sync, writing
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.run.template import Template
+
+
+def compared_task(template: Template) -> Preference | None:
+    """The run's task, if its losses compare the model with a reference."""
+    task = template.task if template.uses_task else None
+    return task if isinstance(task, Preference) and task.needs_reference else None
+
+
+def provide_reference(template: Template, engine: Engine, build: Callable[[], nn.Module]) -> None:
+    """Give the task the model that it compares with.
+
+    Args:
+        build: makes the model of the run once more, with the same weights and the transforms of its switches.
+    """
+    task = compared_task(template)
+    if task is None:
+        return
+    if frozen_base_of(engine.model) is not None:
+        task.reference = without_adapters
+    elif not template.config.training.precompute_reference:
+        copy = engine.frozen(build())
+        task.reference = lambda model: nullcontext(copy)
+    else:
+        task.reference = nullcontext  # the model itself, before its first step
+
+
+class Precomputed:
+    """Log-probabilities of the reference, one set a sample, in the data of the run.
+
+    Args:
+        identity: of the model that they are computed with, as it was built.
+    """
+
+    def __init__(self, template: Template, engine: Engine, identity: str, workers: Workers) -> None:
+        self.template, self.engine, self.workers = template, engine, workers
+        data = template.data
+        named: Mapping[str, Any] = {"train": data.train, "valid": data.valid}
+        self.parts: dict[str, TokenizedSamples] = {name: part for name, part in named.items() if part}
+        self.identity = {
+            "model": identity,
+            "load": template.config.training.load,
+            "data": {name: _digest(samples) for name, samples in self.parts.items()},
+        }
+
+    def attach(self, folder: RunFolder | None, *, goes_on: bool) -> None:
+        """Put them beside the samples; computed now, or read where the run goes on.
+
+        Raises:
+            CheckpointError: they are not there, or were computed for another model or other data.
+        """
+        if goes_on:
+            assert folder is not None
+            values = self._read(folder.reference)
+        else:
+            values = {name: self._computed(samples) for name, samples in self.parts.items()}
+            if folder and self.workers.is_main:
+                told = {"of": json.dumps(self.identity, sort_keys=True)}
+                temporary = folder.reference.with_name(folder.reference.name + ".tmp")
+                with writing(folder.reference):
+                    save_file({name: torch.tensor(rows) for name, rows in values.items()}, temporary, metadata=told)
+                    sync(temporary)
+                    temporary.rename(folder.reference)
+        for name, samples in self.parts.items():
+            columns = zip(*values[name], strict=True)
+            samples.fields |= {field: list(column) for field, column in zip(_fields(samples), columns, strict=True)}
+
+    def _read(self, path: Path) -> Mapping[str, Any]:
+        try:
+            with safe_open(path, framework="pt") as kept:
+                of = json.loads(kept.metadata()["of"])
+                values = {name: kept.get_tensor(name).tolist() for name in kept.keys()}  # noqa: SIM118 - no mapping
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the log-probabilities of the reference cannot be read: {error}",
+                where=str(path),
+                hint="start again with --overwrite: the model that they come from has been trained since",
+            ) from error
+        other = [name for name, value in self.identity.items() if of.get(name) != value]
+        if other:
+            raise CheckpointError(
+                f"the log-probabilities of the reference belong to another {' and '.join(other)}",
+                where=str(path),
+                hint="go on with the model and the data that the run began with, or start again with --overwrite",
+            )
+        return values
+
+    def _computed(self, samples: TokenizedSamples) -> list[list[float]]:
+        """For each sample the log-probabilities of its two rows."""
+        task, sizes = self.template.task, self.template.plan.sizes
+        assert isinstance(task, Preference)
+        requests = eval_requests(
+            samples.lengths, len(samples), 0, rank=self.workers.data_rank, data_size=sizes.data,
+            micro_batch=sizes.micro_batch,
+        )  # fmt: skip
+        found: list[tuple[int, list[float]]] = []
+        with evaluating(self.engine):
+            for microbatch in load(samples, self.template.data, requests, workers=0, pin_memory=False):
+                told = task.reference_of(self.engine.eval_batch, microbatch)
+                if self.workers.speaks and not microbatch.idle:
+                    found += zip(microbatch.samples, told, strict=True)
+        everywhere = dict(entry for share in self.workers.gather(found) for entry in share)
+        return [everywhere[i] for i in range(len(samples))]
+
+
+def _fields(samples: TokenizedSamples) -> tuple[str, str]:
+    judged = "kl_input_ids" in samples.fields
+    return (
+        ("reference_logps", "reference_kl_logps") if judged else ("reference_chosen_logps", "reference_rejected_logps")
+    )
+
+
+def _digest(samples: TokenizedSamples) -> str:
+    """Of all tokens and labels."""
+    digest = hashlib.sha256()
+    for name, field in sorted(samples.fields.items()):
+        digest.update(name.encode())
+        for array in (field.values, field.lengths) if isinstance(field, Ragged) else (np.asarray(field),):
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def identity_of_model(engine: Engine, workers: Workers) -> str:
+    """A digest of the weights; every worker must call it."""
+    base = frozen_base_of(engine.model)
+    weights = engine.full_weights() if base is None else None
+    mine = identity_of({name: fingerprint(tensor) for name, tensor in weights.items()}) if weights else ""
+    told: str = workers.broadcast(base.identity if base else mine)
+    return told

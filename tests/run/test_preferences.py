@@ -1,0 +1,140 @@
+"""Runs on preferences: no cut into batches or workers, and no way to have the reference, changes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.errors import CheckpointError
+from tests.support.preference_runs import STEPS, curve_of, judged, make, pairs, run, run_all, scored
+from tests.support.worker_group import run_in_workers
+
+Curve = list[list[float]]
+
+LORA = ("--lora-rank", "2")
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "fsdp": ("--fsdp-memory-optimization",),
+    "zero-1": ("--zero-1-memory-optimization",),
+    "zero-3": ("--zero-3-memory-optimization", "--zero-3-param-persistence-threshold", "40"),
+    "oss": ("--oss-memory-optimization",),
+    "tensor": ("--tensor-model-parallel-size", "2"),
+}
+"""Ways to divide the trained model and the copy of it."""
+
+STAGES = {"pipeline": ("--pipeline-model-parallel-size", "2", "--pipeline-stages", "1,1")}
+"""One that has no place for a copy."""
+
+CLASSIFIES = ("--task", "sequence_classification", "--dropout", "0")
+
+ONCE = ("--precompute-reference",)
+CHECKED = ("zero-3", "pipeline")
+"""Where log-probabilities are computed once, by an engine of its own kind each."""
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Mapping[str, list[str]]:
+    folder = tmp_path_factory.mktemp("preferences")
+    of_pairs = make(folder / "pairs", gpt_folder, pairs())
+    of_judged = make(folder / "judged", gpt_folder, judged())
+    losses = {loss: [*of_pairs, "--preference-loss", loss] for loss in ("dpo", "ipo", "orpo", "simpo")}
+    return {
+        **losses,
+        "kto": [*of_judged, "--preference-loss", "kto"],
+        "kto of pairs": [*of_pairs, "--preference-loss", "kto"],
+        "reward": [*of_pairs, "--task", "reward"],
+        "numbers": [*make(folder / "numbers", gpt_folder, scored(float)), *CLASSIFIES],
+        "labels": [*make(folder / "labels", gpt_folder, scored(list)), *CLASSIFIES],
+    }
+
+
+def check_alike(curves: Mapping[str, Curve], wanted: Curve, tolerance: float = 2e-4) -> None:
+    for name, curve in curves.items():
+        assert len(curve) == len(wanted) == STEPS + 1, name
+        for got, want in zip(curve, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=1e-5, err_msg=name)
+
+
+def in_workers(count: int, folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve]:
+    told = run_in_workers(count, run_all, {str(folder / name): list(flags) for name, flags in runs.items()})
+    return {Path(name).name: curve for name, curve in told[0].items()}
+
+
+def test_workers_and_micro_batches_change_nothing(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
+    whole = {name: run([*given, "--micro-batch-size", "4"], tmp_path / name) for name, given in flags.items()}
+    cut = in_workers(2, tmp_path / "cut", {n: [*g, "--micro-batch-size", "1"] for n, g in flags.items()})
+    for name, curve in cut.items():
+        check_alike({name: curve}, whole[name])
+
+
+def test_every_engine_holds_the_copy_and_every_reference_is_the_same(
+    flags: Mapping[str, list[str]], tmp_path: Path
+) -> None:
+    given = [*flags["dpo"], "--micro-batch-size", "2"]
+    whole = run(given, tmp_path / "whole")
+    assert whole[1][2] != 0  # by then the model is not its reference
+    runs = {name: [*given, *more] for name, more in ENGINES.items()}
+    runs |= {f"{name}, once": [*given, *more, *ONCE] for name, more in (ENGINES | STAGES).items() if name in CHECKED}
+    check_alike(in_workers(2, tmp_path, runs), whole)
+
+
+def test_a_model_without_its_adapters_is_the_reference(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
+    given = [*flags["dpo"], *LORA, "--micro-batch-size", "2"]
+    whole = run(given, tmp_path / "whole")
+    assert whole[1][2] != 0
+    runs = {name: [*given, *more] for name, more in ENGINES.items() if name in ("fsdp", "zero-3", "tensor")}
+    runs |= {f"{name}, once": [*given, *more, *ONCE] for name, more in STAGES.items()}
+    check_alike(in_workers(2, tmp_path, runs), whole)
+
+
+class Dies(Trainer):
+    """Ends after its third step, as if it were killed."""
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_run_goes_on_from_its_own_log_probabilities(gpt_folder: Path, tmp_path: Path) -> None:
+    given = make(tmp_path / "data", gpt_folder, judged())
+    given += [
+        "--preference-loss",
+        "kto",
+        "--train-iters",
+        "5",
+        "--save-interval",
+        "2",
+        "--micro-batch-size",
+        "2",
+        *ONCE,
+    ]
+    wanted = run(given, tmp_path / "whole")
+    half = [*given, "--task", "preference", "--save", str(tmp_path / "half")]
+    with pytest.raises(KeyboardInterrupt):
+        Dies(half).fit()
+    kept = (tmp_path / "half" / "reference.safetensors").read_bytes()
+    text = (tmp_path / "data" / "train.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "data" / "train.jsonl").write_text(text.replace('"prompt": "', '"prompt": "a ', 1), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="the reference belong to another data"):
+        Trainer([*half, "--resume"]).fit()
+    (tmp_path / "data" / "train.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "half" / "reference.safetensors").write_bytes(kept[:40])
+    with pytest.raises(CheckpointError, match="the log-probabilities of the reference cannot be read"):
+        Trainer([*half, "--resume"]).fit()
+    (tmp_path / "half" / "reference.safetensors").write_bytes(kept)
+    Trainer([*half, "--resume"]).fit()
+    np.testing.assert_array_equal(np.concatenate(curve_of(tmp_path / "half")), np.concatenate(wanted))
+
+
+def test_what_a_run_leaves(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
+    Trainer([*flags["reward"], "--export-model", "--save", str(tmp_path / "run")]).fit()
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "export")
+    assert exported.config.num_labels == 1
+    Trainer([*flags["numbers"], "--export-model", "--save", str(tmp_path / "numbers")]).fit()
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "numbers" / "export")
+    assert exported.config.problem_type == "regression"

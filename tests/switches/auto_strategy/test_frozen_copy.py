@@ -1,0 +1,76 @@
+"""What a frozen copy of the model takes on each worker, as the planner predicts it and as it lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
+from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from tests.support.preference_runs import make, pairs
+from tests.support.worker_group import run_in_workers
+
+ENGINES = {"none": (), "fsdp": ("--fsdp-memory-optimization",), "zero-3": ("--zero-3-memory-optimization",)}
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    """What of its parameters lies here: whole ones, shards, and the parts of ZeRO-3."""
+    held = 0
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+        held += local.nbytes + (parameter.ds_tensor.nbytes if hasattr(parameter, "ds_tensor") else 0)
+    return held
+
+
+def measured(workers: Any, flags: list[str]) -> dict[str, int]:
+    found = {}
+    for name, more in ENGINES.items():
+        job = Trainer([*flags, *more, "--task", "preference", "--no-save"])
+        job.fit()
+        with job.task.reference(None) as copy:  # type: ignore[attr-defined]
+            found[name] = bytes_of(copy)
+    return found
+
+
+def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path) -> None:
+    flags = make(tmp_path, gpt_folder, pairs(4))
+    config = GPT2Config.from_pretrained(tmp_path / "model")
+    ranks: list[Mapping[str, int]] = run_in_workers(2, measured, [*flags, "--train-iters", "1"])
+    alone, beside = (
+        ModelShapes(lambda blocks: GPT2LMHeadModel(config), lambda samples: {}, has_copy=copied)
+        for copied in (False, True)
+    )
+    for name in ENGINES:
+        layout = Layout(1, 1, 2, partitioning=name)
+        more = zip(held_by_worker(beside, layout), held_by_worker(alone, layout), strict=True)
+        assert [b.parameters - a.parameters for b, a in more] == [rank[name] for rank in ranks], name
+        assert [h.optimizer for h in held_by_worker(beside, layout)] == [
+            h.optimizer for h in held_by_worker(alone, layout)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "copied", "rows"),
+    [
+        ({"task": "preference"}, True, 4),
+        ({"task": "preference", "precompute_reference": True}, False, 4),
+        ({"task": "preference", "preference_loss": "simpo"}, False, 4),
+        ({"task": "preference", "preference_loss": "kto"}, True, 2),
+        ({"task": "reward"}, False, 4),
+        ({"task": "causal_lm"}, False, 2),
+    ],
+)
+def test_the_planner_sees_what_a_task_needs(flags: dict[str, Any], copied: bool, rows: int) -> None:
+    sizes = {"model_type": "gpt2", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 8}
+    subject = Subject(RunConfig().replace("command line", **flags, **sizes), gpu=False)
+    assert subject.shapes.has_copy == copied
+    assert len(subject.shapes.batch(2)["input_ids"]) == rows
