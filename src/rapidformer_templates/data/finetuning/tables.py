@@ -16,6 +16,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from rapidformer_templates.data.finetuning.content_parts import with_joined_parts
 from rapidformer_templates.data.finetuning.locating import READ, cannot_be_read, held_out_rows, locate, saved_parts
 from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, ROW_READERS, BadLines, Row, nearest
 from rapidformer_templates.errors import DataError
@@ -158,8 +159,12 @@ def _read_files(files: Sequence[Path], bad: BadLines) -> Part:
     origins: list[tuple[int, int]] = []
     for index, path in enumerate(files):
         for number, row in ROW_READERS[path.suffix.lower()](path, bad):
-            rows.append(row)
-            origins.append((index, number))
+            try:
+                rows.append(with_joined_parts(row))
+            except DataError as error:
+                bad.note(path, number, error.message, error.hint or "")
+            else:
+                origins.append((index, number))
     names = tuple(str(path) for path in files)
     if not rows:
         note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
