@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import datasets
 import numpy as np
 import pytest
 import torch

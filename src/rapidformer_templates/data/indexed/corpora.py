@@ -98,16 +98,22 @@ def check_corpora(config: RunConfig) -> None:
             and :class:`IndexedDataset`.
     """
     entries = parse_data_path(config.data.data_path or ())
+    files: list[Path] = []
     for entry in entries:
         if entry.indexed:
             IndexedDataset(entry.paths[0])
         else:
-            text_files(entry.paths, "--data-path")
+            files += text_files(entry.paths, "--data-path")
     for flag in ("text_column", "skip_bad_lines"):
         if all(entry.indexed for entry in entries) and getattr(config.data, flag):
             where = f"{spelling(flag)} ({config.origin(flag)})"
             hint = "leave it out; an indexed data set holds tokens"
             raise DataError(f"there is no raw text for {spelling(flag)}", where=where, hint=hint)
+    if config.origin("text_unit") != "default" and not any(file.suffix.lower() == ".txt" for file in files):
+        where = f"--text-unit ({config.origin('text_unit')})"
+        raise DataError(
+            "there is no .txt file for --text-unit", where=where, hint="leave it out; other kinds have rows"
+        )
 
 
 def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> list[Corpus]:
@@ -156,9 +162,9 @@ def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -
 def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Corpus:
     """Raw text, from the cache."""
     files = text_files(entry.paths, "--data-path")
-    column, skip = config.data.text_column or "text", config.data.skip_bad_lines
+    column, skip, unit = config.data.text_column or "text", config.data.skip_bad_lines, config.data.text_unit
     root = cache_root(config)
-    folder = root / _cache_key(files, tokenizer, [end_token_id, column, skip])
+    folder = root / _cache_key(files, tokenizer, [end_token_id, column, skip, unit])
     notes = []
     began = time.perf_counter()
     if not folder.is_dir():
@@ -170,6 +176,7 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
             skip=skip,
             keys_flag="--text-column",
             vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
+            text_unit=unit,
         )
         try:
             make_once(folder, lambda temporary: _write_corpus(files, recipe, temporary))
