@@ -137,6 +137,16 @@ class DataFlags:
     pack_sequences: bool = flag(
         False, "causal_lm: several samples in a row of --seq-length tokens, kept apart; batch sizes count rows"
     )
+    streaming: bool = flag(
+        False, "read and tokenize the data while training: memory does not grow with them; with --train-iters"
+    )
+    shuffle_buffer: int | None = flag(
+        None,
+        "rows of a stream that are shuffled together; 0: the order of the files (default: 1000)",
+        metavar="N",
+        minimum=0,
+        only_with=("streaming", True),
+    )
     group_by_length: bool | None = flag(
         None, "batches of samples of like length (default: in fine-tuning, unless samples are packed)"
     )

@@ -24,6 +24,7 @@ class ChatReader:
         tokenizer: one without a chat template is given the plain one.
         seq_length: tokens that a sample is truncated to, at its end.
         answers_only: only answers are learned; else every token is.
+        whole: a part is all of the data; of a block of a stream nothing may be left.
         skip_bad: leave rows out that cannot be used, instead of ending with an error.
         skipped: ``file:line: reason`` of each that was left out.
         notes: what people should know of the data.
@@ -32,6 +33,7 @@ class ChatReader:
     tokenizer: PreTrainedTokenizerFast
     seq_length: int
     answers_only: bool
+    whole: bool = True
     skip_bad: bool = False
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -54,7 +56,9 @@ class ChatReader:
         """
         texts = self._texts(part, columns)
         counts = _Counts(len(texts))
-        encoded = encode(self.tokenizer, texts, special=texts[0].bare)  # a column holds one kind of value
+        encoded = encode(
+            self.tokenizer, texts, special=bool(texts) and texts[0].bare
+        )  # a column holds one kind of value
         truncated = [self._truncate(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)]
         kept = [tokens for tokens in truncated if not self.answers_only or tokens.learned[1:].any()]
         self._tell(name, part, counts, len(kept))
@@ -75,7 +79,7 @@ class ChatReader:
                     hint = error.hint or "mend the row, or leave such rows out with --skip-bad-lines"
                     raise DataError(error.message, where=part.where(row), hint=hint) from error
                 self.skipped.append(f"{part.where(row)}: {error.message}")
-        if not texts:
+        if not texts and self.whole:
             message = f"none of the {len(part)} rows can be used; the last: {self.skipped[-1]}"
             raise DataError(message, where=part.files[0], hint="mend the rows")
         return texts
@@ -99,7 +103,7 @@ class ChatReader:
 
     def _tell(self, name: str, part: Part, counts: _Counts, kept: int) -> None:
         lost, length = counts.texts - kept, self.seq_length
-        if not kept:
+        if not kept and self.whole:
             message = f"no token of an answer is within the first {length} tokens of any of the {counts.texts} samples"
             raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
         if counts.truncated:

@@ -6,9 +6,11 @@ mean the same. Source: OpenAI's reference of ``chat/completions`` and ``response
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from rapidformer_templates.data.text.files import Row
+from rapidformer_templates.data.text.files import ROW_READERS, BadLines, Row
 from rapidformer_templates.errors import DataError
 
 OF_TEXT = ("text", "input_text", "output_text")
@@ -39,13 +41,13 @@ def joined_parts(content: list[Any], what: str) -> str:
     return "".join(texts)
 
 
-def with_joined_parts(row: Row) -> Row:
-    """A row whose messages have texts, so that those with parts can stand in a column beside those with a text.
-
-    Raises:
-        DataError: a part is not of text; see :func:`joined_parts`.
-    """
-    return {key: _joined_messages(value, key) if isinstance(value, list) else value for key, value in row.items()}
+def rows_with_texts(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    """(line, row) of each row of a file, in whose messages parts are a text: both may stand in one column."""
+    for number, row in ROW_READERS[path.suffix.lower()](path, bad):
+        try:
+            yield number, {key: _joined_messages(v, key) if isinstance(v, list) else v for key, v in row.items()}
+        except DataError as error:
+            bad.note(path, number, error.message, error.hint or "")
 
 
 def _joined_messages(messages: list[Any], column: str) -> list[Any]:

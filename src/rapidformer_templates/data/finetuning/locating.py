@@ -112,7 +112,7 @@ def held_out_rows(rows: int, fraction: float) -> int:
 def training_samples(config: RunConfig) -> int | None:
     """The samples of an epoch where they can be counted cheaply; None where only reading the data tells."""
     flags = config.data
-    if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.data_dir is None:
+    if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.streaming or flags.data_dir is None:
         return None
     try:
         located = locate(flags)

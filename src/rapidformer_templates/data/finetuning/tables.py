@@ -16,12 +16,16 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from rapidformer_templates.data.finetuning.content_parts import with_joined_parts
+from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
 from rapidformer_templates.data.finetuning.locating import READ, cannot_be_read, held_out_rows, locate, saved_parts
-from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, ROW_READERS, BadLines, Row, nearest
+from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
+from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row, nearest
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import DataFlags
+
+FIRST = 100
+"""Rows of a stream that are looked at for its columns."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,12 @@ class Raw:
         train, valid: its parts.
         held_out: the validation part was held out of the training part here.
         skipped: ``file:line: reason`` of the lines that were left out.
+        stream: the rows of the training part where they are streamed; ``train`` is the first of them.
     """
 
     train: Part
     valid: Part | None = None
+    stream: RowStream | None = None
     held_out: bool = False
     skipped: list[str] = field(default_factory=list)
 
@@ -96,6 +102,8 @@ def read_dataset(config: RunConfig) -> Raw:
     Raises:
         DataError: a folder, file, line or part that is missing or cannot be read.
     """
+    if config.data.streaming:
+        return _streamed(config)
     flags = config.data
     bad = BadLines(skip=flags.skip_bad_lines)
     parts = _read_parts(flags, bad)
@@ -110,6 +118,39 @@ def read_dataset(config: RunConfig) -> Raw:
         train=_first(train, flags.max_train_samples),
         valid=valid and _first(valid, flags.max_eval_samples),
         held_out=held_out,
+        skipped=bad.skipped,
+    )
+
+
+def streamed_files(flags: DataFlags) -> dict[str, list[Path]]:
+    """The files of each part of a data set that is streamed.
+
+    Raises:
+        DataError: it is one that ``datasets`` saved.
+    """
+    parts = locate(flags)
+    if isinstance(parts, Path):
+        hint = "leave it out, or write the set as files: Dataset.to_parquet(…)"
+        raise DataError(f"{parts} was saved by datasets, and is not streamed", where="--streaming", hint=hint)
+    return _with_training(parts, flags)
+
+
+def _streamed(config: RunConfig) -> Raw:
+    """The training part as a stream, with its first rows, by which columns are found; the validation part whole."""
+    flags = config.data
+    files, bad = streamed_files(flags), BadLines(skip=flags.skip_bad_lines)
+    seed = None if flags.shuffle_buffer == 0 else config.training.seed
+    stream = RowStream(files["train"], seed, skip=flags.skip_bad_lines)
+    valid = _read_files(files["valid"], bad) if "valid" in files else None
+    beginning = stream.state()
+    rows = [row for row in (next(stream) for _ in range(FIRST)) if row.row is not None]
+    if not rows:
+        raise DataError("the data set is empty", where=str(files["train"][0]), hint="it needs at least one row")
+    stream.go_to(beginning)
+    return Raw(
+        train=part_of_stream(rows),
+        valid=valid and _first(valid, flags.max_eval_samples),
+        stream=stream,
         skipped=bad.skipped,
     )
 
@@ -129,14 +170,17 @@ def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
     return part.select(np.flatnonzero(~held)), part.select(np.flatnonzero(held))
 
 
+def _with_training(files: dict[str, list[Path]], flags: DataFlags) -> dict[str, list[Path]]:
+    if "train" in files:
+        return files
+    there = ", ".join(str(path) for paths in files.values() for path in paths)
+    hint = f"name a file train; there is: {there}"
+    raise DataError("the data set has no training part", where=flags.data_dir, hint=hint)
+
+
 def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
     parts = locate(flags)
-    files = saved_parts(parts) if isinstance(parts, Path) else parts
-    if "train" not in files:
-        there = ", ".join(str(path) for paths in files.values() for path in paths)
-        raise DataError(
-            "the data set has no training part", where=flags.data_dir, hint=f"name a file train; there is: {there}"
-        )
+    files = _with_training(saved_parts(parts) if isinstance(parts, Path) else parts, flags)
     read = {name: paths for name, paths in files.items() if name in READ}
     if isinstance(parts, Path):
         return {name: _read_saved(folder) for name, (folder,) in read.items()}
@@ -158,22 +202,34 @@ def _read_files(files: Sequence[Path], bad: BadLines) -> Part:
     rows: list[Row] = []
     origins: list[tuple[int, int]] = []
     for index, path in enumerate(files):
-        for number, row in ROW_READERS[path.suffix.lower()](path, bad):
-            try:
-                rows.append(with_joined_parts(row))
-            except DataError as error:
-                bad.note(path, number, error.message, error.hint or "")
-            else:
-                origins.append((index, number))
+        for number, row in rows_with_texts(path, bad):
+            rows.append(row)
+            origins.append((index, number))
     names = tuple(str(path) for path in files)
     if not rows:
         note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
         raise DataError(f"the data set is empty{note}", where=names[0], hint="it needs at least one row")
+    return part_of(rows, origins, names)
+
+
+def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tuple[str, ...]) -> Part:
+    """Rows as a table; a key that some rows lack is None there. See :class:`Part`.
+
+    Raises:
+        DataError: a column holds values of several kinds.
+    """
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-    untabled = Part(datasets.Dataset.from_dict({}), np.asarray(origins), names)
+    untabled = Part(datasets.Dataset.from_dict({}), np.asarray(origins), files)
     for key, values in columns.items():
         _check_kinds(key, values, untabled)
-    return Part(datasets.Dataset.from_dict(columns), untabled.origins, names)
+    return Part(datasets.Dataset.from_dict(columns), untabled.origins, files)
+
+
+def part_of_stream(rows: Sequence[StreamedRow]) -> Part:
+    """Some rows of a stream as a table."""
+    files = {path: number for number, path in enumerate(dict.fromkeys(str(row.path) for row in rows))}
+    origins = [(files[str(row.path)], row.number) for row in rows]
+    return part_of([row.row or {} for row in rows], origins, tuple(files))
 
 
 def _check_kinds(key: str, values: list[object], part: Part) -> None:

@@ -21,6 +21,7 @@ from rapidformer_templates.data.text.preprocess import preprocess
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.system.files import key_of
 
 CACHE_VERSION = 3
@@ -98,6 +99,8 @@ def check_corpora(config: RunConfig) -> None:
             and :class:`IndexedDataset`.
     """
     entries = parse_data_path(config.data.data_path or ())
+    if config.data.streaming:
+        streamed_corpus(config.data)
     files: list[Path] = []
     for entry in entries:
         if entry.indexed:
@@ -114,6 +117,20 @@ def check_corpora(config: RunConfig) -> None:
         raise DataError(
             "there is no .txt file for --text-unit", where=where, hint="leave it out; other kinds have rows"
         )
+
+
+def streamed_corpus(flags: DataFlags) -> list[Path]:
+    """The files of raw text that are streamed.
+
+    Raises:
+        DataError: ``--data-path`` names an indexed set, or a blend.
+    """
+    entries = parse_data_path(flags.data_path or ())
+    if len(entries) > 1 or entries[0].indexed or entries[0].weight is not None:
+        what = "a blend" if entries[0].weight is not None else "an indexed data set"
+        hint = "name files of raw text alone, or leave --streaming out: an indexed set is never read whole"
+        raise DataError(f"{what} is not streamed", where="--data-path", hint=hint)
+    return text_files(entries[0].paths, "--data-path")
 
 
 def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> list[Corpus]:
@@ -168,16 +185,7 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
     notes = []
     began = time.perf_counter()
     if not folder.is_dir():
-        recipe = Recipe(
-            tokenizer=tokenizer.backend_tokenizer.to_str(),
-            dtype=type_for(vocabulary_size(tokenizer)).name,
-            end=end_token_id,
-            keys=(column,),
-            skip=skip,
-            keys_flag="--text-column",
-            vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
-            text_unit=unit,
-        )
+        recipe = recipe_of(config, tokenizer, end_token_id)
         try:
             make_once(folder, lambda temporary: _write_corpus(files, recipe, temporary))
             notes.append(_tokenized_in(time.perf_counter() - began, files, folder))
@@ -192,6 +200,20 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
     skipped = folder / f"{NAME}.skipped.txt"
     lines = skipped.read_text(encoding="utf-8").splitlines() if skipped.is_file() else []
     return Corpus(dataset, entry.weight, tuple(lines), tuple(notes))
+
+
+def recipe_of(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Recipe:
+    """How the raw text of ``--data-path`` becomes tokens."""
+    return Recipe(
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        dtype=type_for(vocabulary_size(tokenizer)).name,
+        end=end_token_id,
+        keys=(config.data.text_column or "text",),
+        skip=config.data.skip_bad_lines,
+        keys_flag="--text-column",
+        vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
+        text_unit=config.data.text_unit,
+    )
 
 
 def _tokenized_in(seconds: float, files: Sequence[Path], folder: Path) -> str:

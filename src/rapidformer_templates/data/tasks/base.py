@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.locating import locate
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import Part, streamed_files
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.errors import DataError, ModelError
 from rapidformer_templates.models.label_use import LabelUse
@@ -70,7 +70,10 @@ class Task(ABC):
         Raises:
             RapidformerError: one of them is missing or cannot be used.
         """
-        locate(self.config.data)
+        if self.config.data.streaming:
+            streamed_files(self.config.data)
+        else:
+            locate(self.config.data)
         assert self.seq_length > 0
 
     @abstractmethod
