@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
-from rapidformer_templates.data.finetuning.locating import READ, cannot_be_read, held_out_rows, locate, saved_parts
+from rapidformer_templates.data.finetuning.hub_cache import Cached
+from rapidformer_templates.data.finetuning.locating import READ, cannot_be_read, held_out_rows, locate, parts_of
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row, nearest
 from rapidformer_templates.errors import DataError
@@ -129,9 +130,13 @@ def streamed_files(flags: DataFlags) -> dict[str, list[Path]]:
         DataError: it is one that ``datasets`` saved.
     """
     parts = locate(flags)
-    if isinstance(parts, Path):
+    if not isinstance(parts, dict):
         hint = "leave it out, or write the set as files: Dataset.to_parquet(…)"
-        raise DataError(f"{parts} was saved by datasets, and is not streamed", where="--streaming", hint=hint)
+        raise DataError(
+            f"{parts if isinstance(parts, Path) else parts.name} was saved by datasets, and is not streamed",
+            where="--streaming",
+            hint=hint,
+        )
     return _with_training(parts, flags)
 
 
@@ -180,10 +185,12 @@ def _with_training(files: dict[str, list[Path]], flags: DataFlags) -> dict[str, 
 
 def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
     parts = locate(flags)
-    files = _with_training(saved_parts(parts) if isinstance(parts, Path) else parts, flags)
+    files = _with_training(parts_of(parts), flags)
     read = {name: paths for name, paths in files.items() if name in READ}
     if isinstance(parts, Path):
         return {name: _read_saved(folder) for name, (folder,) in read.items()}
+    if isinstance(parts, Cached):
+        return {name: _read_cached(paths) for name, paths in read.items()}
     return {name: _read_files(paths, bad) for name, paths in read.items()}
 
 
@@ -193,8 +200,20 @@ def _read_saved(folder: Path) -> Part:
     except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
         raise cannot_be_read(folder, error) from error
     assert isinstance(table, datasets.Dataset)
+    return _part_of_table(table, str(folder))
+
+
+def _read_cached(files: Sequence[Path]) -> Part:
+    try:
+        table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
+        raise cannot_be_read(files[0], error) from error
+    return _part_of_table(table, str(files[0]))
+
+
+def _part_of_table(table: datasets.Dataset, name: str) -> Part:
     origins = np.stack([np.zeros(len(table), int), np.arange(1, len(table) + 1)], axis=1)
-    return Part(table.with_format(None), origins, (str(folder),))
+    return Part(table.with_format(None), origins, (name,))
 
 
 def _read_files(files: Sequence[Path], bad: BadLines) -> Part:
