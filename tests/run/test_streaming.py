@@ -1,4 +1,4 @@
-"""A run over streamed shards has the same samples in each step, whoever reads them and however often it died."""
+"""Streamed shards and mixtures: the same samples in each step, whoever reads them and however often a run died."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ FLAGS = f"{MODEL} --lr 1e-3 --train-iters 10 --micro-batch-size 2 --global-batch
 TASKS = {
     "pretraining": "--task pretraining --seq-length 16 --shuffle-buffer 7",
     "packed": "--task causal_lm --seq-length 64 --pack-sequences --shuffle-buffer 11",
+    "mixture": "--task causal_lm --seq-length 32 --validation-fraction 0",
 }
 
 
@@ -89,12 +90,19 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for shard in range(3):
         rows = [{"text": " ".join(draw.choice(WORDS, draw.integers(2, 30)))} for _ in range(20)]
         write_jsonl(folder / f"train-{shard:05d}-of-00003.jsonl", rows)
+    for name, word in (("a", "river"), ("b", "tree")):
+        (folder / "sets").mkdir(exist_ok=True)
+        write_jsonl(folder / "sets" / f"{name}.jsonl", [{"text": f"{word} {WORDS[i]} {i}"} for i in range(9)])
     return folder
 
 
 def flags_of(task: str, shards: Path, tokenizer: Path) -> list[str]:
-    data = f"--data-path {shards}" if task == "pretraining" else f"--data-dir {shards}"
-    return f"{FLAGS} {TASKS[task]} {data} --tokenizer-path {tokenizer} --streaming --save-interval 3".split()
+    data = {
+        "pretraining": ["--streaming", "--data-path", f"{shards}/*.jsonl"],
+        "packed": ["--streaming", "--data-dir", str(shards)],
+        "mixture": ["--data-dir", str(shards / "sets"), "--data-name", "0.7 a 0.3 b"],
+    }
+    return [*f"{FLAGS} {TASKS[task]} --tokenizer-path {tokenizer} --save-interval 3".split(), *data[task]]
 
 
 @pytest.mark.distributed
@@ -121,5 +129,6 @@ def test_killed_and_resumed_with_other_workers(task: str, shards: Path, gpt_fold
     epochs = [line["epoch"] for line in read_metrics(whole / "run" / "metrics.jsonl") if "loss" in line]
     assert epochs == sorted(epochs)
     assert epochs[-1] >= 1
-    with pytest.raises(CheckpointError, match="the order of the data would change: the stream was"):
-        train(killed, [*flags, "--resume", "--train-iters", "12", "--shuffle-buffer", "9"])
+    change = ["--data-name", "0.6 a 0.4 b"] if task == "mixture" else ["--shuffle-buffer", "9"]
+    with pytest.raises(CheckpointError, match=r"the order of the data would change: the (stream|corpus) was"):
+        train(killed, [*flags, "--resume", "--train-iters", "12", *change])

@@ -32,6 +32,8 @@ class Stream(enum.IntEnum):
     """The order of the files of a stream, epoch by epoch."""
     BLOCKS = 11
     """The order of the rows and the samples in a block of a stream."""
+    MIXED = 12
+    """The order of a set in a mixture, epoch by epoch."""
     PAIR_SAMPLES = 18
     PAIR_CHUNKS = 19
     PAIR_ORDERS = 20

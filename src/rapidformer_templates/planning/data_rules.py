@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from rapidformer_templates.planning.changes import drop
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+from rapidformer_templates.planning.weights import mixture_of
 
 STREAMED_TASKS = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
 """Tasks whose samples are made of one row after another. The labels of the others are known from all rows only."""
 
 OF_THE_WHOLE = {
     "group_by_length": (None, "batches of like lengths need the lengths of all samples"),
-    "data_iterator": ("static", "dynamic shapes are chosen by the lengths of all samples"),
     "max_train_samples": (None, "the first samples are those of a file of their own"),
     "validation_fraction": (0.1, "no share of it is held out: name a file validation"),
     "split": ("969,30,1", "it is not divided into parts"),
@@ -65,6 +66,31 @@ def _asks_nothing_of_the_whole(request: Request) -> list[Finding]:
     return findings
 
 
+def _mixes_whole_sets(request: Request) -> list[Finding]:
+    config = request.config
+    try:
+        mixture = mixture_of(config.data.data_name)
+    except DataError:
+        return []  # who reads the data speaks about it
+    if not mixture:
+        return []
+    one = replace({"data_name": mixture[0][1]})
+    off = {"streaming": False, "group_by_length": None}
+    found = [
+        Finding(
+            f"{spelling(name)} does not go with a mixture of data sets",
+            request.asked("data_name", name),
+            changes=(drop({name: value}), one),
+        )
+        for name, value in off.items()
+        if config.get(name) not in (value, False)
+    ]
+    if config.training.task == "question_answering":
+        message = "--task question_answering takes one data set"
+        found.append(Finding(message, request.asked("data_name", "task"), changes=(one,)))
+    return found
+
+
 DATA_RULES = (
     Rule(
         "RF151",
@@ -90,5 +116,14 @@ DATA_RULES = (
         "[rapidformer_templates]",
         _asks_nothing_of_the_whole,
         Example("--task causal_lm --streaming --group-by-length"),
+    ),
+    Rule(
+        "RF154",
+        "A mixture of data sets comes in an order of its own.",
+        "its shares are exact at any time, which batches by length or a stream would not leave so; the answers of "
+        "question answering are scored by windows that are numbered through one data set",
+        "[rapidformer_templates]",
+        _mixes_whole_sets,
+        Example("--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"),
     ),
 )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from rapidformer_templates.data.text.files import ROW_READERS, BadLines, nearest
 from rapidformer_templates.errors import DataError, RapidformerError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
+from rapidformer_templates.planning.weights import mixture_of
 
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
 SHARD = re.compile(r"-\d+-of-\d+$")
@@ -178,18 +180,34 @@ def held_out_rows(rows: int, fraction: float) -> int:
     return min(max(1, round(rows * fraction)), rows - 1)
 
 
+def each_of(flags: DataFlags) -> list[DataFlags]:
+    """The flags of each data set of a mixture; of one set, themselves.
+
+    Raises:
+        DataError: weights and names do not alternate.
+    """
+    mixture = mixture_of(flags.data_name)
+    return [replace(flags, data_name=name) for _, name in mixture] if mixture else [flags]
+
+
 def training_samples(config: RunConfig) -> int | None:
     """The samples of an epoch where they can be counted cheaply; None where only reading the data tells."""
     flags = config.data
     if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.streaming or flags.data_dir is None:
         return None
     try:
-        located = locate(flags)
-        files = parts_of(located)
-        parts = tuple((path, path.stat().st_size) for path in files.get("train", ()))
-        rows = None if isinstance(located, Cached) else _rows(parts, saved=isinstance(located, Path))
+        counts = [_training_rows(one) for one in each_of(flags)]
     except (RapidformerError, OSError, ValueError):
         return None  # training speaks about it
+    return None if None in counts else sum(count for count in counts if count)
+
+
+def _training_rows(flags: DataFlags) -> int | None:
+    """The rows of one data set that are trained on; None where counting would take long."""
+    located = locate(flags)
+    files = parts_of(located)
+    parts = tuple((path, path.stat().st_size) for path in files.get("train", ()))
+    rows = None if isinstance(located, Cached) else _rows(parts, saved=isinstance(located, Path))
     if not rows:
         return None
     if "valid" not in files and flags.validation_fraction > 0:

@@ -22,6 +22,7 @@ from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import DataFlags
+from rapidformer_templates.planning.weights import weighted
 from rapidformer_templates.system.files import key_of
 
 CACHE_VERSION = 3
@@ -72,23 +73,11 @@ def parse_data_path(words: Sequence[str]) -> list[Entry]:
     """
     if not words:
         raise DataError("no corpus is named", where="--data-path", hint="give files, a folder, a glob or a prefix")
-    if _is_weight(words[0]) and len(words) > 1:
-        pairs = list(zip(words[::2], words[1::2], strict=False))
-        if len(words) % 2 or not all(_is_weight(weight) and not _is_weight(path) for weight, path in pairs):
-            hint = "write a weight before each corpus: 0.3 A 0.7 B"
-            raise DataError("weights and corpora do not alternate", where=f"--data-path {' '.join(words)}", hint=hint)
+    if pairs := weighted(words, "--data-path"):
         return [Entry((path,), is_indexed(path), weight) for weight, path in pairs]
     raw = tuple(word for word in words if not is_indexed(word))
     entries = [Entry((word,), indexed=True) for word in words if is_indexed(word)]
     return [Entry(raw, indexed=False), *entries] if raw else entries
-
-
-def _is_weight(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return not Path(word).exists()
 
 
 def check_corpora(config: RunConfig) -> None:

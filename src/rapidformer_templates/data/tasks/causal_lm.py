@@ -60,7 +60,7 @@ class CausalLM(Task):
         """Whether several samples share a row."""
         return self.config.data.pack_sequences
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw = read_dataset(self.config)
         self.skipped, self.notes = raw.skipped, []
         columns = find_columns(raw.train, self.config.data)

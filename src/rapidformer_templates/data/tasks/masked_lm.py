@@ -34,7 +34,7 @@ class MaskedLM(Task):
         flags = self.config.data
         return MaskTokens(self.tokenizer, flags.mask_prob, whole_words=flags.whole_word_mask)
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
         column = raw.train.column("text_column", flags.text_column, TEXT_COLUMNS)

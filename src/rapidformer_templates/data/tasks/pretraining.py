@@ -59,7 +59,7 @@ class Pretraining(Task):
     def check_model(self, model: nn.Module) -> None:
         self.objective.check_model(model)
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         if self.config.data.streaming:
             return self._streamed()
         corpora = load_corpora(self.config, self.tokenizer, self.objective.end_token)

@@ -34,7 +34,7 @@ class Seq2SeqLM(Task):
     best_metric = "rouge_l"
     generates = True
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
         source = raw.train.column("text_column", flags.text_column, SOURCE_COLUMNS)
@@ -55,6 +55,10 @@ class Seq2SeqLM(Task):
         ]
         # The models take no token types.
         return TokenizedSamples({"input_ids": sources["input_ids"], "labels": Ragged(labels)})
+
+    def take_over(self, others: Sequence[Task]) -> None:
+        super().take_over(others)
+        self.longest_target = max(task.longest_target for task in others if isinstance(task, Seq2SeqLM))
 
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
         """Greedy, as long as the longest target of the data."""

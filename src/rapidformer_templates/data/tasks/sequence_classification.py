@@ -42,7 +42,7 @@ class SequenceClassification(Task):
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
         text = raw.train.column("text_column", flags.text_column, (*TEXT_COLUMNS, *PAIRS))
