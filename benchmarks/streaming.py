@@ -11,7 +11,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.planning.templates import with_template_defaults
 
 FLAGS = (
-    Flag("megabytes", "10 100 1000", "sizes of the text"),
+    Flag("megabytes", "10 100 1000", "sizes of the text", kind=str),
     Flag("whole", 100.0, "largest size that is read whole, MB"),
     Flag("folder", None, "where to make the text (default: temporary files)"),
 )
@@ -73,9 +73,8 @@ def make_tokenizer(folder: Path, text: Path) -> Path:
         show_progress=False,
     )  # fmt: skip
     with text.open(encoding="utf-8") as file:
-        tokenizer.train_from_iterator(
-            (json.loads(line)["text"] for line, _ in zip(file, range(2000), strict=False)), trainer
-        )
+        texts = (json.loads(line)["text"] for line in islice(file, 2000))
+        tokenizer.train_from_iterator(texts, trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
     return folder
 
@@ -118,7 +117,8 @@ def _status(name: str) -> float:
 def answer(options: argparse.Namespace) -> Answer:
     sizes = [float(size) for size in options.megabytes.split()]
     ways = [(size, way) for size in sizes for way in TASKS if way != WHOLE or size <= options.whole]
-    context, rows = multiprocessing.get_context("spawn"), []
+    context = multiprocessing.get_context("spawn")
+    rows: list[dict[str, Any]] = []
     with progress("streaming", len(ways)) as advance:
         for size in sizes:
             with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -143,8 +143,6 @@ def answer(options: argparse.Namespace) -> Answer:
         "MB/s": "{rate:,.1f}",
         "found again, s": "{resumed:,.1f}",
     }
-    notes = [
-        f"{verdict(times <= GOAL)}: {way}: the peak grows {times:.2f} × from {sizes[0]:g} to {sizes[-1]:g} MB (goal {GOAL} ×)"
-        for way, times in growth.items()
-    ]
+    span = f"from {sizes[0]:g} to {sizes[-1]:g} MB the peak grows"
+    notes = [f"{way}: {span} {times:.2f} × (goal {GOAL} ×): {verdict(times <= GOAL)}" for way, times in growth.items()]
     return Answer({"rows": rows, "growth": growth}, table("memory of a pass over text", rows, columns), notes)
