@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 from torch import nn
@@ -21,6 +22,7 @@ from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
 from rapidformer_templates.engines.recipe import (
     GroupOptions,
     OptimizerSpec,
@@ -113,10 +115,13 @@ class Trainer:
         """
         return count_targets(batch, shifted=self._labels_are_shifted)
 
-    @hook("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon")
+    @hook("lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay")
     def build_optimizer(self) -> OptimizerSpec:
         """A recipe for the optimizer, by default of ``--optimizer`` with ``--lr``, ``--weight-decay``, ``--adam-…``."""
-        return default_optimizer(self.plan, self.config.training, self._groups or undecayed)
+        training, groups = self.config.training, self._groups
+        if training.layerwise_lr_decay is not None:
+            groups = layerwise(self._depths, training.layerwise_lr_decay, training.lr or 0.0, groups)
+        return default_optimizer(self.plan, training, groups)
 
     @hook(*OF_SCHEDULES)
     def build_scheduler(self, total_steps: int) -> Schedule:
@@ -214,12 +219,14 @@ class Trainer:
                 self.__dict__.pop(name, None)
 
     _labels_are_shifted = False
-    _groups: GroupOptions | None = None
+    _groups: GroupOptions = staticmethod(undecayed)
+    _depths: Mapping[str, int] = MappingProxyType({})
 
     def model_was_built(self, model: nn.Module) -> None:
         """Note which parameters the optimizer treats alike; the library calls it with what ``build_model`` returned."""
         groups = OPTIMIZERS[self.plan.optimizer].groups
-        self._groups = load_object(groups)(model) if groups else None
+        self._groups = load_object(groups)(model) if groups else undecayed
+        self._depths = depths_of(model)
         for module in model.modules():  # also one inside of a module of the user's own
             settings: Any = getattr(module, "config", None)
             if hasattr(settings, "use_cache"):

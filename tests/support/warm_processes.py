@@ -14,7 +14,13 @@ METHOD = "forkserver"
 IMPORTED = (
     "datasets",
     "deepspeed",
+    "deepspeed.module_inject",
+    "deepspeed.moe.utils",
     "fairscale.nn.data_parallel",
+    "networkx",
+    "peft",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformers.models.bert.modeling_bert",
@@ -27,6 +33,7 @@ IMPORTED = (
     "rapidformer_templates.switches.pipeline_parallel.engine",
     "tests.support.combinations",
     "tests.support.parallel_jobs",
+    "tests.support.settled",
 )
 """What takes seconds to import. What is not installed is left out."""
 

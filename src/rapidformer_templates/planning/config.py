@@ -128,6 +128,10 @@ def _kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
     return annotation, None, False
 
 
+def _expected(kind: type) -> str:
+    return getattr(kind, "expected", None) or f"a value of type {kind.__name__}"
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint="rapidformer --help lists every flag")
@@ -386,12 +390,12 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"{name} is true or false, not {value!r}", where=origin)
     if kind is not bool and isinstance(value, bool):
-        raise ConfigError(f"{name} needs a value of type {kind.__name__}, not {value!r}", where=origin)
+        raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin)
     try:
         # YAML reads 1e-5 as text; int("2.5") must not pass as 2.
         value = kind(str(value)) if kind is int else kind(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} needs a value of type {kind.__name__}, not {value!r}", where=origin) from None
+        raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
     if choices and value not in choices and value != bare:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"did you mean {near[0]}? " if near else ""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rapidformer_templates.planning.intervals import Interval
+
 
 def flag(
     default: Any,
@@ -222,6 +224,9 @@ class TrainingFlags:
     adam_epsilon: float | None = flag(
         None, "added to the root of Adam's second moment (default: the optimizer's, 1e-8; of LAMB 1e-6)", minimum=0
     )
+    layerwise_lr_decay: float | None = flag(
+        None, "each block learns at this share of the rate of the one above it", metavar="SHARE", minimum=0, maximum=1
+    )
     clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
     label_smoothing: float = flag(
         0.0, "share of each target that is spread over all classes while training", minimum=0, maximum=1
@@ -232,12 +237,15 @@ class TrainingFlags:
     train_iters: int | None = flag(None, "optimizer steps to train", metavar="N", minimum=1, choice="length")
     epochs: int | None = flag(None, "passes over the training data", metavar="N", minimum=1, choice="length")
     log_interval: int = flag(100, "steps between lines in metrics.jsonl", minimum=1)
-    eval_interval: int | None = flag(
-        None, "steps between evaluations (default: the end of each epoch, or of the run)", minimum=1
+    eval_interval: Interval | None = flag(
+        None,
+        "between evaluations: steps, or with a unit 20000samples, 5e7tokens, 30minutes (default: the end of each epoch,"
+        " or of the run)",
+        metavar="EVERY",
     )
     eval_iters: int | None = flag(None, "batches an evaluation (default: all)", minimum=1)
-    save_interval: int | None = flag(
-        None, "steps between checkpoints (default: the end of each epoch, or of the run)", minimum=1
+    save_interval: Interval | None = flag(
+        None, "between checkpoints, in the same units (default: the end of each epoch, or of the run)", metavar="EVERY"
     )
     async_save: bool = flag(False, "save in the background; a step waits for a copy in host memory only")
     profile: int | None = flag(

@@ -30,7 +30,7 @@ class Here:
 
 _ACCUMULATION = "accumulation steps are computed: global batch / (micro batch × data-parallel workers)"
 _BY_HOOK = "write it in build_optimizer() of a script of your own"
-_INTERVAL = "a number of steps; by default the end of each epoch, or of the run"
+_INTERVAL = "a number of steps, or 20000samples, 30minutes; by default the end of each epoch, or of the run"
 _NODES = "start the same command on each machine with torchrun (docs/many-machines.md)"
 
 # Names, and what stands for them. Names that differ in dashes and underscores alone are one.

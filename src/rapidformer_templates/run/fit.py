@@ -37,8 +37,9 @@ from rapidformer_templates.run.evaluation import Evaluator
 from rapidformer_templates.run.export import export_model
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
+from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.lock import hold, try_folder
-from rapidformer_templates.run.loop import Intervals, Loop, Position
+from rapidformer_templates.run.loop import Loop, Position
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
@@ -289,9 +290,8 @@ def _build_loop(
         total=total,
         intervals=Intervals(
             log=training.log_interval,
-            evaluate=training.eval_interval or epoch,
-            save=training.save_interval or epoch,
             epoch=epoch,
+            every={n: i for n, i in ((EVALUATE, training.eval_interval), (SAVE, training.save_interval)) if i},
         ),
         workers=workers,
         folder=folder,

@@ -24,6 +24,7 @@ from rapidformer_templates.run.console import say
 from rapidformer_templates.run.evaluation import Evaluator
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_count
+from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import DATA, EXCHANGE, REST, TRAIN, Profile
 from rapidformer_templates.run.progress import Progress
@@ -58,19 +59,10 @@ class Position:
     base: str | None = None
     stream: Bookmark | None = None
 
-
-@dataclass
-class Intervals:
-    """Steps between logs, evaluations and checkpoints; 0 is only at the end."""
-
-    log: int
-    evaluate: int
-    save: int
-    epoch: int
-
-    @staticmethod
-    def due(interval: int, step: int, total: int) -> bool:
-        return step == total or (interval > 0 and step % interval == 0)
+    @property
+    def counts(self) -> dict[str, int]:
+        """What is done, in the units of an interval."""
+        return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
 
 
 @dataclass
@@ -141,12 +133,13 @@ class Loop:
             #    by themselves, while the devices compute the step before.
             here = [m for m in microbatches if not m.idle and self.workers.speaks]
             with self._part(EXCHANGE):
-                targets, samples, tokens, asked, saving = self.workers.sum(
+                targets, samples, tokens, asked, saving, clock = self.workers.sum(
                     sum(m.targets for m in here),
                     sum(m.sample_count for m in here),
                     sum(m.tokens for m in here),
                     stop.asked,
                     self.saver is not None and self.saver.busy,
+                    self.intervals.by_clock() if self.workers.is_main else 0,
                 )
             if self.saver and self.saver.pending and not saving:
                 self._saved(self.saver.proceed())
@@ -160,6 +153,7 @@ class Loop:
                 self.receipts.count(microbatches)
                 if self.meter.steps == 0:
                     self.receipts.check()
+                before = self.position.counts
                 self.position.step = done = step + 1
                 self.position.stream = microbatches[-1].bookmark
                 self.position.samples += int(samples)
@@ -171,21 +165,22 @@ class Loop:
                 self.profile = None
 
             # 5. Log, evaluate, save; in this order, so that a checkpoint has its metrics before it.
-            if self.intervals.due(self.intervals.log, done, self.total):
+            since = before, self.position.counts
+            if self.intervals.logs(done, self.total):
                 self._log(result, step)
-            if self.evaluator and self.intervals.due(self.intervals.evaluate, done, self.total):
+            if self.evaluator and self.intervals.due(EVALUATE, *since, self.total, int(clock)):
                 metrics = self._evaluate()
                 self._stop_early(result)
             if self.intervals.epoch and done % self.intervals.epoch == 0:
                 self.template.on_epoch_end(done // self.intervals.epoch)
-            if asked or self._is_best or self.intervals.due(self.intervals.save, done, self.total):
+            if self.intervals.due(SAVE, *since, self.total, int(clock)) or asked or self._is_best:
                 self._save()
             self._end_if_asked(bool(asked), done)
         return metrics
 
     def _stop_early(self, result: StepResult) -> None:
         """What the last step of a run has, for one that becomes the last by its evaluation."""
-        step, logged = self.position.step, self.intervals.due(self.intervals.log, self.position.step, self.total)
+        step, logged = self.position.step, self.intervals.logs(self.position.step, self.total)
         self._end_if_in_vain()
         if self.why_early:
             say(self.workers, f"stopped early {self.why_early}")

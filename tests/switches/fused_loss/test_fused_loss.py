@@ -201,7 +201,7 @@ def _logits() -> Logits:
         (lambda x: torch.softmax(x, -1), "torch's softmax"),
         (lambda x: x.view(-1), r"a shape of \(-1,\), which cuts their 7 words"),
         (lambda x: x[..., 0], "the part"),
-        (lambda x: x[:, :, None], "the part"),
+        (lambda x: x[0, :, 0, ...], "the part"),
         (lambda x: x.flatten(), "flattening their words"),
         (lambda x: x + torch.ones(2, 3, 7), "a sum with anything but a constant"),
         (lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(6).long(), weight=torch.ones(7)), "with weights"),

@@ -6,7 +6,6 @@ import builtins
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import EllipsisType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
 from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Scale, Shift, Tanh
 
@@ -155,18 +155,15 @@ class Logits(tuple[Any, ...]):
     # Choosing and reshaping rows.
 
     def view(self, *shape: Any) -> Logits:
-        wanted = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        words, hidden = self.shape[-1], self._hidden
-        if wanted[-1] == -1:
-            wanted[-1] = math.prod(self.shape) // math.prod(wanted[:-1])
-        if wanted[-1] != words:
-            _refuse(f"a shape of {tuple(shape)}, which cuts their {words} words")
-        return self._of_rows(hidden.reshape(*wanted[:-1], hidden.shape[-1]))
+        rows = rows_of_view(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.shape)
+        if rows is None:
+            _refuse(f"a shape of {tuple(shape)}, which cuts their {self.shape[-1]} words")
+        return self._of_rows(self._hidden.reshape(*rows, self._hidden.shape[-1]))
 
     reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Logits:
-        if end_dim % self.ndim == self.ndim - 1:
+        if not flattens_rows(self.ndim, start_dim, end_dim):
             _refuse("flattening their words")
         return self._of_rows(self._hidden.flatten(start_dim, end_dim))
 
@@ -174,13 +171,9 @@ class Logits(tuple[Any, ...]):
         return self
 
     def __getitem__(self, index: Any) -> Logits:
-        parts = list(index) if isinstance(index, tuple) else [index]
-        dots = next((i for i, part in enumerate(parts) if isinstance(part, EllipsisType)), len(parts))
-        before, after = parts[:dots], parts[dots + 1 :]
-        whole = [*before, *[slice(None)] * (self.ndim - len(before) - len(after)), *after]
-        if len(whole) > self.ndim or any(part is None for part in whole) or whole[-1] != slice(None):
+        if not selects_rows(index, self.ndim):
             _refuse(f"the part {index!r}")
-        return self._of_rows(self._hidden[tuple(whole)])
+        return self._of_rows(self._hidden[index])
 
     # Functions of each number.
 

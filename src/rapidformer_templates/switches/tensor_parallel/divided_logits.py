@@ -7,7 +7,6 @@ the columns of other workers for itself gathers them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, sum_partial
 
 Handler = Callable[..., Any]
@@ -121,42 +121,24 @@ def _with_a_number(function: Any, logits: Any, other: Any) -> Any:
 def _view(function: Any, logits: DividedLogits, *shape: Any) -> Any:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         return NotImplemented
-    sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
-    vocabulary = logits.shape[-1]
-    if sizes and sizes[-1] == -1:
-        others = math.prod(sizes[:-1])
-        sizes[-1] = logits.numel() // others if others > 0 else 0
-    if not sizes or sizes[-1] != vocabulary:
+    rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, logits.shape)
+    if rows is None:
         return NotImplemented
-    return logits.with_local(function(logits.local, (*sizes[:-1], logits.local.shape[-1])))
+    return logits.with_local(function(logits.local, (*rows, logits.local.shape[-1])))
 
 
 @_handles(_T.flatten, torch.flatten)
 def _flatten(function: Any, logits: DividedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim % logits.ndim == logits.ndim - 1 and start_dim % logits.ndim != logits.ndim - 1:
+    if not flattens_rows(logits.ndim, start_dim, end_dim):
         return NotImplemented
     return logits.with_local(function(logits.local, start_dim, end_dim))
 
 
 @_handles(_T.__getitem__)
 def _select(function: Any, logits: DividedLogits, index: Any) -> Any:
-    entries = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(entry, DividedLogits) for entry in entries):
+    if any(isinstance(entry, DividedLogits) for entry in (index if isinstance(index, tuple) else (index,))):
         return NotImplemented
-    named = sum(_dimensions_of(entry) for entry in entries)
-    if any(entry is Ellipsis for entry in entries):
-        keeps = entries[-1] is Ellipsis or (isinstance(entries[-1], slice) and entries[-1] == slice(None))
-        keeps = keeps and named <= logits.ndim
-    else:
-        keeps = named < logits.ndim or (isinstance(entries[-1], slice) and entries[-1] == slice(None))
-    return logits.with_local(logits.local[index]) if keeps else NotImplemented
-
-
-def _dimensions_of(entry: Any) -> int:
-    """How many dimensions an entry of an index takes."""
-    if entry is None or entry is Ellipsis:
-        return 0
-    return entry.ndim if isinstance(entry, torch.Tensor) and entry.dtype == torch.bool else 1
+    return logits.with_local(logits.local[index]) if selects_rows(index, logits.ndim) else NotImplemented
 
 
 @_handles(_T.sum, torch.sum)

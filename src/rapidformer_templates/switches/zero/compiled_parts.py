@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.system.files import sync, write_json
+from rapidformer_templates.system.replaced_functions import install
 
 ENGINE = "rapidformer_templates.switches.zero.engine:DeepSpeedEngine"
 FOLDER = "TORCH_EXTENSIONS_DIR"  # where torch looks for compiled parts
@@ -96,6 +98,19 @@ def leave_out_shm_comm() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def ask_processor_once() -> None:
+    """In a worker: DeepSpeed asks py-cpuinfo for the processor up to three times, a second of processor time each."""
+    with suppress(ImportError):
+        import cpuinfo
+
+        install(cpuinfo, "get_cpu_info", _ask_once)
+
+
+@cache
+def _ask_once(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return ask()
 
 
 def export(device: str) -> Path:

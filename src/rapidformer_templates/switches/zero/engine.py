@@ -28,7 +28,7 @@ from rapidformer_templates.planning.deepspeed_file.file import LOUD
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
 from rapidformer_templates.switches.zero import state as zero_state
-from rapidformer_templates.switches.zero.compiled_parts import leave_out_shm_comm, prepare
+from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, leave_out_shm_comm, prepare
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
 
@@ -210,6 +210,7 @@ def _join(workers: Workers, *, loud: bool) -> None:
 
     level = logging.INFO if loud else logging.WARNING
     logger.setLevel(level if workers.is_main else logging.ERROR)
+    ask_processor_once()
     if workers.device.type == "cpu":
         leave_out_shm_comm()
         # It asks for fast kernels; torch computes in fp16 on any CPU.

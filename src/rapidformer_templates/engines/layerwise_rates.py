@@ -1,0 +1,63 @@
+"""Layer-wise decay of the learning rate: the nearer to the input, the slower (Howard and Ruder, 2018; ELECTRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from rapidformer_templates.engines.recipe import GroupOptions
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import canonical_name, find_blocks
+
+
+def depths_of(model: nn.Module) -> dict[str, int]:
+    """How many layers below the end of its stack a parameter stands, by what its canonical name begins with.
+
+    The last block is at 1, what the model has before its first block (embeddings) one below that block; what is not
+    named follows the blocks. An encoder and a decoder are two stacks. Empty for a model without repeated blocks.
+    """
+    blocks = [canonical_name(name) for name in find_blocks(model)]
+    stacks: dict[str, list[str]] = {}
+    for block in blocks:
+        stacks.setdefault(block.rpartition(".")[0], []).append(block)
+    depths = {f"{block}.": len(stack) - i for stack in stacks.values() for i, block in enumerate(stack)}
+    return depths | dict.fromkeys(_before(model, blocks[0]), 1 + max(depths.values())) if blocks else {}
+
+
+def layerwise(depths: Mapping[str, int], decay: float, peak: float, options: GroupOptions) -> GroupOptions:
+    """Group options with a learning rate for each layer, besides what ``options`` says.
+
+    Args:
+        depths: from :func:`depths_of` the model as it was built.
+        decay: of the rate from a layer to the one below it.
+        peak: the learning rate of what follows the blocks.
+
+    Raises:
+        ModelError: the model has no repeated blocks.
+    """
+    if not depths:
+        raise ModelError(
+            "the model has no blocks that follow each other",
+            where="--layerwise-lr-decay",
+            hint="keep them in a torch.nn.ModuleList, or give the options of groups in build_optimizer()",
+        )
+
+    def with_rates(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+        depth = next((depth for part, depth in depths.items() if name.startswith(part)), 0)
+        return {**options(name, parameter), **({"lr": peak * decay**depth} if depth else {})}
+
+    return with_rates
+
+
+def _before(model: nn.Module, block: str) -> list[str]:
+    """Modules that have parameters of their own and stand before a block, as beginnings of their parameters' names."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        found = canonical_name(name)
+        if found == block:
+            break
+        if any(True for _ in module.parameters(recurse=False)):
+            names += [f"{found}."] if found else [own for own, _ in module.named_parameters(recurse=False)]
+    return names

@@ -1,0 +1,44 @@
+"""How often something is done: every so many steps, samples, tokens or minutes."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+UNITS: Final = {
+    "step": "steps", "sample": "samples", "token": "tokens", "minute": "minutes", "min": "minutes",
+    "steps": "steps", "samples": "samples", "tokens": "tokens", "minutes": "minutes", "": "steps",
+}  # fmt: skip
+_FORM = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([a-zA-Z]*)")
+
+
+class Interval(str):
+    """A text such as ``500`` (optimizer steps), ``20000samples``, ``5e7tokens`` or ``30minutes``.
+
+    Attributes:
+        size: how many; a whole number but for minutes.
+        unit: steps, samples, tokens or minutes.
+
+    Raises:
+        ValueError: the text is none of these, or less than one step, sample or token.
+    """
+
+    expected = "a number of steps, or one with its unit: 20000samples, 5e7tokens, 30minutes"
+    size: float
+    unit: str
+
+    def __new__(cls, text: object) -> Interval:
+        matched = _FORM.fullmatch(str(text).strip())
+        unit = UNITS.get(matched[2].lower()) if matched else None
+        if matched is None or unit is None:
+            raise ValueError(cls.expected)
+        count = float(matched[1])
+        if count <= 0 or (unit != "minutes" and count != int(count)):
+            raise ValueError(cls.expected)
+        self = super().__new__(cls, f"{count:.15g}" if unit == "steps" else f"{count:.15g}{unit}")
+        self.size, self.unit = count, unit
+        return self
+
+    def passed(self, before: int, after: int) -> bool:
+        """Whether a multiple of it lies between two counts in its unit, the second included."""
+        return after // int(self.size) > before // int(self.size)
