@@ -197,6 +197,45 @@ def test_windows_are_those_of_the_text_in_a_row(
     assert data.collate(samples[:3])["input_ids"].shape == (3, 16)
 
 
+def test_the_column_and_the_unit_of_a_text(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
+    """Windows of one text as files of lines and as rows of another column."""
+    text = documents(30)
+    (tmp_path / "a.txt").write_text("\n".join(text))
+    write_jsonl(tmp_path / "a.jsonl", [{"body": f"{line}\n" if i < 29 else line} for i, line in enumerate(text)])
+    found = []
+    for name in ("a.txt", "a.jsonl"):
+        config = configure(
+            **TINY, task="pretraining", data_path=(str(tmp_path / name),), tokenizer_path=str(gpt_folder), seed=5,
+            model_type="gpt2", streaming=True, shuffle_buffer=5, text_column="body", text_unit="line", seq_length=16,
+        )  # fmt: skip
+        samples: Any = load_task(config).build_data().train
+        found.append([samples[p]["input_ids"].tolist() for p in range(20)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("task", ["pretraining", "masked_lm"])
+def test_masked_windows_and_texts(configure: Configure, bert_folder: Path, tmp_path: Path, task: str) -> None:
+    """Tasks whose samples change each time that they are used: batches of one shape, with hidden tokens."""
+    file = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in documents(40)])
+    of_task: dict[str, Any] = {
+        "pretraining": {"data_path": (str(file),), "short_seq_prob": 0.0},
+        "masked_lm": {"data_dir": str(tmp_path)},
+    }[task]
+    config = configure(
+        **TINY, **of_task, task=task, tokenizer_path=str(bert_folder), seq_length=16, model_type="bert", streaming=True,
+        shuffle_buffer=7, seed=5,
+    )  # fmt: skip
+    data = load_task(config).build_data()
+    assert isinstance(data.train, StreamedSamples)
+    assert data.augment is not None
+    assert data.collate is not None
+    samples = [data.augment(data.train[p], np.random.default_rng(p)) for p in range(6)]
+    batch = data.collate(samples)
+    assert batch["input_ids"].shape == batch["labels"].shape
+    assert batch["input_ids"].shape[1] <= 16
+    assert (batch["labels"] != -100).any()
+
+
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(
     configure: Configure, gpt_folder: Path, tmp_path: Path, packs: bool

@@ -14,9 +14,7 @@ import numpy as np
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.text.files import BadLines, Row, TextUnit, text_documents
-
-TEXT = "text"
-"""The column of the documents of a ``.txt`` file."""
+from rapidformer_templates.system.files import key_of
 
 
 @dataclass(frozen=True)
@@ -44,17 +42,24 @@ class RowStream:
         seed: of their order, which is a new one in each epoch; None keeps the one given.
         skip: leave out lines that cannot be read.
         text_unit: what a document is in a ``.txt`` file.
+        column: what the column of such documents is called.
 
     Attributes:
         epoch: passes that are complete.
     """
 
     def __init__(
-        self, files: Sequence[Path], seed: int | None, *, skip: bool = False, text_unit: TextUnit = "paragraph"
+        self,
+        files: Sequence[Path],
+        seed: int | None,
+        *,
+        skip: bool = False,
+        text_unit: TextUnit = "paragraph",
+        column: str = "text",
     ) -> None:
         self.files = list(files)
         self.seed = seed
-        self.skip, self.text_unit = skip, text_unit
+        self.skip, self.text_unit, self.column = skip, text_unit, column
         self.epoch = 0
         self._begin(None)
 
@@ -63,9 +68,8 @@ class RowStream:
         if self.seed is not None:
             order = np.random.default_rng((self.seed, Stream.SHARDS, self.epoch)).permutation(len(self.files))
         files = [str(self.files[i]) for i in order]
-        self._set = datasets.IterableDataset.from_generator(
-            _rows, gen_kwargs={"files": files, "skip": self.skip, "unit": self.text_unit}
-        )
+        options = {"skip": self.skip, "unit": self.text_unit, "column": self.column}
+        self._set = datasets.IterableDataset.from_generator(_rows, gen_kwargs={"files": files, **options})
         if shard_state is not None:
             self._set.load_state_dict(shard_state)
         # By iter() and not by a loop over the set, which in a loader process has a share of the shards only.
@@ -75,7 +79,9 @@ class RowStream:
     @property
     def identity(self) -> str:
         """The files, by which a resumed run is told from another."""
-        return ", ".join(f"{file.name} of {file.stat().st_size:,} bytes" for file in self.files)
+        sizes = [file.stat().st_size for file in self.files]
+        key = key_of([[file.name for file in self.files], sizes])
+        return f"{len(sizes)} files of {sum(sizes):,} bytes ({key[:8]})"
 
     def state(self) -> dict[str, Any]:
         """Where it stands: plain values, for :meth:`go_to`."""
@@ -106,18 +112,18 @@ class RowStream:
         self.go_to(stands)
 
 
-def _rows(files: list[str], skip: bool, unit: TextUnit) -> Iterator[dict[str, Any]]:
+def _rows(files: list[str], skip: bool, unit: TextUnit, column: str) -> Iterator[dict[str, Any]]:
     """What an iterable set reads of one shard after another."""
     for name in files:
         path, bad = Path(name), BadLines(skip=skip)
-        for number, row in _rows_of(path, bad, unit):
+        for number, row in _rows_of(path, bad, unit, column):
             yield {"path": name, "number": number, "row": row, "skipped": bad.skipped}
             bad.skipped = []
         if bad.skipped:
             yield {"path": name, "number": 0, "row": None, "skipped": bad.skipped}
 
 
-def _rows_of(path: Path, bad: BadLines, unit: TextUnit) -> Iterator[tuple[int, Row]]:
+def _rows_of(path: Path, bad: BadLines, unit: TextUnit, column: str) -> Iterator[tuple[int, Row]]:
     if path.suffix.lower() == ".txt":
-        return ((number, {TEXT: text}) for number, text in text_documents(path, bad, unit=unit))
+        return ((number, {column: text}) for number, text in text_documents(path, bad, unit=unit))
     return rows_with_texts(path, bad)

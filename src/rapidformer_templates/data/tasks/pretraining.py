@@ -75,13 +75,14 @@ class Pretraining(Task):
     def _streamed(self) -> Data:
         """The corpus as a stream; no part of it is held out."""
         flags, objective, seed = self.config.data, self.objective, self.config.training.seed
+        recipe = recipe_of(self.config, self.tokenizer, objective.end_token)
         rows = RowStream(
             streamed_corpus(flags),
             seed if buffer_of(flags) else None,
-            skip=flags.skip_bad_lines,
-            text_unit=flags.text_unit,
+            skip=recipe.skip,
+            text_unit=recipe.text_unit,
+            column=recipe.keys[0],
         )
-        recipe = recipe_of(self.config, self.tokenizer, objective.end_token)
         windows = WindowsOfDocuments(
             recipe,
             objective.window,
