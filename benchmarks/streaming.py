@@ -32,6 +32,7 @@ from rapidformer_templates.planning.templates import with_template_defaults
 FLAGS = (
     Flag("megabytes", "10 100 1000", "sizes of the text", kind=str),
     Flag("whole", 100.0, "largest size that is read whole, MB"),
+    Flag("data", "all", "the kind that is measured", choices=("all", "streamed", "windows", "whole")),
     Flag("folder", None, "where to make the text (default: temporary files)"),
 )
 
@@ -42,6 +43,7 @@ TASKS = {
     WINDOWS: "--task pretraining --streaming --train-iters 1 --data-path {0}",
     WHOLE: "--task causal_lm --epochs 1 --validation-fraction 0 --data-dir {0}",
 }
+KINDS = {"streamed": (STREAMED,), "windows": (WINDOWS,), "whole": (WHOLE,), "all": tuple(TASKS)}
 MODEL = "--model-type gpt2 --seq-length 256 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
 GOAL = 1.3
 """The peak of the largest text over that of the smallest."""
@@ -116,7 +118,7 @@ def _status(name: str) -> float:
 
 def answer(options: argparse.Namespace) -> Answer:
     sizes = [float(size) for size in options.megabytes.split()]
-    ways = [(size, way) for size in sizes for way in TASKS if way != WHOLE or size <= options.whole]
+    ways = [(size, way) for size in sizes for way in KINDS[options.data] if way != WHOLE or size <= options.whole]
     context = multiprocessing.get_context("spawn")
     rows: list[dict[str, Any]] = []
     with progress("streaming", len(ways)) as advance:
@@ -133,7 +135,7 @@ def answer(options: argparse.Namespace) -> Answer:
                     rows.append({"way": way, "size": size, "rate": size / found["seconds"], **found})
                     advance(f"{size:g} MB, {way}")
     peaks = {way: [row["peak"] for row in rows if row["way"] == way] for way in (STREAMED, WINDOWS)}
-    growth = {way: found[-1] / found[0] for way, found in peaks.items()}
+    growth = {way: found[-1] / found[0] for way, found in peaks.items() if found}
     columns = {
         "data": "{way}",
         "text, MB": "{size:,g}",

@@ -16,10 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.streaming.samples import Made, StreamedSamples, StreamOrder
+from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
 from rapidformer_templates.data.tasks import load_task
+from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.fast_tokenizers import Pieces, Whole
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import TINY, WORDS, write_jsonl
@@ -125,6 +129,9 @@ def test_a_block_has_its_rows_in_another_order(shards: list[Path], buffer: int) 
     for start in range(0, 60, buffer):
         assert sorted(found[start : start + buffer]) == sorted(rows[start : start + buffer])
     assert (found == rows[:60]) == (buffer == 1)
+    if buffer == 10:  # the blocks have orders of their own
+        orders = [tuple(rows[s : s + 10].index(text) for text in found[s : s + 10]) for s in (0, 10)]
+        assert orders[0] != orders[1]
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 20))
@@ -211,6 +218,25 @@ def test_the_column_and_the_unit_of_a_text(configure: Configure, gpt_folder: Pat
         samples: Any = load_task(config).build_data().train
         found.append([samples[p]["input_ids"].tolist() for p in range(20)])
     assert found[0] == found[1]
+
+
+def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(
+    gpt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    rows = [StreamedRow(Path("a.jsonl"), i, {"text": text}, ()) for i, text in enumerate(documents(20))]
+    recipe = Recipe(tokenizer.backend_tokenizer.to_str(), "uint16", 0)
+
+    def windows() -> tuple[Any, WindowsOfDocuments]:
+        made = WindowsOfDocuments(recipe, 8, overlap=1, shuffles=False)
+        return [s["input_ids"].tolist() for s in made(rows, None, np.random.default_rng(0)).samples], made  # type: ignore[attr-defined]
+
+    plain, made = windows()
+    assert isinstance(made._encoder and made._encoder.encode, Pieces)
+    monkeypatch.setattr(Pieces, "__call__", lambda self, texts: (np.zeros(len(texts), int), np.ones(len(texts), int)))
+    again, made = windows()
+    assert isinstance(made._encoder and made._encoder.encode, Whole)
+    assert again == plain
 
 
 @pytest.mark.parametrize("task", ["pretraining", "masked_lm"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from rapidformer_templates.data.streaming.rows import StreamedRow
 from rapidformer_templates.data.streaming.samples import Made
 from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
+from rapidformer_templates.data.text.fast_tokenizers import Differs
 from rapidformer_templates.data.types import Rows
 
 
@@ -55,12 +57,23 @@ class WindowsOfDocuments:
 
     def _encoded(self, rows: list[StreamedRow], skipped: list[str]) -> Iterator[np.ndarray]:
         """The tokens of each row, file by file as they follow one another."""
-        self._encoder = self._encoder or Encoder(self.recipe)
         for path, group in groupby(rows, key=lambda row: row.path):
             part = [(row.number, row.row or {}) for row in group]
+            if self._encoder is None:
+                self._encoder = self._fastest(Job(path, part, 0, check=True))
             done = self._encoder(Job(path, part, 0, check=False))
             skipped += done.skipped
             yield from np.split(done.columns[0].tokens, np.cumsum(done.columns[0].lengths)[:-1])
+
+    def _fastest(self, first: Job) -> Encoder:
+        """The tokenizer with a memory of pieces, where it gives what the plain one does, also of the first rows."""
+        try:
+            encoder = Encoder(replace(self.recipe, way="pieces", skip=True))
+            encoder(first)
+        except Differs:
+            return Encoder(self.recipe)
+        encoder.recipe = self.recipe
+        return encoder
 
     def _windows(self, flat: np.ndarray, count: int) -> np.ndarray:
         """``count`` windows as rows of an array of their own: a view would keep the whole block."""
