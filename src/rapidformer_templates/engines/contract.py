@@ -119,6 +119,12 @@ class Engine(Protocol):
     def held(self) -> dict[str, list[torch.Tensor]]:
         """What this rank holds now of ``parameters``, ``gradients``, ``optimizer`` state and ``buckets`` to send."""
 
+    def keep_average(self, decay: float) -> None:
+        """Keep an exponential moving average of the weights; called after :meth:`setup`."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The averages in the place of the weights, if they are kept; every rank must enter."""
+
     def pieces(self, kind: str) -> Iterator[Piece]:
         """What this rank has to write of ``weights`` or ``optimizer``; every value is written once."""
 

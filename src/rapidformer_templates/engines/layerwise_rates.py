@@ -26,6 +26,11 @@ def depths_of(model: nn.Module) -> dict[str, int]:
     return depths | dict.fromkeys(_before(model, blocks[0]), 1 + max(depths.values())) if blocks else {}
 
 
+def depth_of(name: str, depths: Mapping[str, int]) -> int:
+    """The depth of a parameter by its canonical name; 0 of what follows the blocks."""
+    return next((depth for beginning, depth in depths.items() if name.startswith(beginning)), 0)
+
+
 def layerwise(depths: Mapping[str, int], decay: float, peak: float, options: GroupOptions) -> GroupOptions:
     """Group options with a learning rate for each layer, besides what ``options`` says.
 
@@ -45,7 +50,7 @@ def layerwise(depths: Mapping[str, int], decay: float, peak: float, options: Gro
         )
 
     def with_rates(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
-        depth = next((depth for part, depth in depths.items() if name.startswith(part)), 0)
+        depth = depth_of(name, depths)
         return {**options(name, parameter), **({"lr": peak * decay**depth} if depth else {})}
 
     return with_rates

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.types import Batch
-from rapidformer_templates.engines import group_values
+from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.auxiliary_losses import AuxiliaryLosses, auxiliary_losses_of
 from rapidformer_templates.engines.contract import ComputeLoss, Piece, StateReader, StepResult
@@ -346,6 +346,35 @@ class SingleEngine:
         """The model for a forward that leaves no trace: random numbers, buffers and gradients are as before it."""
         with without_trace(self.model), self._precision():
             yield self.model
+
+    _averages = False
+
+    @final
+    def keep_average(self, decay: float) -> None:
+        """Keep an exponential moving average of the weights from the next step on; to be asked after :meth:`setup`."""
+        weight_average.keep_average(self.optimizer, decay)
+        self._averages = True
+
+    @final
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averages in the place of the weights, if they are kept; every rank must enter."""
+        if self._averages:
+            self._exchange_averages()
+        try:
+            yield
+        finally:
+            if self._averages:
+                self._exchange_averages()
+
+    def _exchange_averages(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                weight_average.exchange(parameter, self.optimizer.state.get(parameter, {}))
+        self._weights_were_set()
+
+    def _weights_were_set(self) -> None:
+        """Send the values of what the optimizer updates to whoever has copies of them."""
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         return engine_state.pieces(self.model, self.optimizer, kind, self.workers)

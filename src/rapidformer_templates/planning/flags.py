@@ -227,6 +227,13 @@ class TrainingFlags:
     layerwise_lr_decay: float | None = flag(
         None, "each block learns at this share of the rate of the one above it", metavar="SHARE", minimum=0, maximum=1
     )
+    ema_decay: float | None = flag(
+        None,
+        "keep a moving average of the weights that takes 1 - DECAY of each new one; it is evaluated and exported",
+        metavar="DECAY",
+        minimum=0,
+        maximum=1,
+    )
     clip_grad: float = flag(1.0, "greatest global gradient norm; 0 does not clip", minimum=0)
     label_smoothing: float = flag(
         0.0, "share of each target that is spread over all classes while training", minimum=0, maximum=1

@@ -63,6 +63,13 @@ def _stops_early(request: Request) -> list[Finding]:
     return findings
 
 
+def _averages(request: Request) -> list[Finding]:
+    if request.config.training.ema_decay != 1:
+        return []
+    message = "--ema-decay 1 never takes in a new weight"
+    return [Finding(message, request.asked("ema_decay"), changes=(replace({"ema_decay": 0.999}),))]
+
+
 def _smooths(request: Request) -> list[Finding]:
     training = request.config.training
     if not training.label_smoothing or (training.task in SMOOTHED and not request.config.data.sentence_pairs):
@@ -199,6 +206,14 @@ TRAINING_RULES = (
         "[rapidformer_templates]",
         _stops_early,
         Example("--early-stopping-patience 3 --no-keep-best --epochs 20"),
+    ),
+    Rule(
+        "RF114",
+        "The share of the old in an average of the weights is below 1.",
+        "with 1 it would stay what it is after the first step",
+        "[torch]",
+        _averages,
+        Example("--ema-decay 1"),
     ),
     Rule(
         "RF112",

@@ -47,7 +47,8 @@ class Evaluator:
         random_state = capture()
         self.engine.model.eval()
         try:
-            total, targets, results = self._share()
+            with self.engine.averaged():
+                total, targets, results = self._share()
         finally:
             self.engine.model.train()
             restore(*random_state)

@@ -26,9 +26,13 @@ def export_model(engine: Engine, template: Template, folder: Path, workers: Work
 
     A model that is not of transformers is exported as ``model.safetensors`` alone.
     """
-    weights = engine.full_weights()
-    if weights is None:
-        return
+    with engine.averaged():  # until they are written: they may be the parameters themselves
+        weights = engine.full_weights()
+        if weights is not None:
+            _write(engine, template, folder, weights)
+
+
+def _write(engine: Engine, template: Template, folder: Path, weights: dict[str, torch.Tensor]) -> None:
     own = next((module for module in _exported() if hasattr(module, "writes") and module.writes(engine.model)), None)
     with new_folder(folder) as temporary:
         if own:

@@ -242,6 +242,8 @@ def _build_engine(template: Template, workers: Workers) -> Engine:
     recipe = checked_optimizer(template.build_optimizer())
     template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
     engine.setup(model, recipe, template.compute_loss)
+    if config.training.ema_decay is not None:
+        engine.keep_average(config.training.ema_decay)
     template.model = engine.model
     if not tried:
         with engine.measuring() as whole:
@@ -361,5 +363,6 @@ def _put_best_back(loop: Loop, workers: Workers) -> bool:
         say(workers, f"the best checkpoint is lost ({kept.name}: {problem}): the last weights stand in", loud=True)
         loop.position.best = None
         return False
-    loop.engine.load(Reader(kept), optimizer=False)
+    averages = loop.template.config.training.ema_decay is not None  # they lie with the optimizer's state
+    loop.engine.load(Reader(kept), optimizer=averages)
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.changes import add
+from rapidformer_templates.planning.changes import add, drop
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -41,6 +41,14 @@ def _needs_zero_3(request: Request) -> list[Finding]:
             changes=(add({"zero_3_memory_optimization": True}),),
         )
     ]
+
+
+def _moves_moments_alone(request: Request) -> list[Finding]:
+    if "nvme-offload" not in request.active or request.config.training.ema_decay is None:
+        return []
+    message = "the average of the weights lies beside the optimizer's moments, and nvme-offload moves those alone"
+    values = (*request.asked("ema_decay"), *request.asked_for("nvme-offload"))
+    return [Finding(message, values, switches=("nvme-offload",), changes=(drop({"ema_decay": None}),))]
 
 
 SWAPPED = 2**20
@@ -85,6 +93,14 @@ SWITCHES = (
                 "[D]",
                 _needs_zero_3,
                 Example("--nvme-path /local_nvme --zero-2-memory-optimization --world-size 2"),
+            ),
+            Rule(
+                "RF115",
+                "An average of the weights is kept in memory.",
+                "DeepSpeed brings the moments of a part from the disk and back, and nothing that lies beside them",
+                "[deepspeed]",
+                _moves_moments_alone,
+                Example("--ema-decay 0.999 --nvme-path /local_nvme --zero-3-memory-optimization --world-size 2"),
             ),
             OPTIMIZER_HAS_CPU_FORM,
         ),

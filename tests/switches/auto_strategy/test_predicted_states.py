@@ -135,6 +135,7 @@ ZERO_3 = {"zero_3_memory_optimization": True}
 TENSOR = {"tensor_model_parallel_size": 2}
 HALF = {"quantize_base": "half"} if _installed("peft") else {}
 LORA = {"lora_rank": 3} if _installed("peft") else {"freeze": "mlp"}
+AVERAGE = {"ema_decay": 0.9, "layerwise_lr_decay": 0.5}
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
 TOGETHER: list[Case] = [
     ("zero-2, one worker", 1, "Trainer", {"zero_2_memory_optimization": True}),
@@ -154,6 +155,9 @@ TOGETHER: list[Case] = [
     ("pipeline, sharded over data", 4, "Trainer",
      {**PIPELINE, "zero_2_memory_optimization": True, "optimizer": "adamw_anyprecision"}),
     *((f"lora, {how}", 2, "Trainer", {**LORA, **REGISTRY[how].on}) for how in PARTITIONED),
+    *((f"average, {how}", 2, "Trainer", {**AVERAGE, **REGISTRY[how].on}) for how in PARTITIONED),
+    ("average, zero-2, offload", 2, "Trainer", {**AVERAGE, "zero_2_memory_optimization": True, "cpu_offload": True}),
+    ("average, pipeline, adafactor", 2, "Trainer", {**AVERAGE, **PIPELINE, "optimizer": "adafactor"}),
     ("lora, zero-3, bf16, small ones cut", 2, "Trainer",
      {**ZERO_3, **LORA, "mixed_precision": "bf16", "zero_3_param_persistence_threshold": 1000}),
     ("lora, zero-2, offload", 2, "Trainer", {**LORA, "zero_2_memory_optimization": True, "cpu_offload": True}),

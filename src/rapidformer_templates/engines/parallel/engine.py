@@ -114,6 +114,9 @@ class ParallelEngine(SingleEngine):
         super()._update()
         self._shards.gather()
 
+    def _weights_were_set(self) -> None:
+        self._shards.gather()
+
     def _drop_gradients(self) -> None:
         self._shards.drop()
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.windows import Window, windows
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.balance import balanced_cut
@@ -99,7 +100,7 @@ class ModelShapes:
     @cached_property
     def all_parameters(self) -> dict[str, Facts]:
         """Trained and frozen parameters by canonical name; tied ones once."""
-        tables, experts = tables_of(self.whole), _expert_parameters(self.whole)
+        tables, experts, depths = tables_of(self.whole), _expert_parameters(self.whole), depths_of(self.whole)
         return {
             name: Facts(
                 tuple(p.shape),
@@ -108,6 +109,7 @@ class ModelShapes:
                 is_expert=id(p) in experts,
                 is_trained=p.requires_grad,
                 width=p.element_size(),
+                depth=depth_of(name, depths),
             )
             for name, p in ((canonical_name(name), p) for name, p in self.whole.named_parameters())
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rapidformer_templates.planning.optimizers import CPU_ADAM, FUSED_ADAMW, LAMB, OPTIMIZERS, TORCH_ADAM
 
@@ -32,6 +32,7 @@ class Facts:
         is_expert: whether its first dimension counts experts, which expert parallelism divides.
         is_trained: whether it has a gradient and optimizer state.
         width: bytes of a number of it where it is not trained, and no engine converts it.
+        depth: layers that it stands below the end of its stack.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Facts:
     is_expert: bool = False
     is_trained: bool = True
     width: int = FP32
+    depth: int = 0
 
     @property
     def count(self) -> int:
@@ -64,6 +66,14 @@ class StateRule:
         """Of all parameters that one optimizer updates."""
         shared = self.shared if any(p.count >= QUANTIZED_FROM for p in parameters) else 0
         return sum(self.of_one(parameter) for parameter in parameters) + shared
+
+    def with_average(self) -> StateRule:
+        """The same with an average of the weights beside it."""
+        return replace(self, of_one=lambda parameter: self.of_one(parameter) + FP32 * parameter.count)
+
+    def with_rates(self) -> StateRule:
+        """The same with a group for each layer, which has a learning rate of its own."""
+        return replace(self, group_of=lambda parameter: f"{self.group_of(parameter)} {parameter.depth}")
 
     def groups_of(self, parameters: Sequence[Facts]) -> list[list[Facts]]:
         """The parameters as an optimizer's groups have them: in the order in which the model comes to each group."""

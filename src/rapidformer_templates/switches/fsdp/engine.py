@@ -133,6 +133,10 @@ class FSDPEngine(SingleEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def _exchange_averages(self) -> None:
+        self._reshard()
+        super()._exchange_averages()
+
     def pieces(self, kind: str) -> Iterator[Piece]:
         self._reshard()
         return super().pieces(kind)

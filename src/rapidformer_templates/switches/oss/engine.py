@@ -62,6 +62,12 @@ class _ShardedState(SingleEngine):
         self._oss.step()
         return None
 
+    def _weights_were_set(self) -> None:
+        if self._shards:
+            for owner, groups in enumerate(self._oss.partition_parameters()):
+                for parameter in (p for group in groups for p in group["params"]):
+                    torch.distributed.broadcast(parameter.data, src=owner)
+
     def pieces(self, kind: str) -> Iterator[Piece]:
         # Nobody else has this rank's optimizer state, so it is written as by a worker alone.
         alone = dataclasses.replace(self.workers, rank=0, world=1)

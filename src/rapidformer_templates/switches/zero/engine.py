@@ -159,6 +159,9 @@ class DeepSpeedEngine(SingleEngine):
             finally:
                 forgetting.remove()
 
+    def _exchange_averages(self) -> None:
+        self._state.exchange_averages()
+
     def held(self) -> dict[str, list[torch.Tensor]]:
         return self._state.held()
 

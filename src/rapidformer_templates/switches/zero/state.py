@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from rapidformer_templates.engines import group_values
+from rapidformer_templates.engines import group_values, weight_average
 from rapidformer_templates.engines import pieces as engine_state
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.flat_runs import pieces_of, read_into
@@ -179,6 +179,13 @@ class ZeroState(ABC):
         for name, tensor in self._rest():
             with self._gathered(tensor, write=True) as whole:
                 whole.detach().copy_(reader.read("weights", name, (0,) * whole.ndim, tuple(whole.shape)))
+        self._publish()
+
+    def exchange_averages(self) -> None:
+        """The averages of the masters in their place, and the model with them."""
+        for index in range(len(self.fragments)):
+            with self.partition(index, write=True) as flat:
+                weight_average.exchange(flat, self.optimizer.optimizer.state.get(flat, {}))
         self._publish()
 
     def _read_group(self, index: int, names: list[str], reader: StateReader) -> None:

@@ -1,0 +1,154 @@
+"""Averaged weights: torch's own average of a run in one process, under every engine and over deaths and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from rapidformer_templates.planning.environment import installed_packages
+from tests.support.jobs import DeepJob, result_of
+from tests.support.requests import codes
+from tests.support.worker_group import run_in_workers
+
+DECAY = 0.7
+STEPS = "--train-iters 6 --global-batch-size 8 --log-interval 1 --eval-interval 2 --lr 1e-2 --keep-checkpoints 9"
+ON = f"--ema-decay {DECAY}"
+ENGINES = {
+    "ddp": "--micro-batch-size 4",
+    "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
+    "fsdp-kept": "--micro-batch-size 4 --fsdp-memory-optimization --no-fsdp-reshard-after-forward",
+    "distributed": "--micro-batch-size 4 --use-distributed-optimizer",
+    "tensor": "--micro-batch-size 8 --tensor-model-parallel-size 2",
+    "pipeline": "--micro-batch-size 4 --pipeline-model-parallel-size 2",
+}
+if "fairscale" in installed_packages():
+    ENGINES |= {
+        "oss": "--micro-batch-size 4 --oss-memory-optimization",
+        "sdp": "--micro-batch-size 4 --oss-sdp-memory-optimization",
+    }
+if "deepspeed" in installed_packages():
+    ENGINES |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
+    ENGINES["zero-2-offload"] = f"{ENGINES['zero-2']} --cpu-offload"
+
+
+class Dies(Exception):
+    """Stands for the death of a run."""
+
+
+class Averaging(DeepJob):
+    """The reference: torch averages the model after each step, and its average is evaluated and kept."""
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        super().on_step_end(step, result)
+        if step == 1:
+            self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        self.average.update_parameters(self.model)
+
+    def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
+        losses, targets = 0.0, 0.0
+        with torch.no_grad():
+            for sample in self.data.valid:
+                batch = self.data.collate([sample])
+                if count := float(self.count_targets(batch)):
+                    losses += count * float(self.average.module.eval()(**batch).loss)
+                    targets += count
+        self.losses = [*getattr(self, "losses", []), losses / targets]
+
+
+def run(flags: str, folder: Path | str, job: type[DeepJob] = DeepJob) -> dict[str, Any]:
+    found = result_of(job([*f"{STEPS} {flags}".split(), "--save", str(folder)]), str(folder))
+    return found | {"exported": load_file(Path(folder) / "export" / "model.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("torch"))
+    job = Averaging([*f"{STEPS} --micro-batch-size 8".split(), "--save", folder])
+    found = result_of(job, folder)
+    average = {name: p for name, p in job.average.module.state_dict().items() if name != "lm_head.weight"}
+    return {"curve": found["curve"], "evaluations": job.losses, "exported": average}
+
+
+def assert_follows(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float = 1e-4) -> None:
+    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=rtol, atol=1e-5)
+    assert found["evaluations"][:3] == pytest.approx(wanted["evaluations"], rel=rtol)
+    for name, weight in wanted["exported"].items():
+        torch.testing.assert_close(found["exported"][name], weight, rtol=rtol, atol=1e-4, msg=name)
+
+
+def test_it_is_torchs_average_and_disturbs_nothing(wanted: dict[str, Any], tmp_path: Path) -> None:
+    found = run(f"{ON} --micro-batch-size 8", tmp_path / "on")
+    assert_follows(found, wanted, rtol=1e-6)
+    plain = run("--micro-batch-size 8", tmp_path / "plain")
+    assert found["curve"] == plain["curve"], "training goes on with the weights"
+    assert all(torch.equal(found["weights"][name], weight) for name, weight in plain["weights"].items())
+    assert abs(plain["evaluations"][-1] - found["evaluations"][-1]) > 1e-3
+
+
+def test_the_best_average_is_exported(tmp_path: Path) -> None:
+    """The best of two evaluations is the first: what is exported is the average of that step, not of the last one."""
+    flags = "--micro-batch-size 8 --keep-best --metric-for-best utility --metric-for-best-mode max"
+
+    class Falling(DeepJob):
+        times = 0
+
+        def compute_metrics(self, predictions: Any, references: Any) -> dict[str, float]:
+            self.times += 1
+            return {"utility": -float(self.times)}
+
+        def predict(self, *arguments: Any) -> Any:
+            raise NotImplementedError
+
+    with mock.patch.object(Falling, "predict", DeepJob.predict):
+        found = run(f"{ON} {flags}", tmp_path / "best", Falling)
+    assert json.loads((tmp_path / "best" / "summary.json").read_text())["best"]["step"] == 2
+    short = run(f"{ON} --micro-batch-size 8 --train-iters 2 --lr-decay-iters 6", tmp_path / "short")
+    for name, weight in short["exported"].items():
+        assert torch.equal(found["exported"][name], weight)
+
+
+def test_a_resumed_run_is_bitwise_the_whole_one(tmp_path: Path) -> None:
+    whole = run(f"{ON} --micro-batch-size 8", tmp_path / "whole")
+    _dies(tmp_path / "cut", "--micro-batch-size 8")
+    cut = run(f"{ON} --micro-batch-size 8 --resume", tmp_path / "cut")
+    assert all(torch.equal(cut["exported"][name], weight) for name, weight in whole["exported"].items())
+    assert cut["evaluations"] == whole["evaluations"]
+
+
+def _dies(folder: Path | str, flags: str) -> None:
+    job = DeepJob([*f"{STEPS} {ON} {flags} --save-interval 2".split(), "--save", str(folder)])
+
+    def on_step_end(step: int, result: Any) -> None:
+        if step == 3:
+            raise Dies
+
+    with mock.patch.object(job, "on_step_end", on_step_end), pytest.raises(Dies):
+        job.fit()
+
+
+def _all(workers: Any, folder: str) -> dict[str, Any]:
+    found = {name: run(f"{ON} {flags}", f"{folder}/{name}") for name, flags in ENGINES.items()}
+    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        _dies(f"{folder}/moved", ENGINES["fsdp"])
+    moved = run(f"{ON} --resume {ENGINES['distributed']}", f"{folder}/moved")
+    return {**found, "moved": moved | {"curve": found["ddp"]["curve"][:2] + moved["curve"]}}
+
+
+@pytest.mark.distributed
+def test_two_workers_follow_one(wanted: dict[str, Any], tmp_path: Path) -> None:
+    for runs in run_in_workers(2, _all, str(tmp_path)):
+        for name, found in runs.items():
+            print(name)
+            assert_follows(found, wanted)
+
+
+def test_what_is_refused() -> None:
+    assert codes("--ema-decay 1") == ["RF114"]
+    assert "RF115" in codes("--ema-decay 0.9 --zero-3-memory-optimization --cpu-offload --nvme-path /tmp")
