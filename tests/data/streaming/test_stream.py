@@ -294,6 +294,24 @@ def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(
         assert sum(streamed.train.size_of(streamed.train.__getitems__([p]) and [p])[0] for p in range(count)) == 40  # type: ignore[union-attr, attr-defined]
 
 
+def test_conversations_and_what_is_told_of_them(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "the cat"}]
+    file = write_jsonl(tmp_path / "train.jsonl", [{"messages": talk[: 2 - i % 2]} for i in range(6)])
+    flags = {**TINY, "task": "causal_lm", "data_dir": str(tmp_path), "tokenizer_path": str(gpt_folder)}
+    flags |= {"model_type": "gpt2", "seq_length": 64, "streaming": True, "shuffle_buffer": 3}
+    task = load_task(configure(**flags, skip_bad_lines=True))
+    samples: Any = task.build_data().train
+    assert task.notes == ["the tokenizer has no chat template: a plain one is used, and exported with it"]
+    labels = [samples[p]["labels"].tolist() for p in range(8)]
+    assert labels == labels[:1] * 8
+    assert -100 in labels[0]
+    reason = "the conversation has no answer: no message is the assistant's"
+    assert samples.bookmark["lines"][0] == f"{file}:2: {reason}"
+    with pytest.raises(DataError, match="the conversation has no answer") as caught:
+        load_task(configure(**flags)).build_data().train[0]  # type: ignore[index]
+    assert caught.value.where == f"{file}:2"
+
+
 def test_what_is_not_streamed(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
     import datasets
 

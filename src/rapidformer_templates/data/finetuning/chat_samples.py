@@ -15,6 +15,8 @@ from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
+PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
+
 
 @dataclass
 class ChatReader:
@@ -42,7 +44,7 @@ class ChatReader:
     def _template(self) -> ChatTemplate:
         template = ChatTemplate(self.tokenizer)
         if template.is_plain:
-            self.notes.append("the tokenizer has no chat template: a plain one is used, and exported with it")
+            self.notes.append(PLAIN_NOTE)
         return template
 
     def samples(self, name: str, part: Part, columns: Columns) -> TokenizedSamples:

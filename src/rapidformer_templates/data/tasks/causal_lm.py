@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import Columns, find_columns
-from rapidformer_templates.data.finetuning.chat_samples import ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, ChatReader
 from rapidformer_templates.data.finetuning.tables import Part, read_dataset
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
 from rapidformer_templates.data.random_streams import Stream
@@ -65,6 +65,8 @@ class CausalLM(Task):
         self.skipped, self.notes = raw.skipped, []
         columns = find_columns(raw.train, self.config.data)
         sets = sets_of(raw, self.config, partial(self._set, columns))
+        if raw.stream is not None and columns.kind in ("chat", "instruction") and not self.tokenizer.chat_template:
+            self.notes.append(PLAIN_NOTE)  # no part was read whole, by which it would be known
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         if self.packs:
