@@ -178,7 +178,14 @@ QUICK = {
     *(case[0] for case in SWITCHES if case[0] != "torch-compile"),  # half a minute of imports
     *(case[0] for case in CASES if case[1] == 1),
     *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts, fsdp"),
-    *("lora, fsdp", "lora, zero-2", "lora, tensor, sharded over data", "lora, pipeline, sharded over data"),
+    *(
+        "average, oss",
+        "average, zero-2",
+        "lora, fsdp",
+        "lora, zero-2",
+        "lora, tensor, sharded over data",
+        "lora, pipeline, sharded over data",
+    ),
 }
 """The others are asked for by -m exhaustive."""
 PARAMETERS = [pytest.param(c, id=c[0], marks=() if c[0] in QUICK else pytest.mark.exhaustive) for c in CASES]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, How
@@ -40,9 +41,9 @@ def setting_of(plan: Plan) -> Setting:
     """The setting of a resolved run."""
     zero: dict[str, Any] = plan.engine_options.get("deepspeed", {}).get("zero_optimization", {})
     rule = STATES[plan.optimizer_implementation]
-    if "ema_decay" in plan.values:
+    if spelling("ema_decay") in plan.values:
         rule = rule.with_average()
-    if "layerwise_lr_decay" in plan.values:
+    if spelling("layerwise_lr_decay") in plan.values:
         rule = rule.with_rates()
     how = How(
         rule,
