@@ -18,6 +18,7 @@ QUESTIONS = {
     "faults": "kill -9 at random moments, and go on",
     "saving": "how fast a state is durably on the disk",
     "reading": "how fast an indexed data set is read",
+    "streaming": "memory of a pass over streamed text",
     "preprocess": "raw text to indexed data sets",
     "padding": "useful tokens/s of each way to batch",
     "packing": "documents of a row apart with and without a mask",

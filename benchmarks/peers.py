@@ -13,7 +13,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,7 @@ def ours(step_done: StepDone, folder: Path, seed: int) -> Figures:
     class Watched(Finetuner):
         def build_data(self) -> Data:
             data = super().build_data()
-            assert data.train is not None
+            assert isinstance(data.train, Sequence)
             assert data.collate is not None
             data.collate = count.counting(data.collate, len(data.train))
             return data
@@ -108,7 +108,8 @@ def ours(step_done: StepDone, folder: Path, seed: int) -> Figures:
         ]
         template = Watched([str(flag) for flag in flags])
         accuracy = template.fit()["metrics"]["accuracy"]
-    sizes = len(template.data.train or []), len(template.data.valid or [])
+    assert isinstance(template.data.train, Sequence)
+    sizes = len(template.data.train), len(template.data.valid or [])
     return count.figures(step_done.seconds, template.eval_seconds, sizes, accuracy)
 
 

@@ -127,7 +127,9 @@ class Trainer:
     @hook(*OF_SCHEDULES)
     def build_scheduler(self, total_steps: int) -> Schedule:
         """A function from the step (from 0) to a share of the peak learning rate."""
-        return schedule(self.config.training, total_steps, self.plan.schedule)
+        return schedule(
+            self.config.training, total_steps, self.plan.schedule, global_batch=self.plan.sizes.global_batch
+        )
 
     # The hooks of the evaluation.
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rapidformer_templates.data.indexed.blend import Blend
-from rapidformer_templates.data.indexed.corpora import parse_data_path
+from rapidformer_templates.data.indexed.corpora import load_corpora, parse_data_path
 from rapidformer_templates.data.indexed.tools import merge
 from rapidformer_templates.data.indexed.writer import IndexedWriter, read_sums
 from rapidformer_templates.data.pretraining.gpt import GPTSamples
@@ -19,6 +19,7 @@ from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import load_tokenizer, vocabulary_id
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.indexed_sets import numbered
+from tests.support.texts import DOCUMENTS, write_jsonl
 
 Configure = Callable[..., RunConfig]
 
@@ -97,6 +98,26 @@ def test_flags_about_raw_text_where_there_is_none(
     config = configure(**(flags | {"data_path": (str(tmp_path / "set"),), flag: value}))
     with pytest.raises(DataError, match="there is no raw text for --"):
         load_task(config).check()
+
+
+def test_the_unit_of_a_text_where_no_file_has_one(configure: Configure, flags: dict[str, Any], tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in DOCUMENTS])
+    config = configure(**(flags | {"data_path": (str(rows),), "text_unit": "line"}))
+    with pytest.raises(DataError, match=r"there is no \.txt file for --text-unit"):
+        load_task(config).check()
+
+
+def test_documents_of_lines_and_of_files(configure: Configure, flags: dict[str, Any], tmp_path: Path) -> None:
+    """One text with both units: they have a cache of their own each, and the run's end tokens tell the documents."""
+    file = tmp_path / "a.txt"
+    file.write_text("\n".join(DOCUMENTS))
+    counts = {}
+    for unit in ("line", "file"):
+        config = configure(**(flags | {"data_path": (str(file),), "text_unit": unit}))
+        tokenizer = load_task(config).tokenizer
+        (corpus,) = load_corpora(config, tokenizer, tokenizer.eos_token_id)
+        counts[unit] = len(corpus.dataset)
+    assert counts == {"line": len(DOCUMENTS), "file": 1}
 
 
 def _set(prefix: Path, vocabulary: str | None) -> str:

@@ -66,6 +66,34 @@ def test_values(flags: str, name: str, value: object) -> None:
     assert read(flags).get(name) == value
 
 
+def test_other_spellings_are_the_flag(tmp_path: Path) -> None:
+    """On the command line, in a file and in code; the one from the highest place wins, whatever its spelling."""
+    assert read("--optimizers lamb").get("optimizer") == "lamb"
+    assert read("--fp16").get("mixed_precision") == read("--mixed-precision fp16").get("mixed_precision") == "fp16"
+    assert read("--adam_beta1 0.8").training.adam_beta1 == 0.8
+    file = yaml_file(tmp_path, "fp16: false\nbf16: true\noptimizers: lamb\n")
+    config = read(file, in_code={"optimizers": ("muon", "train.py:9")})
+    assert (config.get("mixed_precision"), config.origin("mixed_precision")) == ("bf16", "run.yaml:2")
+    assert (config.get("optimizer"), config.origin("optimizer")) == ("lamb", "run.yaml:3")
+    assert read(f"{file} --optimizer adafactor").get("optimizer") == "adafactor"
+    assert read("--optimizer lamb --optimizers lamb").get("optimizer") == "lamb"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--optimizer muon --optimizers lamb", "--optimizer and --optimizers are one flag, and are given different"),
+        ("--fp16 --bf16", "--fp16 and --bf16 are one flag, and are given different values"),
+        ("--mixed-precision bf16 --fp16", "--mixed-precision and --fp16 are one flag, and are given different values"),
+        ("--no-checkpoint-activations --recompute-activations", "are one flag, and are given different values"),
+    ],
+)
+def test_spellings_that_say_different_things(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(flags)
+    assert caught.value.where == "command line"
+
+
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [

@@ -44,7 +44,7 @@ def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> No
     ("flags", "hint"),
     [
         ("--learning-rate 1e-5", "did you mean --lr?"),
-        ("--bf16", "did you mean --mixed-precision bf16?"),
+        ("--bf16-full-eval", "did you mean --mixed-precision bf16?"),
         ("--fsdp full_shard", "did you mean --fsdp-memory-optimization?"),
         ("--per-device-train-batch-size 8", "did you mean --micro-batch-size?"),
         ("--per_device_train_batch_size=8", "did you mean --micro-batch-size?"),
@@ -73,12 +73,12 @@ def test_hints_on_the_command_line(flags: str, hint: str) -> None:
 
 
 def test_hints_in_a_file_and_in_a_script(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("bf16: true\n")
-    with pytest.raises(ConfigError, match="unknown key 'bf16'") as caught:
+    (tmp_path / "run.yaml").write_text("bf16_full_eval: true\n")
+    with pytest.raises(ConfigError, match="unknown key 'bf16_full_eval'") as caught:
         parse(["--config", str(tmp_path / "run.yaml")], switch_options())
     assert caught.value.hint == "did you mean mixed_precision: bf16?"
     for name, hint in (
-        ("bf16", 'did you mean mixed_precision="bf16"?'),
+        ("bf16_full_eval", 'did you mean mixed_precision="bf16"?'),
         ("learning_rate", "did you mean lr?"),
         ("train_iter", "did you mean train_iters?"),
         ("banana", None),

@@ -162,6 +162,7 @@ def asked_by(tmp_path: Path, bert_folder: Path) -> Callable[[str], set[str]]:
     corpus = f"--data-path {tmp_path / 'train.jsonl'} --data-cache-dir {tmp_path / 'cache'}"
     scenarios = [
         f"--task causal_lm --model-type gpt2 {files}",
+        f"--task causal_lm --model-type gpt2 {files} --streaming",
         f"--task sequence_classification --model-type bert {files}",
         f"--task pretraining --model-type gpt2 {corpus}",
         f"--task pretraining --model-type bert {corpus}",

@@ -87,9 +87,12 @@ def _catalogue(registry: Registry) -> str:
 def _section(switch: Switch) -> str:
     """One switch: each flag with its help, then what there is to know about it."""
     facts = [f"- `{spelling(f.name)}`: {f.metadata['help']}" for f in dataclasses.fields(switch.options)]
-    aliases = [f.metadata["alias"] for f in dataclasses.fields(switch.options) if f.metadata["alias"]]
     facts = facts or ["- computed from `--micro-batch-size` and `--global-batch-size`"]
-    facts += [f"- also spelled `--{alias}`" for alias in aliases]
+    facts += [
+        f"- `--{alias}` is the same as `{spelling(f.name)}{f' {value}' if value else ''}`"
+        for f in dataclasses.fields(switch.options)
+        for alias, value in f.metadata["aliases"].items()
+    ]
     facts.append(
         f"- precedence {switch.precedence.name}, templates {', '.join(switch.templates)}, source {switch.source}"
     )

@@ -142,6 +142,12 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="columns with text (text)")
     parser.add_argument(
+        "--text-unit",
+        choices=("paragraph", "line", "file"),
+        default="paragraph",
+        help="a document of a .txt file: a paragraph between blank lines (default), a line, or the file",
+    )
+    parser.add_argument(
         "--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and list them"
     )
 

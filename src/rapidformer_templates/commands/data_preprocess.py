@@ -67,6 +67,7 @@ def main(options: argparse.Namespace) -> int:
         sentences=options.split_sentences,
         skip=options.skip_bad_lines,
         vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
+        text_unit=options.text_unit,
     )
     made = preprocess(
         files,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, TypeVar
 
-from rapidformer_templates.data.types import Data
+from rapidformer_templates.data.types import Data, Endless
 from rapidformer_templates.errors import DataError
 
 T = TypeVar("T")
@@ -34,7 +34,8 @@ def checked_data(data: Any) -> Data:
         samples = getattr(data, part)
         # A mapping has both, and its keys are columns or names of parts.
         indexed = isinstance(samples, Sized) and hasattr(samples, "__getitem__") and not isinstance(samples, Mapping)
-        if samples is not None and not indexed:
+        endless = part == "train" and isinstance(samples, Endless)
+        if samples is not None and not indexed and not endless:
             raise DataError(
                 f"the {part} samples of build_data are {kind_of(samples)}",
                 where=f"Data({part}=…)",

@@ -19,7 +19,7 @@ from rapidformer_templates.data.checks import checked_batch, collated
 from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.random_streams import Stream
-from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.data.types import Batch, Bookmark, Data
 
 
 def field_of(batch: Batch, name: str) -> torch.Tensor | None:
@@ -48,6 +48,7 @@ class MicroBatch:
             read off the batch.
         looked: see :meth:`look`.
         positions: for each row, the position of its sample in the order; -1 for a row that counts for nothing.
+        bookmark: of a stream, where it stood before these samples.
     """
 
     batch: Batch
@@ -57,6 +58,7 @@ class MicroBatch:
     size: tuple[int, int] | None = None
     looked: dict[str, bool] = field(default_factory=dict)
     positions: Sequence[int] = ()
+    bookmark: Bookmark | None = None
 
     def look(self) -> None:
         """Note what models will ask of the batch's masks and positions, while it is on the host.
@@ -107,7 +109,6 @@ class _Fetcher(Dataset[MicroBatch]):
 
     def __init__(self, samples: Any, data: Data) -> None:
         self.samples = samples
-        self.size_of: Callable[[list[int]], tuple[int, int]] | None = getattr(samples, "size_of", None)
         self.augment = data.augment
         self.collate = data.collate or self._by_default
 
@@ -122,8 +123,15 @@ class _Fetcher(Dataset[MicroBatch]):
             known = (len(items), request.tokens)
             positions = [*request.positions, *[-1] * (request.shape.rows - len(items))]
             return MicroBatch(batch, request.samples, idle=request.idle, size=known, positions=positions)
-        batch, size = checked_batch(self.collate(items)), self.size_of(request.samples) if self.size_of else None
-        return MicroBatch(batch, request.samples, idle=request.idle, size=size, positions=request.positions)
+        size_of: Callable[[list[int]], tuple[int, int]] | None = getattr(self.samples, "size_of", None)
+        return MicroBatch(
+            checked_batch(self.collate(items)),
+            request.samples,
+            idle=request.idle,
+            size=size_of(request.samples) if size_of else None,
+            positions=request.positions,
+            bookmark=getattr(self.samples, "bookmark", None),
+        )
 
     @staticmethod
     def _by_default(items: list[Any]) -> Batch:

@@ -66,6 +66,15 @@ class Order(Protocol):
         """What the samples of a step depend on: plain values, the same in a run that goes on."""
 
 
+def even_requests(samples: np.ndarray, positions: np.ndarray, seed: int, count: int, mine: range) -> Iterator[Request]:
+    """Those of ``count`` even pieces of a global batch whose numbers are in ``mine``; one without a sample is idle."""
+    for number in mine:
+        first, end = len(samples) * number // count, len(samples) * (number + 1) // count
+        idle = first == end
+        piece = slice(0, 1) if idle else slice(first, end)
+        yield Request(samples[piece].tolist(), (seed, Stream.SAMPLE), positions[piece].tolist(), idle)
+
+
 class SampleOrder:
     """The order of the training samples.
 
@@ -126,12 +135,7 @@ class SampleOrder:
 
     def requests(self, step: int, count: int, mine: range) -> Iterator[Request]:
         """The global batch cut into ``count`` even pieces, so that nothing of a short one is lost or doubled."""
-        samples, positions = (column.tolist() for column in self.step(step))
-        for number in mine:
-            first, end = len(samples) * number // count, len(samples) * (number + 1) // count
-            idle = first == end
-            piece = slice(0, 1) if idle else slice(first, end)
-            yield Request(samples[piece], (self.seed, Stream.SAMPLE), positions[piece], idle)
+        return even_requests(*self.step(step), self.seed, count, mine)
 
     def depends_on(self) -> dict[str, Any]:
         """What the samples of a step depend on."""

@@ -28,6 +28,12 @@ class Stream(enum.IntEnum):
     """Changes of the sample by which a switch tries the loss."""
     NOISE = 9
     """Noise on the embeddings of a training sample."""
+    SHARDS = 10
+    """The order of the files of a stream, epoch by epoch."""
+    BLOCKS = 11
+    """The order of the rows and the samples in a block of a stream."""
+    MIXED = 12
+    """The order of a set in a mixture, epoch by epoch."""
     PAIR_SAMPLES = 18
     PAIR_CHUNKS = 19
     PAIR_ORDERS = 20

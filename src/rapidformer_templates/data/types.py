@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,33 @@ import numpy as np
 Sample = Mapping[str, Any]
 Batch = Any
 """What ``collate`` returns; usually a dict of tensors of shape (samples, …)."""
+
+
+Bookmark = dict[str, Any]
+"""Where a stream stands: plain values, for a checkpoint. ``position`` is the number of the sample that comes next,
+``epoch`` the passes that are complete."""
+
+
+class Endless(ABC):
+    """Training samples without a length: item ``p`` is there for every ``p`` from 0 on, and best asked for in order.
+
+    Attributes:
+        identity: what the samples depend on, in words; a resumed run must have the same.
+        bookmark: a place before the sample that was last asked for, from which it and those after it can be read again.
+    """
+
+    in_order = True
+    lengths = None
+    identity: str
+    bookmark: Bookmark
+
+    @abstractmethod
+    def go_to(self, bookmark: Bookmark) -> None:
+        """Stand where such samples stood when they gave this bookmark."""
+
+    @abstractmethod
+    def __getitem__(self, position: int) -> Any:
+        """The sample at a position."""
 
 
 class Rows(list[dict[str, np.ndarray]]):
@@ -30,7 +58,8 @@ class Data:
     """Data sets and how their samples become a batch.
 
     Attributes:
-        train, valid, test: anything with ``len`` and integer indexing (a list, a ``datasets.Dataset``,
+        train: what ``valid`` may be, or :class:`Endless` samples, which a run by iterations takes in their order.
+        valid, test: anything with ``len`` and integer indexing (a list, a ``datasets.Dataset``,
             a torch map-style data set); one item is one sample. A training set with ``in_order = True``
             is taken in its own order, without shuffling: it must have an item for every index from 0
             on, where ``index // len`` is the epoch.
@@ -46,7 +75,7 @@ class Data:
             default the lengths of its ``input_ids``.
     """
 
-    train: Sequence[Any] | None
+    train: Sequence[Any] | Endless | None
     valid: Sequence[Any] | None = None
     test: Sequence[Any] | None = None
     collate: Callable[..., Batch] | None = None

@@ -17,7 +17,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.schedules import rates
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.planning.schedules import STYLES
+from rapidformer_templates.planning.schedules import STYLES, warmup_steps
 
 Schedule = Callable[[int], float]
 """The learning rate of a step (from 0) as a share of the peak."""
@@ -99,7 +99,9 @@ def default_optimizer(plan: Plan, training: TrainingFlags, options: GroupOptions
     return OptimizerSpec(getattr(import_module(module), name), kwargs, options)
 
 
-def schedule(training: TrainingFlags, total_steps: int, asked: Mapping[str, Any] | None = None) -> Schedule:
+def schedule(
+    training: TrainingFlags, total_steps: int, asked: Mapping[str, Any] | None = None, *, global_batch: int = 1
+) -> Schedule:
     """Warmup from zero, then linear, cosine or constant decay to ``--min-lr``, or a schedule of transformers.
 
     Of the first three, step ``s`` of ``w`` warmup steps runs at ``(s + 1) / w`` of the peak, so no step is wasted at a
@@ -107,24 +109,23 @@ def schedule(training: TrainingFlags, total_steps: int, asked: Mapping[str, Any]
 
     Args:
         asked: the type and parameters of a schedule of DeepSpeed that takes its place.
+        global_batch: samples a step, by which a warmup in samples is one in steps.
 
     Raises:
         ConfigError: the warmup is longer than the decay or the run.
     """
     style = training.lr_decay_style
     decay_steps = training.lr_decay_iters or total_steps
-    warmup = training.lr_warmup_iters or 0
-    if training.lr_warmup_fraction is not None:
-        warmup = math.ceil(training.lr_warmup_fraction * decay_steps)
+    warmup, by = warmup_steps(training, global_batch, decay_steps)
+    assert warmup is not None
     if asked is not None:
         peak = training.lr or 0.0
         rate = rates(asked["type"], asked["params"], lr=peak, warmup=warmup, total=decay_steps)
         return lambda step: rate(step) / peak if peak else 0.0
     for steps, what in ((decay_steps, "decay"), (total_steps, "run")):
         if warmup > steps:
-            flag = "lr_warmup_iters" if training.lr_warmup_fraction is None else "lr_warmup_fraction"
             message = f"a warmup of {warmup} steps is longer than the {what} of {steps} steps"
-            raise ConfigError(message, where=spelling(flag))
+            raise ConfigError(message, where=spelling(by))
     if STYLES[style].of_transformers:
         from rapidformer_templates.engines.transformers_schedules import schedule_of_transformers
 

@@ -143,7 +143,6 @@ def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
     group = next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
     for f in dataclasses.fields(options):
         meta, (kind, choices, several) = f.metadata, _kind(field_types(options)[f.name])
-        names = [spelling(f.name)] + ([f"--{meta['alias']}"] if meta.get("alias") else [])
         text = meta.get("help", "").replace("%", "%%")
         if f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE):
             text += f" (default: {f.default})"
@@ -160,7 +159,35 @@ def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
                 keywords["nargs"] = "+"
             elif meta.get("bare") is not None:
                 keywords |= {"nargs": "?", "const": meta["bare"]}
-        group.add_argument(*names, **keywords)
+        group.add_argument(spelling(f.name), **keywords)
+        for alias, value in meta.get("aliases", {}).items():
+            same = spelling(f.name) + (f" {value}" if value else "")
+            known = (
+                keywords if value is None else {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
+            )
+            group.add_argument(f"--{alias}", **known | {"dest": alias.replace("-", "_"), "help": f"the same as {same}"})
+
+
+def _by_field(values: Mapping[str, tuple[Any, str]], options: Iterable[type]) -> dict[str, tuple[Any, str]]:
+    """The values of one source by field, whatever their spellings.
+
+    Raises:
+        ConfigError: two spellings of one field have different values.
+    """
+    by_field = dict(values)
+    given: dict[str, str] = {name: spelling(name) for name in values}
+    for f in itertools.chain.from_iterable(map(dataclasses.fields, options)):
+        for alias, stands_for in f.metadata.get("aliases", {}).items():
+            value, origin = by_field.pop(alias.replace("-", "_"), (None, ""))
+            if value is None or (stands_for and not value):
+                continue  # fp16: false asks for nothing
+            value = stands_for or value
+            other = by_field.setdefault(f.name, (value, origin))[0]
+            if str(other) != str(value):
+                message = f"{given[f.name]} and --{alias} are one flag, and are given different values"
+                raise ConfigError(message, where=origin, hint=f"leave one of them out; {spelling(f.name)} is its name")
+            given.setdefault(f.name, f"--{alias}")
+    return by_field
 
 
 def build_parser(
@@ -210,11 +237,12 @@ def parse(
     given, unknown = parser.parse_known_args(dashed(argv))
     if unknown:
         _refuse_unknown(unknown[0], parser)
-    script = dict(in_code or {})
-    command_line = {name: (value, "command line") for name, value in vars(given).items()}
+    options = [*SECTIONS.values(), *switch_options.values(), *([user] if user else [])]
+    script = _by_field(in_code or {}, options)
+    command_line = _by_field({name: (value, "command line") for name, value in vars(given).items()}, options)
     path = command_line.get("config", script.get("config", (None, "")))[0]
-    file = _read_yaml(path, parser) if path else {}
-    values, replaced = _merged((script, file, command_line), choices([*SECTIONS.values(), *switch_options.values()]))
+    file = _by_field(_read_yaml(path, parser), options) if path else {}
+    values, replaced = _merged((script, file, command_line), choices(options))
     return dataclasses.replace(_assemble(values, switch_options, user), replaced=replaced)
 
 
@@ -228,10 +256,8 @@ def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
     _add_flags(parser, options)
     given, rest = parser.parse_known_args(dashed(argv))
     fields = {f.name: f for f in dataclasses.fields(options)}
-    values = {
-        name: _checked(fields[name], field_types(options)[name], value, "command line")
-        for name, value in vars(given).items()
-    }
+    words = _by_field({name: (value, "command line") for name, value in vars(given).items()}, [options])
+    values = {name: _checked(fields[name], field_types(options)[name], *word) for name, word in words.items()}
     return options(**values), rest
 
 

@@ -5,6 +5,7 @@ The flags of each acceleration switch stand in the switch's own file. This modul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ def flag(
     help: str,
     *,
     bare: str | None = None,
-    alias: str | None = None,
+    aliases: Mapping[str, str | None] | None = None,
     metavar: str | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
@@ -29,7 +30,8 @@ def flag(
         default: the value when nobody gives one.
         help: one line for ``--help`` and the docs.
         bare: the value when the flag stands without one (it then may stand without one).
-        alias: a second spelling, without the dashes.
+        aliases: other spellings, without the dashes, each with the value that it stands for; None is one that takes a
+            value itself.
         metavar: what stands for the value in the help.
         minimum: the least value that is accepted.
         maximum: the greatest.
@@ -37,8 +39,9 @@ def flag(
             takes the place of another that stands in a file or a script.
         only_with: the field that it acts only together with, and a value to suggest for that.
     """
-    metadata = {"help": help, "bare": bare, "alias": alias, "metavar": metavar, "minimum": minimum, "maximum": maximum}
-    return field(default=default, metadata=metadata | {"choice": choice, "only_with": only_with})
+    metadata: dict[str, Any] = {"help": help, "bare": bare, "metavar": metavar, "minimum": minimum, "maximum": maximum}
+    metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {})}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class LaunchFlags:
     )
     user_script: str | None = flag(None, "white-box script to run with these flags", metavar="FILE")
     nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1)
+    data_parallel_size: int | None = flag(
+        None,
+        "data-parallel workers that there must be: all workers / tensor × pipeline size, which needs no flag",
+        minimum=1,
+    )
     master_port: int | None = flag(
         None, "port on which the local workers meet (default: a free one)", minimum=1, maximum=65535
     )
@@ -110,6 +118,9 @@ class DataFlags:
     validation_fraction: float = flag(0.1, "share held out when the data has no validation part", minimum=0)
     max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
     max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)
+    text_unit: Literal["paragraph", "line", "file"] = flag(
+        "paragraph", "pretraining: what a document is in a .txt file; blank lines stand between paragraphs"
+    )
     skip_bad_lines: bool = flag(False, "leave out lines that cannot be read, and count them")
     data_cache_dir: str | None = flag(
         None, "where tokenized corpora are kept (default: the user's cache)", metavar="DIR"
@@ -130,6 +141,16 @@ class DataFlags:
     )
     pack_sequences: bool = flag(
         False, "causal_lm: several samples in a row of --seq-length tokens, kept apart; batch sizes count rows"
+    )
+    streaming: bool = flag(
+        False, "read and tokenize the data while training: memory does not grow with them; with --train-iters"
+    )
+    shuffle_buffer: int | None = flag(
+        None,
+        "rows of a stream that are shuffled together; 0: the order of the files (default: 1000)",
+        metavar="N",
+        minimum=0,
+        only_with=("streaming", True),
     )
     group_by_length: bool | None = flag(
         None, "batches of samples of like length (default: in fine-tuning, unless samples are packed)"
@@ -184,6 +205,13 @@ class TrainingFlags:
     lr_warmup_iters: int | None = flag(None, "steps of warmup", minimum=0, choice="warmup")
     lr_warmup_fraction: float | None = flag(
         None, "warmup as a share of the decay steps", minimum=0, maximum=1, choice="warmup"
+    )
+    lr_warmup_samples: int | None = flag(
+        None,
+        "warmup in samples, rounded up to whole steps of --global-batch-size",
+        metavar="N",
+        minimum=0,
+        choice="warmup",
     )
     lr_num_cycles: int = flag(1, "falls of cosine_with_restarts from the peak to zero", minimum=1)
     lr_power: float = flag(1.0, "exponent of the polynomial decay", minimum=0)

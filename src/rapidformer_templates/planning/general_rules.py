@@ -6,6 +6,7 @@ from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import one_claim
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.optimizers import missing_package
+from rapidformer_templates.planning.schedules import WARMUPS
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Resource, Rule
 
 
@@ -76,11 +77,24 @@ def _learning_rate(request: Request) -> list[Finding]:
 
 
 def _one_warmup(request: Request) -> list[Finding]:
-    both = ("lr_warmup_iters", "lr_warmup_fraction")
-    if any(request.config.get(name) is None for name in both):
+    given = [name for name in WARMUPS if request.config.get(name) is not None]
+    if len(given) < 2:
         return []
-    message = "--lr-warmup-iters and --lr-warmup-fraction exclude each other"
-    return [Finding(message, request.asked(*both), changes=_leave_out(*both))]
+    message = f"{' and '.join(map(spelling, given))} exclude each other"
+    return [Finding(message, request.asked(*given), changes=_leave_out(*given))]
+
+
+def _data_size_is_so(request: Request) -> list[Finding]:
+    asked, sizes = request.config.launch.data_parallel_size, request.sizes
+    divides = sizes.tensor * sizes.pipeline
+    if asked is None or asked * divides == sizes.world:
+        return []
+    message = (
+        f"data-parallel size {asked} × tensor {sizes.tensor} × pipeline {sizes.pipeline} "
+        f"are {asked * divides} workers, and there are {sizes.world}"
+    )
+    changes = (drop({"data_parallel_size": None}),)
+    return [Finding(message, request.asked("data_parallel_size"), changes=changes)]
 
 
 def _sequence_fits(request: Request) -> list[Finding]:
@@ -196,11 +210,20 @@ RULES = (
     ),
     Rule(
         "RF032",
-        "Warmup is given in steps or as a share, not both.",
+        "Warmup is given in steps, in samples or as a share: once.",
         "each decides how many steps the warmup takes",
         "[R]",
         _one_warmup,
         Example("--lr-warmup-iters 10 --lr-warmup-fraction 0.1"),
+    ),
+    Rule(
+        "RF150",
+        "A data-parallel size that is given is that of the workers.",
+        "it follows from the number of workers and the tensor and pipeline sizes; another one is another run than was "
+        "meant",
+        "[M]",
+        _data_size_is_so,
+        Example("--data-parallel-size 4 --tensor-model-parallel-size 2 --world-size 4"),
     ),
     Rule(
         "RF033",

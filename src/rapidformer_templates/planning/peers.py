@@ -65,8 +65,8 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("label-smoothing-factor", "--label-smoothing", ""),
     ("data-seed manual-seed random-seed", "--seed", ""),
     # Numbers.
-    ("bf16 bf16-full-eval", "--mixed-precision bf16", ""),
-    ("fp16 half-precision amp fp16-full-eval", "--mixed-precision fp16", ""),
+    ("bf16-full-eval", "--mixed-precision bf16", ""),
+    ("half-precision amp fp16-full-eval", "--mixed-precision fp16", ""),
     ("precision dtype torch-dtype", "--mixed-precision bf16", "or fp16; without it: fp32"),
     ("use-tf32 allow-tf32", "--tf32", ""),
     # Memory.

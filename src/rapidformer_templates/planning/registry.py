@@ -16,6 +16,7 @@ from typing import Any
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.data_rules import DATA_RULES
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.general_rules import RULES
 from rapidformer_templates.planning.preference_rules import PREFERENCE_RULES
@@ -134,7 +135,7 @@ _WITHOUT = "mend the package, or uninstall it"
 def _check_unique(switches: Sequence[Switch]) -> None:
     """Raise a :class:`ConfigError` when a switch of another package has a name, a flag or a code that there is."""
     names: dict[str, Any] = {}
-    codes: dict[str, Any] = {rule.code: rule for rule in (*RULES, *TRAINING_RULES, *PREFERENCE_RULES)}
+    codes: dict[str, Any] = {rule.code: rule for rule in GENERAL}
     sections = [(field.name, section) for section in SECTIONS.values() for field in dataclasses.fields(section)]
     flags: dict[str, Any] = {spelling(name): section for name, section in sections}
 
@@ -147,7 +148,10 @@ def _check_unique(switches: Sequence[Switch]) -> None:
                 raise ConfigError(f"{what} {name} is declared twice", where=switch.options.__module__, hint=_WITHOUT)
 
 
-REGISTRY = Registry(_discover(), (*RULES, *TRAINING_RULES, *PREFERENCE_RULES))
+GENERAL = (*RULES, *TRAINING_RULES, *PREFERENCE_RULES, *DATA_RULES)
+"""Rules that belong to no switch."""
+
+REGISTRY = Registry(_discover(), GENERAL)
 
 
 def switch_options() -> dict[str, type]:

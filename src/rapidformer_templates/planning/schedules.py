@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from rapidformer_templates.planning.flags import TrainingFlags
 
 END = ("min_lr", "lr_decay_iters")
 
@@ -49,5 +52,26 @@ SHAPING = {
 }
 """The flags that act on some schedules only, with their defaults."""
 
-OF_SCHEDULES = ("lr_decay_style", *SHAPING, "lr_warmup_iters", "lr_warmup_fraction")
+WARMUPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
+"""The flags of which one may say how long the warmup is."""
+
+OF_SCHEDULES = ("lr_decay_style", *SHAPING, *WARMUPS)
 """Every flag of the library's schedules."""
+
+
+def warmup_steps(training: TrainingFlags, global_batch: int, decay_steps: int | None) -> tuple[int | None, str]:
+    """(steps of warmup, the flag that says so).
+
+    Args:
+        training: the flags.
+        global_batch: samples a step.
+        decay_steps: steps over which the rate decays; None where they are not known.
+
+    Returns:
+        None in place of the steps where they are a share of steps that are not known.
+    """
+    if training.lr_warmup_fraction is not None:
+        return decay_steps and math.ceil(training.lr_warmup_fraction * decay_steps), "lr_warmup_fraction"
+    if training.lr_warmup_samples is not None:
+        return -(-training.lr_warmup_samples // global_batch), "lr_warmup_samples"
+    return training.lr_warmup_iters or 0, "lr_warmup_iters"

@@ -46,6 +46,7 @@ READ_BY = {
     "split": ("pretraining",),
     "data_impl": ("pretraining",),
     "data_cache_dir": ("pretraining",),
+    "text_unit": ("pretraining",),
     "data_dir": _FINE_TUNING,
     "data_name": _FINE_TUNING,
     "validation_fraction": _FINE_TUNING,

@@ -9,7 +9,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
 from rapidformer_templates.planning.metrics import direction_of
 from rapidformer_templates.planning.optimizers import betas_reach_one, has_no_betas
-from rapidformer_templates.planning.schedules import SHAPING, STYLES
+from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
 from rapidformer_templates.planning.tasks import SMOOTHED, metrics_of
 
@@ -120,13 +120,13 @@ def _schedule_fits(request: Request) -> list[Finding]:
         changes = (drop({"min_lr": 0.0}), replace({"lr_decay_style": "constant", "min_lr": 0.0}))
         findings.append(Finding(message, request.asked("min_lr", "lr", "lr_decay_style"), changes=changes))
     findings += _shaping_nothing(request)
-    warmup, ends = training.lr_warmup_iters, ("lr_decay_iters", "train_iters")
-    for name in ends if warmup is not None else ():
+    warmup, by = warmup_steps(training, request.sizes.global_batch, None)
+    for name in ("lr_decay_iters", "train_iters"):
         end = request.config.get(name)
-        if end is not None and warmup > end:
+        if end is not None and warmup is not None and warmup > end:
             message = f"a warmup of {warmup} steps is longer than the {end} steps of {spelling(name)}"
-            changes = (replace({"lr_warmup_iters": end // 10}), drop({"lr_warmup_iters": None}))
-            findings.append(Finding(message, request.asked("lr_warmup_iters", name), changes=changes))
+            changes = (replace({by: None, "lr_warmup_iters": end // 10}), drop({by: None}))
+            findings.append(Finding(message, request.asked(by, name), changes=changes))
     return findings + _decay_fits(request)
 
 
@@ -135,12 +135,13 @@ def _decay_fits(request: Request) -> list[Finding]:
     training = request.config.training
     ends = [request.config.get(name) for name in ("lr_decay_iters", "train_iters")]
     end = next((steps for steps in ends if steps is not None), None)
-    last, warmup = training.lr_wsd_decay_iters, training.lr_warmup_iters or 0
+    last, (steps, by) = training.lr_wsd_decay_iters, warmup_steps(training, request.sizes.global_batch, None)
+    warmup = steps or 0
     if end is None or last is None or warmup + last <= end or warmup > end:
         return []
     message = f"a warmup of {warmup} steps and a decay of {last} are longer than the {end} steps of the schedule"
     changes = (replace({"lr_wsd_decay_iters": max(1, end - warmup)}), drop({"lr_wsd_decay_iters": None}))
-    return [Finding(message, request.asked("lr_wsd_decay_iters", "lr_warmup_iters"), changes=changes)]
+    return [Finding(message, request.asked("lr_wsd_decay_iters", by), changes=changes)]
 
 
 def _adam_fits(request: Request) -> list[Finding]:

@@ -82,7 +82,7 @@ def summarise(
         "template": plan.template,
         "switches": list(plan.switches),
         "steps": position.step,
-        "epochs": round(loop.order.epoch(position.step), 6),
+        "epochs": loop.epoch,
         "samples": position.samples,
         "tokens": position.tokens,
         "metrics": metrics,

@@ -14,6 +14,7 @@ from rapidformer_templates.data.checks import checked_data
 from rapidformer_templates.data.loader import load
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.types import Endless
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.embedding_noise import add_noise
 from rapidformer_templates.engines.model_building import Building
@@ -184,6 +185,8 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     # 2. Where the run starts: at the beginning, or where its checkpoint left it.
     order = build_order(template, samples, workers)
     position = take_up(template, engine, folder, order, workers)
+    if isinstance(samples, Endless) and position.stream is not None:
+        samples.go_to(position.stream)
 
     # 3. The loop.
     if folder and template.config.training.resume:
@@ -204,7 +207,7 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     return _finish(loop, metrics, workers)
 
 
-def _build_data(template: Template, workers: Workers) -> Sequence[Any]:
+def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
     """The training samples; the whole data are kept in the template for its hooks."""
     template.data = checked_data(template.build_data())
     skipped = template.task.skipped if template.uses_task else []
@@ -213,7 +216,9 @@ def _build_data(template: Template, workers: Workers) -> Sequence[Any]:
     for note in template.task.notes if template.uses_task else []:
         say(workers, f"note       {note}")
     samples = template.data.train
-    if samples is None or len(samples) == 0:
+    if isinstance(samples, Endless) and template.data.valid is None:
+        say(workers, "note       a stream is not divided: without a validation part the run is not evaluated")
+    if samples is None or (not isinstance(samples, Endless) and len(samples) == 0):
         raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
     return samples
 
@@ -354,6 +359,9 @@ def _profile(template: Template, folder: RunFolder | None, steps_left: int, work
 
 def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str, Any]:
     template, folder = loop.template, loop.folder
+    if loop.position.stream and loop.position.stream["skipped"]:
+        left_out, lines = loop.position.stream["skipped"], loop.position.stream["lines"]
+        say(workers, f"left out {left_out} lines of the stream that cannot be read: {'; '.join(lines)}", loud=True)
     if _put_best_back(loop, workers):
         metrics = {}
     if loop.evaluator and not metrics:  # other weights than the last evaluation's, or a run that was complete

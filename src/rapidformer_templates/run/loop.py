@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.data.loader import MicroBatch, load, on_device, train_requests
 from rapidformer_templates.data.order import Order
+from rapidformer_templates.data.types import Bookmark
 from rapidformer_templates.engines.contract import Engine, StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
@@ -46,6 +47,7 @@ class Position:
         waited: evaluations since then.
         data: what the order of the data depends on; a resumed run must have the same.
         base: identity of the frozen weights under adapters, which are not in the checkpoint; None of other models.
+        stream: where a stream of samples stands; None of other samples.
     """
 
     step: int = 0
@@ -55,6 +57,7 @@ class Position:
     waited: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     base: str | None = None
+    stream: Bookmark | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -152,6 +155,7 @@ class Loop:
                     self.receipts.check()
                 before = self.position.counts
                 self.position.step = done = step + 1
+                self.position.stream = microbatches[-1].bookmark
                 self.position.samples += int(samples)
                 self.position.tokens += int(tokens)
                 self.meter.step(int(samples), int(tokens))
@@ -201,6 +205,12 @@ class Loop:
         if asked and done < self.total:
             hint, saved = self._how_to_go_on(), self.folder is not None
             raise Interrupted(f"stopped after step {done} as asked", hint=hint, saved=saved)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data that are complete; of a stream whole ones."""
+        stream = self.position.stream
+        return round(stream["epoch"] if stream else self.order.epoch(self.position.step), 6)
 
     def _batches(self) -> Iterator[MicroBatch]:
         plan, data = self.template.plan, self.template.config.data
@@ -273,7 +283,7 @@ class Loop:
         self._hear_all()
         line = {
             "step": step + 1,
-            "epoch": round(self.order.epoch(step + 1), 6),
+            "epoch": self.epoch,
             "loss": float(result.loss),
             "grad_norm": float(result.grad_norm),
             **{name: float(value) for name, value in result.measured.items()},
@@ -295,7 +305,7 @@ class Loop:
         step = self.position.step
         self.progress.evaluated(step, metrics)
         if self.metrics:
-            self.metrics.write({"step": step, "epoch": round(self.order.epoch(step), 6), **metrics})
+            self.metrics.write({"step": step, "epoch": self.epoch, **metrics})
         if self.metric is not None:
             self._judge(self.metric, step, metrics)
         self.template.on_evaluate(step, metrics)

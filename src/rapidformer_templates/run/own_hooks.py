@@ -34,7 +34,7 @@ OF_THE_DATA = (
     "data_path", "split", "data_impl", "data_dir", "data_name", "text_column", "pair_column", "label_column",
     "validation_fraction", "max_train_samples", "max_eval_samples", "skip_bad_lines", "data_cache_dir",
     "keep_documents_apart", "mask_prob", "whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob",
-    "loss_on", "pack_sequences", "max_position_embeddings", "seq_length",
+    "loss_on", "pack_sequences", "streaming", "shuffle_buffer", "text_unit", "max_position_embeddings", "seq_length",
 )  # fmt: skip
 
 ELSEWHERE = {

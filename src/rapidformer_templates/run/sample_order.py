@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.data.loader import sample_lengths
 from rapidformer_templates.data.order import Order, SampleOrder
+from rapidformer_templates.data.streaming.samples import StreamOrder
+from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
@@ -37,6 +39,8 @@ def build_order(template: Template, samples: Any, workers: Workers) -> Order:
         order, line = load_object(ordering.order)(template, samples)
         say(workers, line)
         return order
+    if isinstance(samples, Endless):
+        return StreamOrder(samples, template.plan.sizes.global_batch, training.seed)
     if group is None:
         group = training.fine_tunes and not template.config.data.pack_sequences  # packed rows have one length
     return SampleOrder(

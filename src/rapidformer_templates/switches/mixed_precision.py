@@ -30,7 +30,11 @@ class MixedPrecisionFlags:
     """Acceleration"""
 
     mixed_precision: Literal["fp16", "bf16"] | None = flag(
-        None, "16-bit matrix products; alone: fp16 on a GPU, bf16 on a CPU", bare="auto", metavar="fp16|bf16"
+        None,
+        "16-bit matrix products; alone: fp16 on a GPU, bf16 on a CPU",
+        bare="auto",
+        aliases={"fp16": "fp16", "bf16": "bf16"},
+        metavar="fp16|bf16",
     )
 
 

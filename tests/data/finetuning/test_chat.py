@@ -244,6 +244,7 @@ def test_batches_are_masked_and_padded(load: Load) -> None:
 
 
 GOOD = _talk("say hello", "hello")
+TEXT_PART = {"type": "text", "text": "say "}
 BAD: list[tuple[Any, str]] = [
     ([{"content": "hello"}], "message 1 of the conversation has no role"),
     ([GOOD[0], {"role": "assistant"}], "message 2 of the conversation has no content"),
@@ -253,6 +254,24 @@ BAD: list[tuple[Any, str]] = [
     ([], "the conversation has no message"),
     (None, "the conversation is empty, not a list of messages"),
 ]
+
+
+@pytest.mark.parametrize("way", ["files", "saved"])
+def test_parts_of_text_are_the_text(load: Load, tmp_path: Path, way: str) -> None:
+    """OpenAI's list of parts, beside messages with a text in one column; also in a set that datasets saved."""
+    parts = [{**GOOD[0], "content": [TEXT_PART, {"type": "text", "text": "hello"}]},
+             {**GOOD[1], "content": [{"type": "text", "text": "hello"}]}]  # fmt: skip
+    plain = _built(load([{"messages": GOOD}] * 2))
+    if way == "files":
+        samples = _built(load([{"messages": GOOD}, {"messages": parts}]))
+    else:
+        task = load([{"messages": parts}] * 2)
+        (tmp_path / "train.jsonl").unlink()
+        datasets.Dataset.from_list([{"messages": parts}] * 2).save_to_disk(str(tmp_path))
+        samples = _built(task)
+    for sample, expected in zip(samples, plain, strict=True):
+        assert sample["input_ids"].tolist() == expected["input_ids"].tolist()
+        assert sample["labels"].tolist() == expected["labels"].tolist()
 
 
 @pytest.mark.parametrize(("talk", "message"), BAD, ids=[message for _, message in BAD])
@@ -283,7 +302,16 @@ def test_a_misspelt_role_has_a_hint(load: Load) -> None:
         ({"prompt": "a", "completion": GOOD}, "the prompt is a text and the completion is a list"),
         ({"prompt": GOOD, "completion": GOOD[:1]}, "the conversation has no answer: no message is the assistant's"),
         ({"messages": "hello"}, "the conversation is a text, not a list of messages"),
-        ({"messages": [{**GOOD[0], "content": ["a"]}]}, "the content of message 1 of the conversation is a list"),
+        ({"messages": [{**GOOD[0], "content": ["a"]}]}, "part 1 of the content of message 1 in 'messages' has no type"),
+        ({"messages": [GOOD[0], {**GOOD[1], "content": [{"type": "text"}]}]},
+         "part 1 of the content of message 2 in 'messages' has no text"),
+        ({"messages": [{**GOOD[0], "content": [TEXT_PART, {"type": "image_url", "image_url": {"url": "a"}}]}, GOOD[1]]},
+         "part 2 of the content of message 1 in 'messages' is of the type 'image_url', which is not in this version"),
+        ({"messages": [GOOD[0], {**GOOD[1], "content": None, "function_call": {"name": "f"}}]},
+         "message 2 of the conversation calls tools, which is not in this version"),
+        ({"messages": GOOD, "functions": ["f"]}, "tools are not in this version"),
+        ({"messages": [GOOD[0], {**GOOD[1], "weight": 0}]},
+         "message 2 of the conversation has the weight 0, which is not in this version"),
         ({"messages": [*GOOD, {**GOOD[1], "tool_calls": ["f"]}]},
          "message 3 of the conversation calls tools, which is not in this version"),
         ({"messages": GOOD, "tools": ["f"]}, "tools are not in this version"),

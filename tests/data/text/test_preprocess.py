@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ from rapidformer_templates.data.indexed.dataset import IndexedDataset
 from rapidformer_templates.data.text import fast_tokenizers, preprocess
 from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
 from rapidformer_templates.data.text.fast_tokenizers import Whole
-from rapidformer_templates.data.text.files import Span
+from rapidformer_templates.data.text.files import BadLines, Span, TextUnit, documents, text_documents
 from rapidformer_templates.data.text.preprocess import AHEAD, Made, split_files
 from rapidformer_templates.errors import DataError
 from tests.support.indexed_sets import contents
@@ -173,6 +173,31 @@ def test_parts_of_a_file_are_whole_lines(tmp_path: Path) -> None:
     assert "".join(parts) == text.read_text()
     assert [part.count("first") for part in parts] == [2, 2, 2, 2, 1]
     assert all(part.startswith("first") for part in parts)
+
+
+@pytest.mark.parametrize("unit", ["paragraph", "line", "file"])
+@pytest.mark.parametrize("chunk_size", [1, 2, 1000])
+def test_a_document_is_what_the_unit_says(tmp_path: Path, unit: TextUnit, chunk_size: int) -> None:
+    """However the file is divided into jobs, beside what plain splitting of the text gives."""
+    file = tmp_path / "a.txt"
+    file.write_text("\n\nfirst\nsecond\n \n\nthird\n\nfourth\nfifth\n")
+    text = file.read_text()
+    expected = {
+        "paragraph": ["first\nsecond\n", "third\n", "fourth\nfifth\n"],
+        "line": [line for line in text.splitlines(keepends=True) if line.strip()],
+        "file": [text.lstrip()],
+    }[unit]
+    jobs = list(split_files([file], ["text"], chunk_size, unit=unit))
+    found = [
+        (number, document)
+        for job in jobs
+        for number, document in text_documents(file, BadLines(), cast("Span", job.part), unit)
+    ]
+    assert [document for _, document in found] == expected
+    lines = text.splitlines()
+    assert all(lines[number - 1] == document.splitlines()[0] for number, document in found)
+    assert list(documents(file, "text", BadLines(), unit)) == expected
+    assert len(jobs) == 1 if unit == "file" else len(jobs) >= min(1, 3 // chunk_size)
 
 
 def test_every_64th_part_is_checked(tmp_path: Path) -> None:

@@ -99,6 +99,10 @@ def test_warmup_floor_and_end_of_the_decay() -> None:
     assert [factor(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert factor(9) == pytest.approx(0.2 + 0.8 * 0.5)
     assert factor(14) == factor(99) == pytest.approx(0.2)
+    in_samples = schedule(
+        TrainingFlags(lr=0.5, min_lr=0.1, lr_warmup_samples=13, lr_decay_iters=14), 100, global_batch=4
+    )
+    assert [in_samples(step) for step in range(20)] == [factor(step) for step in range(20)]
 
 
 def test_constant_keeps_the_peak() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from rapidformer_templates.data.finetuning.content_parts import joined_parts
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS
 from rapidformer_templates.errors import DataError
@@ -119,7 +120,8 @@ def rows_of(part: Part, columns: Columns) -> Iterator[tuple[Any, ...]]:
     Raises:
         DataError: a row describes tools or earlier turns.
     """
-    _refuse(part, "tools", "tools are not in this version", "if the conversations use none")
+    for column in ("tools", "functions"):
+        _refuse(part, column, "tools are not in this version", "if the conversations use none")
     if columns.kind == "instruction":
         hint = "if they are not to be learned from; conversations stand in messages"
         _refuse(part, "history", "earlier turns in 'history' are not in this version", hint)
@@ -223,13 +225,23 @@ def _message(value: Any, what: str) -> Message:
         raise DataError(f"{what} has no role", hint=f"roles are {', '.join(ROLES)}")
     if role not in ROLES:
         raise DataError(f"{what} has the unknown role {role!r}", hint=_roles_hint(str(role)))
-    if message.get("tool_calls"):
-        raise DataError(f"{what} calls tools, which is not in this version")
+    _refuse_unheard(message, what)
+    if isinstance(content, list):
+        content = joined_parts(content, what)
     if not isinstance(content, str):
         raise DataError(f"{what} has no content" if content is None else f"the content of {what} is {_what(content)}")
     if role == "assistant" and not content.strip():
         raise DataError(f"{what} is an empty answer")
     return {**message, "role": role, "content": content}
+
+
+def _refuse_unheard(message: Message, what: str) -> None:
+    """Refuse what a chat template would leave out in silence."""
+    if message.get("tool_calls") or message.get("function_call"):
+        raise DataError(f"{what} calls tools, which is not in this version", hint="take the conversation out")
+    if message["role"] == "assistant" and message.get("weight", 1) != 1:
+        hint = "take the key out to learn the answer, or end the conversation before it"
+        raise DataError(f"{what} has the weight {message['weight']}, which is not in this version", hint=hint)
 
 
 def _roles_hint(role: str) -> str:

@@ -18,6 +18,7 @@ from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
 T = TypeVar("T")
+PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
 
 
 @dataclass
@@ -28,6 +29,7 @@ class ChatReader:
         tokenizer: one without a chat template is given the plain one.
         seq_length: tokens that a sample is truncated to, at its end.
         answers_only: only answers are learned; else every token is.
+        whole: a part is all of the data; of a block of a stream nothing may be left.
         skip_bad: leave rows out that cannot be used, instead of ending with an error.
         skipped: ``file:line: reason`` of each that was left out.
         notes: what people should know of the data.
@@ -36,6 +38,7 @@ class ChatReader:
     tokenizer: PreTrainedTokenizerFast
     seq_length: int
     answers_only: bool
+    whole: bool = True
     skip_bad: bool = False
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -44,7 +47,7 @@ class ChatReader:
     def _template(self) -> ChatTemplate:
         template = ChatTemplate(self.tokenizer)
         if template.is_plain:
-            self.notes.append("the tokenizer has no chat template: a plain one is used, and exported with it")
+            self.notes.append(PLAIN_NOTE)
         return template
 
     def samples(self, name: str, part: Part, columns: Columns) -> TokenizedSamples:
@@ -85,7 +88,7 @@ class ChatReader:
                     hint = error.hint or "mend the row, or leave such rows out with --skip-bad-lines"
                     raise DataError(error.message, where=part.where(row), hint=hint) from error
                 self.skipped.append(f"{part.where(row)}: {error.message}")
-        if not made:
+        if not made and self.whole:
             message = f"none of the {len(part)} rows can be used; the last: {self.skipped[-1]}"
             raise DataError(message, where=part.files[0], hint="mend the rows")
         return made
@@ -96,7 +99,8 @@ class ChatReader:
 
     def _encoded(self, texts: Sequence[Rendered]) -> tuple[list[Encoded], _Counts]:
         counts = _Counts(len(texts))
-        encoded = encode(self.tokenizer, texts, special=texts[0].bare)  # a column holds one kind of value
+        bare = bool(texts) and texts[0].bare  # a column holds one kind of value
+        encoded = encode(self.tokenizer, texts, special=bare)
         return [self._truncate(text, tokens, counts) for text, tokens in zip(texts, encoded, strict=True)], counts
 
     def render(self, example: Example) -> Rendered:
@@ -119,7 +123,7 @@ class ChatReader:
 
     def _tell(self, name: str, part: Part, counts: _Counts, kept: int) -> None:
         lost, length = counts.texts - kept, self.seq_length
-        if not kept:
+        if not kept and self.whole:
             message = f"no token of an answer is within the first {length} tokens of any of the {counts.texts} samples"
             raise DataError(message, where=part.files[0], hint="use a greater --seq-length, or shorter prompts")
         if counts.truncated:

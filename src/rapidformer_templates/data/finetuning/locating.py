@@ -7,6 +7,10 @@ What is looked for, in this order, with EXT one of csv, tsv, json, jsonl, parque
    (``train-00000-of-00002.parquet``); else its only file.
 2. ``DIR/NAME`` with its extension, or ``DIR/NAME.EXT``: one file.
 3. ``DIR/NAME-train.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part.
+4. The folders ``train``, ``validation`` … of ``DIR/NAME/``, with any files in them; ``DIR/NAME/data/``, as the hub
+   has it; the configuration NAME that ``DIR/README.md`` describes.
+5. Where ``DIR`` is no folder: the data set of the hub of that name, with NAME as its configuration, in the cache of
+   ``datasets``; without ``--data-dir`` NAME is that data set. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -14,16 +18,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import yaml
+
+from rapidformer_templates.data.finetuning.hub_cache import (
+    PART_NAMES,
+    Cached,
+    cache_root,
+    cached_parts,
+    find_cached,
+    is_cached,
+    is_owned,
+)
 from rapidformer_templates.data.text.files import ROW_READERS, BadLines, nearest, parquet_row_count
 from rapidformer_templates.errors import DataError, RapidformerError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
+from rapidformer_templates.planning.weights import mixture_of
 
-PART_NAMES = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid", "test": "test"}
-STEM = re.compile(r"^(?:(?P<name>.+)[-_.])?(?P<part>train|validation|valid|val|dev|test)(?:-\d+-of-\d+)?$")
+STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
 SHARD = re.compile(r"-\d+-of-\d+$")
 READ = ("train", "valid")
 """The parts that a run uses."""
@@ -38,18 +54,26 @@ WHOLE_ROWS = ("sequence_classification", "token_classification", "masked_lm", "c
 """Tasks of which each row is a sample."""
 
 
-def locate(flags: DataFlags) -> Path | dict[str, list[Path]]:
-    """Where the data set is: a folder that ``datasets`` saved, or the files of each part.
+Located = Path | Cached | dict[str, list[Path]]
+"""A folder that ``datasets`` saved, a set in its cache, or the files of each part."""
+
+
+def locate(flags: DataFlags) -> Located:
+    """Where the data set is.
 
     Raises:
         DataError: nothing is there, or more than one thing fits.
     """
     if flags.data_dir is None:
-        raise DataError("no data is named", where="--data-dir", hint="give --data-dir DIR and --data-name NAME")
+        if flags.data_name is None:
+            raise DataError("no data is named", where="--data-dir", hint="give --data-dir DIR and --data-name NAME")
+        return find_cached(flags.data_name, None, "--data-name")
     folder = Path(flags.data_dir)
+    if not folder.is_dir() and (is_cached(flags.data_dir) or is_owned(flags.data_dir)):
+        return find_cached(flags.data_dir, flags.data_name, "--data-dir")
     if not folder.is_dir():
         siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        hint = nearest(str(folder), siblings) + "give the folder that holds the files"
+        hint = nearest(str(folder), siblings) + f"give the folder that holds the files, or a name in {cache_root()}"
         raise DataError(f"the folder {folder} does not exist", where="--data-dir", hint=hint)
     name = flags.data_name
     if name is not None and (folder / name).is_dir():
@@ -75,6 +99,9 @@ def _locate(folder: Path, name: str | None) -> dict[str, list[Path]]:
         if part in READ and len(fitting) > 1 and not all(SHARD.search(path.stem) for path in fitting):
             hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in fitting)
             raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
+    parts = parts or _folders_of_parts(folder, name) or _described(folder, name)
+    if not parts and name is None and (folder / "data").is_dir():
+        return _locate(folder / "data", name)
     if not parts:
         there = sorted(p.name for p in folder.iterdir())
         what = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
@@ -82,6 +109,50 @@ def _locate(folder: Path, name: str | None) -> dict[str, list[Path]]:
         hint = f"{nearest(name or '', there)}the folder holds: {listed}; files can be {', '.join(ROW_READERS)}"
         raise DataError(what, where="--data-name" if name else "--data-dir", hint=hint)
     return parts
+
+
+def _folders_of_parts(folder: Path, name: str | None) -> dict[str, list[Path]]:
+    """All files of the folders that are called as parts are."""
+    parts: dict[str, list[Path]] = {}
+    for inner in sorted(folder.iterdir()) if name is None else ():
+        files = sorted(p for p in inner.glob("*") if p.suffix.lower() in ROW_READERS)
+        if inner.name in PART_NAMES and files:
+            parts.setdefault(PART_NAMES[inner.name], []).extend(files)
+    return parts
+
+
+def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
+    """The files of a configuration by the head of ``README.md``, as data sets of the hub describe theirs."""
+    readme = folder / "README.md"
+    head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.DOTALL) if readme.is_file() else None
+    try:
+        configs = (yaml.safe_load(head[1]) or {}).get("configs", []) if head else []
+        chosen = next(
+            c for c in configs if c["config_name"] == (name or "default") or (name is None and c.get("default"))
+        )
+        files = chosen["data_files"]
+        listed = files if isinstance(files, list) else [{"split": "train", "path": files}]
+        entries = [e if isinstance(e, dict) else {"split": "train", "path": e} for e in listed]
+        parts: dict[str, list[Path]] = {}
+        for entry in entries:
+            patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+            found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+            if entry["split"] in PART_NAMES and found:
+                parts.setdefault(PART_NAMES[entry["split"]], []).extend(found)
+    except (StopIteration, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return {}
+    return parts
+
+
+def parts_of(located: Located) -> dict[str, list[Path]]:
+    """The files of each part, of a saved or cached set its folders and files of ``datasets``.
+
+    Raises:
+        DataError: its list of parts cannot be read.
+    """
+    if isinstance(located, Cached):
+        return cached_parts(located)
+    return saved_parts(located) if isinstance(located, Path) else located
 
 
 def saved_parts(folder: Path) -> dict[str, list[Path]]:
@@ -109,18 +180,34 @@ def held_out_rows(rows: int, fraction: float) -> int:
     return min(max(1, round(rows * fraction)), rows - 1)
 
 
+def each_of(flags: DataFlags) -> list[DataFlags]:
+    """The flags of each data set of a mixture; of one set, themselves.
+
+    Raises:
+        DataError: weights and names do not alternate.
+    """
+    mixture = mixture_of(flags.data_name)
+    return [replace(flags, data_name=name) for _, name in mixture] if mixture else [flags]
+
+
 def training_samples(config: RunConfig) -> int | None:
     """The samples of an epoch where they can be counted cheaply; None where only reading the data tells."""
     flags = config.data
-    if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.data_dir is None:
+    if config.training.task not in WHOLE_ROWS or flags.pack_sequences or flags.streaming or flags.data_dir is None:
         return None
     try:
-        located = locate(flags)
-        files = saved_parts(located) if isinstance(located, Path) else located
-        parts = tuple((path, path.stat().st_size) for path in files.get("train", ()))
-        rows = _rows(parts, saved=isinstance(located, Path))
+        counts = [_training_rows(one) for one in each_of(flags)]
     except (RapidformerError, OSError, ValueError):
         return None  # training speaks about it
+    return None if None in counts else sum(count for count in counts if count)
+
+
+def _training_rows(flags: DataFlags) -> int | None:
+    """The rows of one data set that are trained on; None where counting would take long."""
+    located = locate(flags)
+    files = parts_of(located)
+    parts = tuple((path, path.stat().st_size) for path in files.get("train", ()))
+    rows = None if isinstance(located, Cached) else _rows(parts, saved=isinstance(located, Path))
     if not rows:
         return None
     if "valid" not in files and flags.validation_fraction > 0:

@@ -16,11 +16,17 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from rapidformer_templates.data.finetuning.locating import READ, cannot_be_read, held_out_rows, locate, saved_parts
-from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, ROW_READERS, BadLines, Row, nearest
+from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
+from rapidformer_templates.data.finetuning.hub_cache import Cached
+from rapidformer_templates.data.finetuning.locating import READ, cannot_be_read, held_out_rows, locate, parts_of
+from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
+from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row, nearest
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import DataFlags
+
+FIRST = 100
+"""Rows of a stream that are looked at for its columns."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,12 @@ class Raw:
         train, valid: its parts.
         held_out: the validation part was held out of the training part here.
         skipped: ``file:line: reason`` of the lines that were left out.
+        stream: the rows of the training part where they are streamed; ``train`` is the first of them.
     """
 
     train: Part
     valid: Part | None = None
+    stream: RowStream | None = None
     held_out: bool = False
     skipped: list[str] = field(default_factory=list)
 
@@ -95,6 +103,8 @@ def read_dataset(config: RunConfig) -> Raw:
     Raises:
         DataError: a folder, file, line or part that is missing or cannot be read.
     """
+    if config.data.streaming:
+        return _streamed(config)
     flags = config.data
     bad = BadLines(skip=flags.skip_bad_lines)
     parts = _read_parts(flags, bad)
@@ -109,6 +119,43 @@ def read_dataset(config: RunConfig) -> Raw:
         train=_first(train, flags.max_train_samples),
         valid=valid and _first(valid, flags.max_eval_samples),
         held_out=held_out,
+        skipped=bad.skipped,
+    )
+
+
+def streamed_files(flags: DataFlags) -> dict[str, list[Path]]:
+    """The files of each part of a data set that is streamed.
+
+    Raises:
+        DataError: it is one that ``datasets`` saved.
+    """
+    parts = locate(flags)
+    if not isinstance(parts, dict):
+        hint = "leave it out, or write the set as files: Dataset.to_parquet(…)"
+        raise DataError(
+            f"{parts if isinstance(parts, Path) else parts.name} was saved by datasets, and is not streamed",
+            where="--streaming",
+            hint=hint,
+        )
+    return _with_training(parts, flags)
+
+
+def _streamed(config: RunConfig) -> Raw:
+    """The training part as a stream, with its first rows, by which columns are found; the validation part whole."""
+    flags = config.data
+    files, bad = streamed_files(flags), BadLines(skip=flags.skip_bad_lines)
+    seed = None if flags.shuffle_buffer == 0 else config.training.seed
+    stream = RowStream(files["train"], seed, skip=flags.skip_bad_lines)
+    valid = _read_files(files["valid"], bad) if "valid" in files else None
+    beginning = stream.state()
+    rows = [row for row in (next(stream) for _ in range(FIRST)) if row.row is not None]
+    if not rows:
+        raise DataError("the data set is empty", where=str(files["train"][0]), hint="it needs at least one row")
+    stream.go_to(beginning)
+    return Raw(
+        train=part_of_stream(rows),
+        valid=valid and _first(valid, flags.max_eval_samples),
+        stream=stream,
         skipped=bad.skipped,
     )
 
@@ -128,17 +175,22 @@ def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
     return part.select(np.flatnonzero(~held)), part.select(np.flatnonzero(held))
 
 
+def _with_training(files: dict[str, list[Path]], flags: DataFlags) -> dict[str, list[Path]]:
+    if "train" in files:
+        return files
+    there = ", ".join(str(path) for paths in files.values() for path in paths)
+    hint = f"name a file train; there is: {there}"
+    raise DataError("the data set has no training part", where=flags.data_dir, hint=hint)
+
+
 def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
     parts = locate(flags)
-    files = saved_parts(parts) if isinstance(parts, Path) else parts
-    if "train" not in files:
-        there = ", ".join(str(path) for paths in files.values() for path in paths)
-        raise DataError(
-            "the data set has no training part", where=flags.data_dir, hint=f"name a file train; there is: {there}"
-        )
+    files = _with_training(parts_of(parts), flags)
     read = {name: paths for name, paths in files.items() if name in READ}
     if isinstance(parts, Path):
         return {name: _read_saved(folder) for name, (folder,) in read.items()}
+    if isinstance(parts, Cached):
+        return {name: _read_cached(paths) for name, paths in read.items()}
     return {name: _read_files(paths, bad) for name, paths in read.items()}
 
 
@@ -148,8 +200,20 @@ def _read_saved(folder: Path) -> Part:
     except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
         raise cannot_be_read(folder, error) from error
     assert isinstance(table, datasets.Dataset)
+    return _part_of_table(table, str(folder))
+
+
+def _read_cached(files: Sequence[Path]) -> Part:
+    try:
+        table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
+        raise cannot_be_read(files[0], error) from error
+    return _part_of_table(table, str(files[0]))
+
+
+def _part_of_table(table: datasets.Dataset, name: str) -> Part:
     origins = np.stack([np.zeros(len(table), int), np.arange(1, len(table) + 1)], axis=1)
-    return Part(table.with_format(None), origins, (str(folder),))
+    return Part(table.with_format(None), origins, (name,))
 
 
 def _read_files(files: Sequence[Path], bad: BadLines) -> Part:
@@ -157,18 +221,34 @@ def _read_files(files: Sequence[Path], bad: BadLines) -> Part:
     rows: list[Row] = []
     origins: list[tuple[int, int]] = []
     for index, path in enumerate(files):
-        for number, row in ROW_READERS[path.suffix.lower()](path, bad):
+        for number, row in rows_with_texts(path, bad):
             rows.append(row)
             origins.append((index, number))
     names = tuple(str(path) for path in files)
     if not rows:
         note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
         raise DataError(f"the data set is empty{note}", where=names[0], hint="it needs at least one row")
+    return part_of(rows, origins, names)
+
+
+def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tuple[str, ...]) -> Part:
+    """Rows as a table; a key that some rows lack is None there. See :class:`Part`.
+
+    Raises:
+        DataError: a column holds values of several kinds.
+    """
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-    untabled = Part(datasets.Dataset.from_dict({}), np.asarray(origins), names)
+    untabled = Part(datasets.Dataset.from_dict({}), np.asarray(origins), files)
     for key, values in columns.items():
         _check_kinds(key, values, untabled)
-    return Part(datasets.Dataset.from_dict(columns), untabled.origins, names)
+    return Part(datasets.Dataset.from_dict(columns), untabled.origins, files)
+
+
+def part_of_stream(rows: Sequence[StreamedRow]) -> Part:
+    """Some rows of a stream as a table."""
+    files = {path: number for number, path in enumerate(dict.fromkeys(str(row.path) for row in rows))}
+    origins = [(files[str(row.path)], row.number) for row in rows]
+    return part_of([row.row or {} for row in rows], origins, tuple(files))
 
 
 def _check_kinds(key: str, values: list[object], part: Part) -> None:

@@ -7,7 +7,7 @@ sample is due first comes. Megatron-LM takes the set that is furthest behind, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
@@ -23,10 +23,11 @@ LONGEST_PERIOD = 2**20
 """Weights whose order does not repeat within so many samples are rounded to parts of it."""
 
 
-def whole_weights(weights: Sequence[str | float]) -> list[int]:
+def whole_weights(weights: Sequence[str | float], flag: str = "--data-path") -> list[int]:
     """The smallest whole numbers in the proportion of the weights, which are taken as they are written.
 
     Weights that need a sum above :data:`LONGEST_PERIOD` are rounded to such a sum, each to the nearest.
+    ``flag`` is the one that they stand at, for messages.
 
     Raises:
         DataError: a weight is no number above 0.
@@ -37,7 +38,7 @@ def whole_weights(weights: Sequence[str | float]) -> list[int]:
         shares = []
     if not shares or min(shares) <= 0:
         hint = "write a weight above 0 before each corpus: 0.3 A 0.7 B"
-        raise DataError(f"these are no weights: {', '.join(map(str, weights))}", where="--data-path", hint=hint)
+        raise DataError(f"these are no weights: {', '.join(map(str, weights))}", where=flag, hint=hint)
     scale = lcm(*(share.denominator for share in shares))
     counts = [int(share * scale) for share in shares]
     divisor = gcd(*counts)
@@ -77,6 +78,7 @@ class Blend(Sequence[Any]):
         repeats: ``len`` is the number of samples that the sets have together; otherwise the number that
             can be had before one of them begins anew, as for an evaluation.
         cache: keeps the order of a long period.
+        flag: the one that the weights stand at, for messages.
     """
 
     in_order = True
@@ -89,9 +91,10 @@ class Blend(Sequence[Any]):
         *,
         repeats: bool = True,
         cache: IndexCache | None = None,
+        flag: str = "--data-path",
     ) -> None:
         self.sets = list(sets)
-        self.weights = whole_weights(weights)
+        self.weights = whole_weights(weights, flag)
         self.cache = cache or IndexCache()
         self.period = sum(self.weights)
         self.samples = sum(map(len, self.sets)) if repeats else self._until_one_ends()
@@ -141,6 +144,16 @@ class Blend(Sequence[Any]):
             for i, item in zip(here, taken, strict=True):
                 items[i] = item
         return items
+
+    @property
+    def size_of(self) -> Callable[[list[int]], tuple[int, int]] | None:
+        """(samples, tokens) in some items, where items are rows of several samples."""
+        return self._size_of if all(getattr(s, "size_of", None) for s in self.sets) else None
+
+    def _size_of(self, positions: list[int]) -> tuple[int, int]:
+        sources, within = self.origin(np.asarray(positions, np.int64))
+        sizes = [self.sets[s].size_of([p]) for s, p in zip(sources.tolist(), within.tolist(), strict=True)]
+        return sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)
 
     def origin(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(set, position in that set) of each position."""

@@ -21,6 +21,8 @@ from rapidformer_templates.data.text.preprocess import preprocess
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import vocabulary_id, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flags import DataFlags
+from rapidformer_templates.planning.weights import weighted
 from rapidformer_templates.system.files import key_of
 
 CACHE_VERSION = 3
@@ -71,23 +73,11 @@ def parse_data_path(words: Sequence[str]) -> list[Entry]:
     """
     if not words:
         raise DataError("no corpus is named", where="--data-path", hint="give files, a folder, a glob or a prefix")
-    if _is_weight(words[0]) and len(words) > 1:
-        pairs = list(zip(words[::2], words[1::2], strict=False))
-        if len(words) % 2 or not all(_is_weight(weight) and not _is_weight(path) for weight, path in pairs):
-            hint = "write a weight before each corpus: 0.3 A 0.7 B"
-            raise DataError("weights and corpora do not alternate", where=f"--data-path {' '.join(words)}", hint=hint)
+    if pairs := weighted(words, "--data-path"):
         return [Entry((path,), is_indexed(path), weight) for weight, path in pairs]
     raw = tuple(word for word in words if not is_indexed(word))
     entries = [Entry((word,), indexed=True) for word in words if is_indexed(word)]
     return [Entry(raw, indexed=False), *entries] if raw else entries
-
-
-def _is_weight(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return not Path(word).exists()
 
 
 def check_corpora(config: RunConfig) -> None:
@@ -98,16 +88,38 @@ def check_corpora(config: RunConfig) -> None:
             and :class:`IndexedDataset`.
     """
     entries = parse_data_path(config.data.data_path or ())
+    if config.data.streaming:
+        streamed_corpus(config.data)
+    files: list[Path] = []
     for entry in entries:
         if entry.indexed:
             IndexedDataset(entry.paths[0])
         else:
-            text_files(entry.paths, "--data-path")
+            files += text_files(entry.paths, "--data-path")
     for flag in ("text_column", "skip_bad_lines"):
         if all(entry.indexed for entry in entries) and getattr(config.data, flag):
             where = f"{spelling(flag)} ({config.origin(flag)})"
             hint = "leave it out; an indexed data set holds tokens"
             raise DataError(f"there is no raw text for {spelling(flag)}", where=where, hint=hint)
+    if config.origin("text_unit") != "default" and not any(file.suffix.lower() == ".txt" for file in files):
+        where = f"--text-unit ({config.origin('text_unit')})"
+        raise DataError(
+            "there is no .txt file for --text-unit", where=where, hint="leave it out; other kinds have rows"
+        )
+
+
+def streamed_corpus(flags: DataFlags) -> list[Path]:
+    """The files of raw text that are streamed.
+
+    Raises:
+        DataError: ``--data-path`` names an indexed set, or a blend.
+    """
+    entries = parse_data_path(flags.data_path or ())
+    if len(entries) > 1 or entries[0].indexed or entries[0].weight is not None:
+        what = "a blend" if entries[0].weight is not None else "an indexed data set"
+        hint = "name files of raw text alone, or leave --streaming out: an indexed set is never read whole"
+        raise DataError(f"{what} is not streamed", where="--data-path", hint=hint)
+    return text_files(entries[0].paths, "--data-path")
 
 
 def load_corpora(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> list[Corpus]:
@@ -156,21 +168,13 @@ def _check_tokens(dataset: IndexedDataset, vocabulary: int, cache: IndexCache) -
 def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Corpus:
     """Raw text, from the cache."""
     files = text_files(entry.paths, "--data-path")
-    column, skip = config.data.text_column or "text", config.data.skip_bad_lines
+    column, skip, unit = config.data.text_column or "text", config.data.skip_bad_lines, config.data.text_unit
     root = cache_root(config)
-    folder = root / _cache_key(files, tokenizer, [end_token_id, column, skip])
+    folder = root / _cache_key(files, tokenizer, [end_token_id, column, skip, unit])
     notes = []
     began = time.perf_counter()
     if not folder.is_dir():
-        recipe = Recipe(
-            tokenizer=tokenizer.backend_tokenizer.to_str(),
-            dtype=type_for(vocabulary_size(tokenizer)).name,
-            end=end_token_id,
-            keys=(column,),
-            skip=skip,
-            keys_flag="--text-column",
-            vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
-        )
+        recipe = recipe_of(config, tokenizer, end_token_id)
         try:
             make_once(folder, lambda temporary: _write_corpus(files, recipe, temporary))
             notes.append(_tokenized_in(time.perf_counter() - began, files, folder))
@@ -185,6 +189,20 @@ def _tokenized(entry: Entry, config: RunConfig, tokenizer: PreTrainedTokenizerFa
     skipped = folder / f"{NAME}.skipped.txt"
     lines = skipped.read_text(encoding="utf-8").splitlines() if skipped.is_file() else []
     return Corpus(dataset, entry.weight, tuple(lines), tuple(notes))
+
+
+def recipe_of(config: RunConfig, tokenizer: PreTrainedTokenizerFast, end_token_id: int) -> Recipe:
+    """How the raw text of ``--data-path`` becomes tokens."""
+    return Recipe(
+        tokenizer=tokenizer.backend_tokenizer.to_str(),
+        dtype=type_for(vocabulary_size(tokenizer)).name,
+        end=end_token_id,
+        keys=(config.data.text_column or "text",),
+        skip=config.data.skip_bad_lines,
+        keys_flag="--text-column",
+        vocabulary=vocabulary_id(tokenizer.backend_tokenizer),
+        text_unit=config.data.text_unit,
+    )
 
 
 def _tokenized_in(seconds: float, files: Sequence[Path], folder: Path) -> str:

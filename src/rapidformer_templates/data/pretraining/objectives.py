@@ -23,6 +23,7 @@ from rapidformer_templates.data.pretraining.pair_loss import pair_loss
 from rapidformer_templates.data.pretraining.sentence_pairs import SentencePairs
 from rapidformer_templates.data.pretraining.spans import SpanCorruption, sentinels_of, span_sizes
 from rapidformer_templates.data.targets import IGNORED, shifted_left
+from rapidformer_templates.data.types import Endless
 from rapidformer_templates.errors import DataError, ModelError, NoSamples
 from rapidformer_templates.models.architectures import pair_label_of
 from rapidformer_templates.models.label_use import LabelUse, check_causal
@@ -95,7 +96,7 @@ class Objective(ABC):
         return samples
 
     @abstractmethod
-    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+    def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         """How samples become a batch, and what changes a sample each time that it is used."""
 
     def lengths(self, train: Samples | Blend) -> np.ndarray | None:
@@ -180,7 +181,7 @@ class Causal(Objective):
     def window(self) -> int:
         return self.task.seq_length
 
-    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+    def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         return WindowCollate(keeps_documents_apart=self.options.keep_documents_apart), None
 
     def predicted(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,7 +220,7 @@ class Masked(Objective):
             raise DataError(message, where="--seq-length", hint="use at least 3")
         return self.task.seq_length - 2
 
-    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+    def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         short = self.options.short_seq_prob
         around = (self.token("cls"), self.token("sep"))
         # Windows of one length need no padding mask, so that the flash kernel can be used.
@@ -254,7 +255,7 @@ class Pairs(Masked):
             cache=cache,
         )
 
-    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+    def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         self._weight = self.options.mask_prob * _mean_tokens(train)
         return PadCollate(self._padding), None
 
@@ -289,7 +290,7 @@ class Spans(Objective):
     def window(self) -> int:
         return self.spans.sizes.window
 
-    def batches(self, train: Samples | Blend) -> tuple[Collate, Augment | None]:
+    def batches(self, train: Samples | Blend | Endless) -> tuple[Collate, Augment | None]:
         return PadCollate(self._padding, mask=False), self.spans
 
 

@@ -13,8 +13,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.locating import locate
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.locating import each_of, locate
+from rapidformer_templates.data.finetuning.mixtures import mixed
+from rapidformer_templates.data.finetuning.tables import Part, streamed_files
+from rapidformer_templates.data.indexed.blend import whole_weights
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.types import Batch, Data
@@ -23,6 +25,7 @@ from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.models.loading import build_config, build_model, seq_length_of
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.weights import mixture_of
 from rapidformer_templates.system.workers import Workers
 
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
@@ -57,6 +60,7 @@ class Task(ABC):
     looks_ahead: bool = False
     measures: ClassVar[bool] = False
     needs_reference: bool = False
+    labels: list[str]
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -83,12 +87,56 @@ class Task(ABC):
         Raises:
             RapidformerError: one of them is missing or cannot be used.
         """
-        locate(self.config.data)
+        if self.config.data.streaming:
+            streamed_files(self.config.data)
+        else:
+            for flags in each_of(self.config.data):
+                locate(flags)
+            if mixture := mixture_of(self.config.data.data_name):
+                whole_weights([weight for weight, _ in mixture], "--data-name")
         assert self.seq_length > 0
 
-    @abstractmethod
     def build_data(self) -> Data:
-        """Read, check and tokenize the data.
+        """Read, check and tokenize the data, or those of each set of a mixture.
+
+        Raises:
+            DataError: a file, column, line or label that cannot be used.
+        """
+        mixture = mixture_of(self.config.data.data_name)
+        if not mixture:
+            return self.read_data()
+        sources = [(weight, name, self._of_one(name)) for weight, name in mixture]
+        data = {name: task.build_data() for _, name, task in sources}
+        self.take_over([task for _, _, task in sources])
+        return mixed(data, [weight for weight, _, _ in sources], self.config.training.seed)
+
+    def _of_one(self, name: str) -> Task:
+        """This task for one data set of a mixture."""
+        task = type(self)(self.config.replace(self.config.origin("data_name"), data_name=name))
+        task.tokenizer = self.tokenizer
+        return task
+
+    def take_over(self, others: Sequence[Task]) -> None:
+        """Take what the data of each set of a mixture have decided.
+
+        Raises:
+            DataError: their labels differ.
+        """
+        names = [name for _, name in mixture_of(self.config.data.data_name)]
+        for name, task in zip(names, others, strict=True):
+            self.skipped += task.skipped
+            self.notes += [f"{name}: {note}" for note in task.notes]
+        labels = [getattr(task, "labels", None) for task in others]
+        if any(known != labels[0] for known in labels):
+            shown = "; ".join(f"{name}: {', '.join(known or ())}" for name, known in zip(names, labels, strict=True))
+            hint = "give them the same labels; a model's own labels (its config.json) serve for all"
+            raise DataError(f"the sets of the mixture have different labels ({shown})", where="--data-name", hint=hint)
+        if labels[0] is not None:
+            self.labels = labels[0]
+
+    @abstractmethod
+    def read_data(self) -> Data:
+        """Read, check and tokenize one data set.
 
         Raises:
             DataError: a file, column, line or label that cannot be used.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ from torch import nn
 
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import Columns, find_columns
-from rapidformer_templates.data.finetuning.chat_samples import ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, ChatReader
 from rapidformer_templates.data.finetuning.tables import Part, read_dataset
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.targets import IGNORED, shifted_left
 from rapidformer_templates.data.tasks.base import Task, as_data, texts_of, tokenized
+from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.label_use import LabelUse, check_causal
@@ -58,26 +60,26 @@ class CausalLM(Task):
         """Whether several samples share a row."""
         return self.config.data.pack_sequences
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw = read_dataset(self.config)
         self.skipped, self.notes = raw.skipped, []
         columns = find_columns(raw.train, self.config.data)
-        sets = {name: self._samples(name, part, columns.of(part)) for name, part in raw.parts().items()}
+        sets = sets_of(raw, self.config, partial(self._set, columns))
+        if raw.stream is not None and columns.kind in ("chat", "instruction") and not self.tokenizer.chat_template:
+            self.notes.append(PLAIN_NOTE)  # no part was read whole, by which it would be known
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         if self.packs:
-            packed = {name: self._packed(name, samples) for name, samples in sets.items()}
             padding = {"input_ids": pad, "labels": IGNORED, "position_ids": 0}
             # One shape for all batches: rows are nearly full, and graphs are compiled once.
-            return as_data(packed, PadCollate(padding, mask=False, length=self.seq_length))
-        if "labels" in sets["train"].fields:
+            return as_data(sets, PadCollate(padding, mask=False, length=self.seq_length))
+        if self._learns_answers(columns):
             return as_data(sets, PadCollate({"input_ids": pad, "labels": IGNORED}))
         return as_data(sets, CausalCollate(pad))
 
-    def _samples(self, name: str, part: Part, columns: Columns) -> TokenizedSamples:
-        asked = self.config.data.loss_on
+    def _samples(self, name: str, part: Part, columns: Columns, block: Block | None) -> TokenizedSamples:
         if columns.kind == "text":
-            if asked == "answers":
+            if self.config.data.loss_on == "answers":
                 hint = "plain text has no answers: give messages, or prompt and completion; or leave it out"
                 raise DataError(f"the column '{columns.names[0]}' holds plain text", where="--loss-on", hint=hint)
             rows = tokenized(self.tokenizer, texts_of(part, columns.names[0]))["input_ids"]
@@ -87,12 +89,22 @@ class CausalLM(Task):
         reader = ChatReader(
             self.tokenizer,
             self.seq_length,
-            answers_only=asked != "all",
+            answers_only=self._learns_answers(columns),
+            whole=block is None,
             skip_bad=self.config.data.skip_bad_lines,
-            skipped=self.skipped,
-            notes=self.notes,
+            skipped=block.skipped if block else self.skipped,
+            notes=[] if block else self.notes,
         )
         return reader.samples(name, part, columns)
+
+    def _set(self, columns: Columns, name: str, part: Part, block: Block | None) -> TokenizedSamples:
+        samples = self._samples(name, part, columns.of(part), block)
+        if not self.packs or not len(samples):
+            return samples
+        return PackedRows(samples, self.seq_length, block.generator) if block else self._packed(name, samples)
+
+    def _learns_answers(self, columns: Columns) -> bool:
+        return columns.kind != "text" and self.config.data.loss_on != "all"
 
     def _packed(self, name: str, samples: TokenizedSamples) -> PackedRows:
         stream = {"train": Stream.PACKED_TRAINING, "valid": Stream.PACKED_VALIDATION}[name]

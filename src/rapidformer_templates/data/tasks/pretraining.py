@@ -12,11 +12,14 @@ from torch import nn
 
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
-from rapidformer_templates.data.indexed.corpora import Corpus, check_corpora, load_corpora
+from rapidformer_templates.data.indexed.corpora import Corpus, check_corpora, load_corpora, recipe_of, streamed_corpus
 from rapidformer_templates.data.indexed.splits import split_sequences, split_shares
 from rapidformer_templates.data.pretraining.by_documents import BY_DOCUMENTS
 from rapidformer_templates.data.pretraining.documents import Documents
 from rapidformer_templates.data.pretraining.objectives import OBJECTIVES, Objective, Pairs, Samples
+from rapidformer_templates.data.streaming.rows import RowStream
+from rapidformer_templates.data.streaming.samples import StreamedSamples, buffer_of
+from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
 from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.types import Data
@@ -56,7 +59,9 @@ class Pretraining(Task):
     def check_model(self, model: nn.Module) -> None:
         self.objective.check_model(model)
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
+        if self.config.data.streaming:
+            return self._streamed()
         corpora = load_corpora(self.config, self.tokenizer, self.objective.end_token)
         self.skipped = [line for corpus in corpora for line in corpus.skipped]
         self.notes = [note for corpus in corpora for note in corpus.notes]
@@ -66,6 +71,29 @@ class Pretraining(Task):
             self.notes.append(f"--split {self.config.data.split}: the corpus is too small for a validation part")
         collate, augment = self.objective.batches(train)
         return Data(train, valid, test, collate, augment, self.objective.lengths(train))
+
+    def _streamed(self) -> Data:
+        """The corpus as a stream; no part of it is held out."""
+        flags, objective, seed = self.config.data, self.objective, self.config.training.seed
+        recipe = recipe_of(self.config, self.tokenizer, objective.end_token)
+        rows = RowStream(
+            streamed_corpus(flags),
+            seed if buffer_of(flags) else None,
+            skip=recipe.skip,
+            text_unit=recipe.text_unit,
+            column=recipe.keys[0],
+        )
+        windows = WindowsOfDocuments(
+            recipe,
+            objective.window,
+            overlap=objective.overlap,
+            marks_documents=flags.keep_documents_apart,
+            shuffles=buffer_of(flags) > 0,
+        )
+        identity = f"{rows.identity} in windows of {objective.window} tokens"
+        train = StreamedSamples(rows, windows, seed=seed, buffer=buffer_of(flags), identity=identity)
+        collate, augment = objective.batches(train)
+        return Data(train, None, None, collate, augment)
 
     def _parts(self, corpora: Sequence[Corpus]) -> list[Samples | Blend | None]:
         """The samples of the three parts.

@@ -42,7 +42,7 @@ class QuestionAnswering(Task):
     auto_class = "AutoModelForQuestionAnswering"
     best_metric = "f1"
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
         self.may_be_null = False

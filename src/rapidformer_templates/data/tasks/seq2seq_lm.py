@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from rapidformer_templates.data.finetuning.chat import asked_and_answered
 from rapidformer_templates.data.finetuning.tables import Part, read_dataset
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
+from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.types import Data
 
 SOURCE_COLUMNS = ("source", "instruction", "input", "article", "question", *TEXT_COLUMNS)
@@ -32,16 +34,17 @@ class Seq2SeqLM(Task):
     best_metric = "rouge_l"
     generates = True
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
         source = raw.train.column("text_column", flags.text_column, SOURCE_COLUMNS)
         target = raw.train.column("label_column", flags.label_column, TARGET_COLUMNS)
-        sets = {name: self._samples(part, source, target) for name, part in raw.parts().items()}
-        self.longest_target = max(int(samples.lengths_of("labels").max()) for samples in sets.values())
+        sets = sets_of(raw, self.config, partial(self._set, source, target))
+        whole = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
+        self.longest_target = max((int(samples.lengths_of("labels").max()) for samples in whole), default=0)
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
-    def _samples(self, part: Part, source: str, target: str) -> TokenizedSamples:
+    def _set(self, source: str, target: str, name: str, part: Part, block: Block | None) -> TokenizedSamples:
         truncation: dict[str, Any] = {"truncation": True, "max_length": self.seq_length}
         sources = tokenized(
             self.tokenizer, _sources(part, part.column("text_column", source, ()), target), **truncation
@@ -52,6 +55,10 @@ class Seq2SeqLM(Task):
         ]
         # The models take no token types.
         return TokenizedSamples({"input_ids": sources["input_ids"], "labels": Ragged(labels)})
+
+    def take_over(self, others: Sequence[Task]) -> None:
+        super().take_over(others)
+        self.longest_target = max(task.longest_target for task in others if isinstance(task, Seq2SeqLM))
 
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
         """Greedy, as long as the longest target of the data."""

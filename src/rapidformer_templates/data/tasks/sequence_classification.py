@@ -55,7 +55,7 @@ class SequenceClassification(Task):
     best_metric = "accuracy"
     problem = "single_label_classification"
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
         text = raw.train.column("text_column", flags.text_column, (*TEXT_COLUMNS, *PAIRS))

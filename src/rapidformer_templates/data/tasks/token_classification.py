@@ -40,7 +40,7 @@ class TokenClassification(Task):
     auto_class = "AutoModelForTokenClassification"
     best_metric = "f1"
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
         words = raw.train.column("text_column", flags.text_column, WORD_COLUMNS)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rapidformer_templates.data.text.fast_tokenizers import Way, compare, proven
-from rapidformer_templates.data.text.files import BadLines, Row, Span, jsonl_rows, note_column, text_documents
+from rapidformer_templates.data.text.files import BadLines, Row, Span, TextUnit, jsonl_rows, note_column, text_documents
 from rapidformer_templates.data.text.sentences import split_sentences
 
 
@@ -34,6 +34,7 @@ class Recipe:
         vocabulary: name of what the tokens mean, which is kept beside them.
         way: how the tokenizer is run; see :mod:`~rapidformer_templates.data.text.fast_tokenizers`.
         keys_flag: the flag that names the columns, for messages.
+        text_unit: what a document is in a ``.txt`` file.
     """
 
     tokenizer: str
@@ -45,6 +46,7 @@ class Recipe:
     vocabulary: str | None = None
     way: Way = "whole"
     keys_flag: str = "--json-keys"
+    text_unit: TextUnit = "paragraph"
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class Encoder:
         if not isinstance(job.part, Span):
             return iter(job.part)
         if job.path.suffix.lower() == ".txt":  # it has no columns; its text is that of the first one
-            return ((number, {self.recipe.keys[0]: text}) for number, text in text_documents(job.path, bad, job.part))
+            texts = text_documents(job.path, bad, job.part, self.recipe.text_unit)
+            return ((number, {self.recipe.keys[0]: text}) for number, text in texts)
         return jsonl_rows(job.path, bad, job.part)
 
     def _texts(self, row: Row, path: Path, number: int, bad: BadLines) -> list[list[str]] | None:

@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from rapidformer_templates.errors import DataError
 
 Row = dict[str, Any]
+
+TextUnit = Literal["paragraph", "line", "file"]
+"""What a document is in a ``.txt`` file."""
 
 
 @dataclass
@@ -283,15 +286,17 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-def documents(path: Path, column: str, bad: BadLines, flag: str = "--text-column") -> Iterator[str]:
+def documents(
+    path: Path, column: str, bad: BadLines, unit: TextUnit = "paragraph", flag: str = "--text-column"
+) -> Iterator[str]:
     """The documents of one file of raw text.
 
-    In a ``.txt`` file blank lines stand between documents (the format of BERT's pretraining
-    input); ``.jsonl``, ``.parquet`` and the other formats hold one document a row in ``column``.
-    Empty documents are left out. ``flag`` is the one that names the column, for messages.
+    What a document is in a ``.txt`` file, ``unit`` says; ``.jsonl``, ``.parquet`` and the other formats
+    hold one document a row in ``column``. Empty documents are left out. ``flag`` is the one that names
+    the column, for messages.
     """
     if path.suffix.lower() == ".txt":
-        yield from (text for _, text in text_documents(path, bad))
+        yield from (text for _, text in text_documents(path, bad, unit=unit))
         return
     for number, row in ROW_READERS[path.suffix.lower()](path, bad):
         text = row.get(column)
@@ -311,16 +316,25 @@ def note_column(row: Row, column: str, flag: str, path: Path, line: int, bad: Ba
         bad.note(path, line, f"the column '{column}' holds {type(row[column]).__name__}, not text")
 
 
-def text_documents(path: Path, bad: BadLines, span: Span | None = None) -> Iterator[tuple[int, str]]:
-    """(number of its first line, text) of each document of a ``.txt`` file, or of a part of it."""
+def text_documents(
+    path: Path, bad: BadLines, span: Span | None = None, unit: TextUnit = "paragraph"
+) -> Iterator[tuple[int, str]]:
+    """(number of its first line, text) of each document of a ``.txt`` file, or of a part of it.
+
+    Args:
+        path: the file.
+        bad: what to do with lines that are not UTF-8.
+        span: the part; it ends where a document does.
+        unit: what a document is. Blank lines stand between paragraphs (the format of BERT's pretraining input).
+    """
     first = 0
-    paragraph: list[str] = []
+    lines: list[str] = []
     for number, line in text_lines(path, bad, span):
-        if line.strip():
-            first = first if paragraph else number
-            paragraph.append(line)
-        elif paragraph:
-            yield first, "".join(paragraph)
-            paragraph = []
-    if paragraph:
-        yield first, "".join(paragraph)
+        if line.strip() or (lines and unit == "file"):
+            first = first if lines else number
+            lines.append(line)
+        if lines and (unit == "line" or (unit == "paragraph" and not line.strip())):
+            yield first, "".join(lines)
+            lines = []
+    if lines:
+        yield first, "".join(lines)

@@ -26,7 +26,7 @@ from rapidformer_templates.data.indexed.writer import IndexedWriter, disk_errors
 from rapidformer_templates.data.text import fast_tokenizers
 from rapidformer_templates.data.text.encoding import Encoded, Encoder, Job, Recipe, start_worker, work
 from rapidformer_templates.data.text.fast_tokenizers import Differs, Way
-from rapidformer_templates.data.text.files import Row, Span, parquet_row_count, parquet_rows
+from rapidformer_templates.data.text.files import Row, Span, TextUnit, parquet_row_count, parquet_rows
 from rapidformer_templates.errors import DataError, WorkerFailed
 from rapidformer_templates.system.progress_bar import ProgressBar
 
@@ -163,7 +163,9 @@ class _Run:
             ]
             skipped = stack.enter_context(_SkippedFile(self.prefix))
             progress = stack.enter_context(ProgressBar("preprocessing", size, counted=False))
-            jobs = split_files(self.files, recipe.keys, self.chunk_size, check_all=self.check_all)
+            jobs = split_files(
+                self.files, recipe.keys, self.chunk_size, unit=recipe.text_unit, check_all=self.check_all
+            )
             for job, done in encoded(jobs, recipe, self.workers):
                 for writer, key, column in zip(writers, recipe.keys, done.columns, strict=True):
                     writer.add(column.tokens, column.lengths, column.sequences)
@@ -195,26 +197,34 @@ def _speed(writers: Sequence[IndexedWriter], began: float) -> str:
 
 
 def split_files(
-    files: Sequence[Path], keys: Sequence[str], chunk_size: int, *, check_all: bool = False
+    files: Sequence[Path],
+    keys: Sequence[str],
+    chunk_size: int,
+    *,
+    unit: TextUnit = "paragraph",
+    check_all: bool = False,
 ) -> Iterator[Job]:
     """The jobs of a corpus, in order; see :func:`preprocess`."""
     number = 0
     for path in files:
-        pieces = _row_parts(path, keys, chunk_size) if path.suffix.lower() == ".parquet" else _spans(path, chunk_size)
+        pieces: Iterator[tuple[Span | list[tuple[int, Row]], int]]
+        if path.suffix.lower() == ".parquet":
+            pieces = _row_parts(path, keys, chunk_size)
+        else:
+            pieces = _spans(path, chunk_size, unit if path.suffix.lower() == ".txt" else "line")
         for part, size in pieces:
             yield Job(path, part, size, check_all or number % CHECKED == 0)
             number += 1
 
 
-def _spans(path: Path, chunk_size: int) -> Iterator[tuple[Span, int]]:
-    """Parts of whole lines; those of a ``.txt`` file end with a blank line, which ends a document."""
-    lines_are_documents = path.suffix.lower() != ".txt"
+def _spans(path: Path, chunk_size: int, unit: TextUnit) -> Iterator[tuple[Span, int]]:
+    """Parts of whole documents: of lines, of paragraphs with the blank line behind them, or the file."""
     with path.open("rb") as file:
         start = position = documents = 0
         first = 1
         for number, line in enumerate(file, start=1):
             position += len(line)
-            if not lines_are_documents and line.strip():
+            if unit == "file" or (unit == "paragraph" and line.strip()):
                 continue
             documents += 1
             if documents >= chunk_size or position - start >= JOB_BYTES:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.indexed.writer import disk_errors
-from rapidformer_templates.data.text.files import BadLines, documents, text_files
+from rapidformer_templates.data.text.files import BadLines, TextUnit, documents, text_files
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
 from rapidformer_templates.system.files import new_folder, to_json
@@ -120,7 +120,7 @@ def main(options: argparse.Namespace) -> int:
         raise DataError(f"{folder} exists", where="--output", hint="choose another folder, or add --overwrite")
     files = text_files(options.input, "--input")
     bad = BadLines(skip=options.skip_bad_lines)
-    corpus = _Texts(files, options.json_keys, bad)
+    corpus = _Texts(files, options.json_keys, bad, options.text_unit)
     tokenizer = train(
         corpus, kind, options.vocab_size, min_frequency=options.min_frequency, lower_case=options.lower_case
     )
@@ -149,15 +149,15 @@ def main(options: argparse.Namespace) -> int:
 class _Texts:
     """The documents of files, counted."""
 
-    def __init__(self, files: Sequence[Path], keys: Sequence[str], bad: BadLines) -> None:
-        self.files, self.keys, self.bad = files, keys, bad
+    def __init__(self, files: Sequence[Path], keys: Sequence[str], bad: BadLines, unit: TextUnit) -> None:
+        self.files, self.keys, self.bad, self.unit = files, keys, bad, unit
         self.documents = 0
 
     def __iter__(self) -> Iterator[str]:
         self.documents = 0
         for path in self.files:
             for key in self.keys:
-                for text in documents(path, key, self.bad, "--json-keys"):
+                for text in documents(path, key, self.bad, self.unit, "--json-keys"):
                     self.documents += 1
                     yield text
 

@@ -101,7 +101,7 @@ def two_schedules(request: Request) -> Iterator[tuple[str, str]]:
     params = {**PARAMETERS[asked["type"]], **asked["params"]}
     used = {FLAGS[name] for name in params if name in FLAGS}
     if asked["params"].get("warmup_num_steps") == AUTO:
-        used.add("lr_warmup_fraction")
+        used |= {"lr_warmup_fraction", "lr_warmup_samples"}
     for field in OF_SCHEDULES:
         origin = request.config.origins.get(field)
         if origin is not None and field not in used and not origin.startswith(file.name):

@@ -13,7 +13,9 @@ class CheckpointActivationsFlags:
     """Acceleration"""
 
     checkpoint_activations: bool = flag(
-        False, "keep each block's input only and recompute the rest (about 20 % slower)", alias="recompute-activations"
+        False,
+        "keep each block's input only and recompute the rest (about 20 % slower)",
+        aliases={"recompute-activations": None},
     )
 
 

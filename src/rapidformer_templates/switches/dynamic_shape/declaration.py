@@ -33,6 +33,7 @@ TASKS = (None, "pretraining", "masked_lm", "causal_lm", "sequence_classification
 OWN_BATCHES = {
     "group_by_length": (None, "forms its batches by length itself"),
     "pack_sequences": (False, "has nothing to gain from packed rows: they are all of one length"),
+    "streaming": (False, "chooses its shapes by the lengths of all samples, which a stream does not tell"),
     "keep_documents_apart": (False, "keeps documents apart: each is a sample of its own"),
 }
 

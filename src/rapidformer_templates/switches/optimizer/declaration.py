@@ -38,7 +38,7 @@ class OptimizerFlags:
         "adamw_anyprecision",
         "lamb",
         "muon",
-    ] = flag("apex_adam", "update rule and its implementation")
+    ] = flag("apex_adam", "update rule and its implementation", aliases={"optimizers": None})
 
 
 def _notes(request: Request) -> Sequence[str]:

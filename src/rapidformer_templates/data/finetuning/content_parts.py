@@ -1,0 +1,62 @@
+"""The content of a message as a list of parts, as OpenAI's files have it; those of text are one text.
+
+A part is ``{"type": "text", "text": …}``; the types of the Responses form, ``input_text`` and ``output_text``,
+mean the same. Source: OpenAI's reference of ``chat/completions`` and ``responses``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rapidformer_templates.data.text.files import ROW_READERS, BadLines, Row
+from rapidformer_templates.errors import DataError
+
+OF_TEXT = ("text", "input_text", "output_text")
+
+
+def joined_parts(content: list[Any], what: str) -> str:
+    """The text of a list of parts, put together as it stands.
+
+    Args:
+        content: the parts.
+        what: whose content it is, for messages.
+
+    Raises:
+        DataError: a part is of another type, or is none.
+    """
+    texts = []
+    for number, part in enumerate(content, start=1):
+        where = f"part {number} of the content of {what}"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind is None:
+            raise DataError(f"{where} has no type", hint='write {"type": "text", "text": …}')
+        if kind not in OF_TEXT:
+            hint = "take the part out, or the conversation; only parts of text are read"
+            raise DataError(f"{where} is of the type '{kind}', which is not in this version", hint=hint)
+        if not isinstance(part.get("text"), str):
+            raise DataError(f"{where} has no text", hint='write {"type": "text", "text": …}')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def rows_with_texts(path: Path, bad: BadLines) -> Iterator[tuple[int, Row]]:
+    """(line, row) of each row of a file, in whose messages parts are a text: both may stand in one column."""
+    for number, row in ROW_READERS[path.suffix.lower()](path, bad):
+        try:
+            yield number, {key: _joined_messages(v, key) if isinstance(v, list) else v for key, v in row.items()}
+        except DataError as error:
+            bad.note(path, number, error.message, error.hint or "")
+
+
+def _joined_messages(messages: list[Any], column: str) -> list[Any]:
+    def in_parts(message: Any) -> bool:
+        return isinstance(message, dict) and "role" in message and isinstance(message.get("content"), list)
+
+    return [
+        {**message, "content": joined_parts(message["content"], f"message {number} in '{column}'")}
+        if in_parts(message)
+        else message
+        for number, message in enumerate(messages, start=1)
+    ]

@@ -1,0 +1,95 @@
+"""Weighted mixtures of data sets: ``--data-name '0.7 a 0.3 b'``.
+
+Which set each sample is of is decided as in a blend for pretraining
+(:mod:`rapidformer_templates.data.indexed.blend`): each has had its share to within one sample at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset
+
+from rapidformer_templates.data.indexed.blend import Blend
+from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import DataError
+
+KEPT_EPOCHS = 2
+
+
+class ShuffledEpochs(Sequence[Any]):
+    """A set in an order of its own, which goes on over its epochs: each of them is a new permutation.
+
+    Item ``p`` is there for every ``p`` from 0 on; ``p // len`` is its epoch.
+
+    Args:
+        samples: the set.
+        seed: of the permutations.
+        number: of the set among those of a mixture, so that sets of one size have orders of their own.
+        name: of the set, by which a resumed run is told from another.
+    """
+
+    in_order = True
+    lengths = None
+
+    def __init__(self, samples: Sequence[Any], seed: int, number: int, name: str) -> None:
+        self.samples = samples
+        self.seed = seed
+        self.number = number
+        self.identity = f"{len(samples)} samples of {name}"
+        self._permutations: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self.samples[self._index(position)]
+
+    @property
+    def size_of(self) -> Callable[[list[int]], tuple[int, int]] | None:
+        """(samples, tokens) in some items, where items are rows of several samples."""
+        return self._size_of if hasattr(self.samples, "size_of") else None
+
+    def _size_of(self, positions: list[int]) -> tuple[int, int]:
+        size: tuple[int, int] = self.samples.size_of([self._index(p) for p in positions])  # type: ignore[attr-defined]
+        return size
+
+    def _index(self, position: int) -> int:
+        epoch, within = divmod(position, len(self.samples))
+        if epoch not in self._permutations:
+            for old in sorted(self._permutations)[: 1 - KEPT_EPOCHS]:
+                del self._permutations[old]
+            generator = np.random.default_rng((self.seed, Stream.MIXED, self.number, epoch))
+            self._permutations[epoch] = generator.permutation(len(self.samples))
+        return int(self._permutations[epoch][within])
+
+
+def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Data:
+    """The data of several sets as one: a weighted mixture to train on, and all validation parts together.
+
+    Args:
+        sources: the data of each set by its name; batches of all of them are made alike.
+        weights: as they were written.
+        seed: of the orders of the sets.
+
+    Raises:
+        DataError: samples of the sets have different fields, or a weight is no number above 0.
+    """
+    fields = {name: tuple(data.train[0]) for name, data in sources.items() if data.train is not None}
+    if len(set(fields.values())) > 1:
+        shown = "; ".join(f"{name}: {', '.join(names)}" for name, names in fields.items())
+        hint = "mix sets of one kind; conversations go with plain text under --loss-on all"
+        raise DataError(
+            f"the sets of the mixture have samples of different kinds ({shown})", where="--data-name", hint=hint
+        )
+    trained: list[Any] = [
+        ShuffledEpochs(data.train, seed, number, name)  # type: ignore[arg-type]
+        for number, (name, data) in enumerate(sources.items())
+    ]
+    held_out: list[Any] = [data.valid for data in sources.values() if data.valid is not None]
+    first = next(iter(sources.values()))
+    valid: Any = ConcatDataset(held_out) if held_out else None
+    return Data(Blend(trained, weights, flag="--data-name"), valid, None, first.collate, first.augment)

@@ -1,0 +1,1 @@
+"""Samples that are read and tokenized while the run trains on them."""

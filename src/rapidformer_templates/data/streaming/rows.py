@@ -1,0 +1,129 @@
+"""The rows of files, epoch after epoch, as an iterable set of ``datasets``, whose state says where it stands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
+from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.text.files import BadLines, Row, TextUnit, text_documents
+from rapidformer_templates.system.files import key_of
+
+
+@dataclass(frozen=True)
+class StreamedRow:
+    """A row with its origin.
+
+    Attributes:
+        path: its file.
+        number: its line, or its place in a file without lines.
+        row: the columns; None after the last row of a file, where only lines are left that cannot be read.
+        skipped: ``file:line: reason`` of each line before it that was left out.
+    """
+
+    path: Path
+    number: int
+    row: Row | None
+    skipped: Sequence[str]
+
+
+class RowStream:
+    """The rows of some files, from the first to the last and then anew, without an end.
+
+    Args:
+        files: the shards; they are read one after another.
+        seed: of their order, which is a new one in each epoch; None keeps the one given.
+        skip: leave out lines that cannot be read.
+        text_unit: what a document is in a ``.txt`` file.
+        column: what the column of such documents is called.
+
+    Attributes:
+        epoch: passes that are complete.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        seed: int | None,
+        *,
+        skip: bool = False,
+        text_unit: TextUnit = "paragraph",
+        column: str = "text",
+    ) -> None:
+        self.files = list(files)
+        self.seed = seed
+        self.skip, self.text_unit, self.column = skip, text_unit, column
+        self.epoch = 0
+        self._begin(None)
+
+    def _begin(self, shard_state: dict[str, Any] | None) -> None:
+        order: Any = range(len(self.files))
+        if self.seed is not None:
+            order = np.random.default_rng((self.seed, Stream.SHARDS, self.epoch)).permutation(len(self.files))
+        files = [str(self.files[i]) for i in order]
+        options = {"skip": self.skip, "unit": self.text_unit, "column": self.column}
+        self._set = datasets.IterableDataset.from_generator(_rows, gen_kwargs={"files": files, **options})
+        if shard_state is not None:
+            self._set.load_state_dict(shard_state)
+        # By iter() and not by a loop over the set, which in a loader process has a share of the shards only.
+        self._rows: Iterator[dict[str, Any]] = self._set.iter(batch_size=1)
+        self._process = os.getpid()
+
+    @property
+    def identity(self) -> str:
+        """The files, by which a resumed run is told from another."""
+        sizes = [file.stat().st_size for file in self.files]
+        key = key_of([[file.name for file in self.files], sizes])
+        return f"{len(sizes)} files of {sum(sizes):,} bytes ({key[:8]})"
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands: plain values, for :meth:`go_to`."""
+        return {"epoch": self.epoch, "rows": self._set.state_dict()}
+
+    def go_to(self, state: dict[str, Any]) -> None:
+        """Stand where a stream of the same files and seed stood; the file is read from its beginning to there."""
+        self.epoch = state["epoch"]
+        self._begin(state["rows"])
+
+    def __next__(self) -> StreamedRow:
+        if self._process != os.getpid():  # a fork would share the place in an open file with its parent
+            self.go_to(self.state())
+        for row in self._rows:
+            return StreamedRow(Path(row["path"][0]), row["number"][0], row["row"][0], row["skipped"][0])
+        self.epoch += 1
+        self._begin(None)
+        return StreamedRow(self.files[0], 0, None, ())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_set", "_rows")} | {
+            "_state": self.state()
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        stands = state.pop("_state")
+        self.__dict__.update(state)
+        self.go_to(stands)
+
+
+def _rows(files: list[str], skip: bool, unit: TextUnit, column: str) -> Iterator[dict[str, Any]]:
+    """What an iterable set reads of one shard after another."""
+    for name in files:
+        path, bad = Path(name), BadLines(skip=skip)
+        for number, row in _rows_of(path, bad, unit, column):
+            yield {"path": name, "number": number, "row": row, "skipped": bad.skipped}
+            bad.skipped = []
+        if bad.skipped:
+            yield {"path": name, "number": 0, "row": None, "skipped": bad.skipped}
+
+
+def _rows_of(path: Path, bad: BadLines, unit: TextUnit, column: str) -> Iterator[tuple[int, Row]]:
+    if path.suffix.lower() == ".txt":
+        return ((number, {column: text}) for number, text in text_documents(path, bad, unit=unit))
+    return rows_with_texts(path, bad)

@@ -1,0 +1,86 @@
+"""Windows of a stream of documents: samples of a fixed length that run on over the borders of documents and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from rapidformer_templates.data.streaming.rows import StreamedRow
+from rapidformer_templates.data.streaming.samples import Made
+from rapidformer_templates.data.text.encoding import Encoder, Job, Recipe
+from rapidformer_templates.data.text.fast_tokenizers import Differs
+from rapidformer_templates.data.types import Rows
+
+
+class WindowsOfDocuments:
+    """Makes windows of documents, one in each row; what is left at the end begins the next block's first window.
+
+    An item has ``input_ids`` of shape (length + overlap,), and with ``marks_documents`` also ``documents`` of that
+    shape: a number that changes where a document begins. As :class:`GPTSamples`, but for the order.
+
+    Args:
+        recipe: from text to tokens, with an end token.
+        length: tokens from the beginning of one window to that of the next.
+        overlap: tokens that a window shares with the next one.
+        marks_documents: give ``documents`` as well.
+        shuffles: put the documents of a block into a random order.
+    """
+
+    def __init__(
+        self, recipe: Recipe, length: int, *, overlap: int, marks_documents: bool = False, shuffles: bool = True
+    ) -> None:
+        self.recipe = recipe
+        self.length, self.overlap = length, overlap
+        self.marks_documents, self.shuffles = marks_documents, shuffles
+        self._encoder: Encoder | None = None
+
+    def __call__(self, rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> Made:
+        skipped: list[str] = []
+        documents = list(self._encoded(rows, skipped))
+        if self.shuffles:
+            documents = [documents[i] for i in generator.permutation(len(documents))]
+        # What is left over is a list of pieces of documents, the first of which has begun in a window before.
+        pieces = [*map(np.asarray, left or []), *documents]
+        tokens = np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
+        numbers = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+        count = max(0, (len(tokens) - self.overlap) // self.length)
+        columns = {"input_ids": self._windows(tokens, count)}
+        if self.marks_documents:
+            columns["documents"] = self._windows(numbers, count)
+        rest, of = tokens[count * self.length :], numbers[count * self.length :]
+        over = [piece.tolist() for piece in np.split(rest, np.flatnonzero(np.diff(of)) + 1)]
+        return Made(Rows(columns), over, skipped)
+
+    def _encoded(self, rows: list[StreamedRow], skipped: list[str]) -> Iterator[np.ndarray]:
+        """The tokens of each row, file by file as they follow one another."""
+        for path, group in groupby(rows, key=lambda row: row.path):
+            part = [(row.number, row.row or {}) for row in group]
+            if self._encoder is None:
+                self._encoder = self._fastest(Job(path, part, 0, check=True))
+            done = self._encoder(Job(path, part, 0, check=False))
+            skipped += done.skipped
+            yield from np.split(done.columns[0].tokens, np.cumsum(done.columns[0].lengths)[:-1])
+
+    def _fastest(self, first: Job) -> Encoder:
+        """The tokenizer with a memory of pieces, where it gives what the plain one does, also of the first rows."""
+        try:
+            encoder = Encoder(replace(self.recipe, way="pieces", skip=True))
+            encoder(first)
+        except Differs:
+            return Encoder(self.recipe)
+        encoder.recipe = self.recipe
+        return encoder
+
+    def _windows(self, flat: np.ndarray, count: int) -> np.ndarray:
+        """``count`` windows as rows of an array of their own: a view would keep the whole block."""
+        if not count:
+            return np.empty((0, self.length + self.overlap), flat.dtype)
+        windows = np.lib.stride_tricks.sliding_window_view(flat, self.length + self.overlap)[:: self.length]
+        return windows[:count].copy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_encoder": None}

@@ -1,0 +1,129 @@
+"""Rules about how the data of a run are read, of no switch."""
+
+from __future__ import annotations
+
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.changes import drop, replace
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
+from rapidformer_templates.planning.weights import mixture_of
+
+STREAMED_TASKS = ("masked_lm", "causal_lm", "seq2seq_lm", "pretraining")
+"""Tasks whose samples are made of one row after another. The labels of the others are known from all rows only."""
+
+OF_THE_WHOLE = {
+    "group_by_length": (None, "batches of like lengths need the lengths of all samples"),
+    "max_train_samples": (None, "the first samples are those of a file of their own"),
+    "validation_fraction": (0.1, "no share of it is held out: name a file validation"),
+    "split": ("969,30,1", "it is not divided into parts"),
+    "sentence_pairs": (False, "pairs are drawn from all documents"),
+}
+"""Flags that act on all samples at once, each with its value when off and why a stream has no use for it."""
+
+OF_EVALUATIONS = {
+    "eval_interval": None,
+    "eval_iters": None,
+    "early_stopping_patience": None,
+    "metric_for_best": None,
+    "keep_best": None,
+}
+"""Flags about evaluations, with their values when off."""
+
+NOT_STREAMED = drop({"streaming": False, "shuffle_buffer": None})
+
+
+def _by_iterations(request: Request) -> list[Finding]:
+    training = request.config.training
+    if not request.config.data.streaming or training.epochs is None:
+        return []
+    iterations = Change("--train-iters N", NOT_STREAMED.cost / 2, {"train_iters": 1000, "epochs": None})
+    message = "a stream has no length, so that an epoch of it has no number of steps"
+    return [Finding(message, request.asked("streaming", "epochs"), changes=(iterations, NOT_STREAMED))]
+
+
+def _row_by_row(request: Request) -> list[Finding]:
+    task = request.config.training.task
+    if not request.config.data.streaming or task is None or task in STREAMED_TASKS:
+        return []
+    message = f"the data of --task {task} are not streamed"
+    return [Finding(message, request.asked("streaming", "task"), changes=(NOT_STREAMED,))]
+
+
+def _asks_nothing_of_the_whole(request: Request) -> list[Finding]:
+    if not request.config.data.streaming:
+        return []
+    findings = []
+    for name, (off, why) in OF_THE_WHOLE.items():
+        if request.config.get(name) not in (off, False):
+            message = f"{spelling(name)} has nothing to act on in a stream: {why}"
+            changes = (drop({name: off}), NOT_STREAMED)
+            findings.append(Finding(message, request.asked("streaming", name), changes=changes))
+    given = [name for name, off in OF_EVALUATIONS.items() if request.config.get(name) not in (off, False)]
+    if request.config.training.task == "pretraining" and given:
+        without = drop({name: OF_EVALUATIONS[name] for name in given} | {"metric_for_best_mode": None})
+        message = f"{' and '.join(map(spelling, given))} would do nothing: a streamed corpus has no validation part"
+        findings.append(Finding(message, request.asked("streaming", *given), changes=(without, NOT_STREAMED)))
+    return findings
+
+
+def _mixes_whole_sets(request: Request) -> list[Finding]:
+    config = request.config
+    try:
+        mixture = mixture_of(config.data.data_name)
+    except DataError:
+        return []  # who reads the data speaks about it
+    if not mixture:
+        return []
+    one = replace({"data_name": mixture[0][1]})
+    off = {"streaming": False, "group_by_length": None}
+    found = [
+        Finding(
+            f"{spelling(name)} does not go with a mixture of data sets",
+            request.asked("data_name", name),
+            changes=(drop({name: value}), one),
+        )
+        for name, value in off.items()
+        if config.get(name) not in (value, False)
+    ]
+    if config.training.task == "question_answering":
+        message = "--task question_answering takes one data set"
+        found.append(Finding(message, request.asked("data_name", "task"), changes=(one,)))
+    return found
+
+
+DATA_RULES = (
+    Rule(
+        "RF151",
+        "A run over a stream ends after --train-iters.",
+        "rows are counted as they are read, and the schedule of the learning rate needs the number of steps before",
+        "[rapidformer_templates]",
+        _by_iterations,
+        Example("--task causal_lm --streaming --epochs 3"),
+    ),
+    Rule(
+        "RF152",
+        "Streaming is for tasks whose rows are samples by themselves.",
+        "the head of a classifier has as many labels as all rows have, and an answer is scored by all windows of its "
+        "text",
+        "[rapidformer_templates]",
+        _row_by_row,
+        Example("--task sequence_classification --streaming"),
+    ),
+    Rule(
+        "RF153",
+        "What acts on all samples at once is not asked of a stream.",
+        "a stream is read from front to back, a part at a time",
+        "[rapidformer_templates]",
+        _asks_nothing_of_the_whole,
+        Example("--task causal_lm --streaming --group-by-length"),
+    ),
+    Rule(
+        "RF154",
+        "A mixture of data sets comes in an order of its own.",
+        "its shares are exact at any time, which batches by length or a stream would not leave so; the answers of "
+        "question answering are scored by windows that are numbered through one data set",
+        "[rapidformer_templates]",
+        _mixes_whole_sets,
+        Example("--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"),
+    ),
+)

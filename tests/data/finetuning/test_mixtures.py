@@ -1,0 +1,96 @@
+"""Weighted mixtures of data sets: exact shares, whole epochs of each set, and what does not mix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rapidformer_templates.data.tasks import load_task
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.config import RunConfig
+from tests.support.texts import TINY, WORDS, write_jsonl
+
+Configure = Callable[..., RunConfig]
+FLAGS = {"model_type": "gpt2", "seq_length": 32, "validation_fraction": 0.0, "seed": 3}
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> Path:
+    """Sets of 7 and 20 rows, whose texts begin with the words that tell them apart."""
+    draw = np.random.default_rng(0)
+    for name, word, count in (("a", "river", 7), ("b", "tree", 20)):
+        rows = [{"text": f"{word} {' '.join(draw.choice(WORDS, 5))} {i}", "label": "xy"[i % 2]} for i in range(count)]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    write_jsonl(tmp_path / "a-valid.jsonl", rows[:3])
+    return tmp_path
+
+
+def texts(task: Any, samples: Any, count: int) -> list[str]:
+    return [task.tokenizer.decode(samples[p]["input_ids"], skip_special_tokens=True) for p in range(count)]
+
+
+def test_each_set_has_its_share_at_any_time(configure: Configure, gpt_folder: Path, sets: Path) -> None:
+    config = configure(
+        **TINY, **FLAGS, task="causal_lm", data_dir=str(sets), data_name="0.7 a 0.3 b", tokenizer_path=str(gpt_folder)
+    )
+    task = load_task(config)
+    task.check()
+    data = task.build_data()
+    assert data.train is not None
+    assert len(data.train) == 27  # type: ignore[arg-type]
+    found = texts(task, data.train, 210)
+    of_a = np.cumsum([text.startswith("river") for text in found])
+    assert (np.abs(of_a - 0.7 * np.arange(1, 211)) < 1).all()
+    from_a, from_b = ([t for t in found if t.startswith(word)] for word in ("river", "tree"))
+    for epoch in range(20):  # each epoch of a set is all of it, in an order of its own
+        assert len(set(from_a[epoch * 7 : epoch * 7 + 7])) == 7
+    assert from_a[:7] != from_a[7:14]
+    assert max(Counter(from_b[:60]).values()) == 3
+    assert [data.train[p]["input_ids"].tolist() for p in (200, 3)] == [
+        item["input_ids"].tolist() for item in data.train.__getitems__([200, 3])  # type: ignore[union-attr]
+    ]  # fmt: skip
+    assert len(data.valid or []) == 3
+
+
+def test_packed_rows_are_counted_as_their_samples(configure: Configure, gpt_folder: Path, sets: Path) -> None:
+    flags = {**TINY, **FLAGS, "task": "causal_lm", "data_dir": str(sets), "tokenizer_path": str(gpt_folder)}
+    task = load_task(configure(**flags, data_name="0.5 a 0.5 b", pack_sequences=True))
+    samples: Any = task.build_data().train
+    end = task.tokenizer.eos_token_id
+    for positions in ([0, 1, 2], [5, 40]):
+        rows = samples.__getitems__(positions)
+        documents = sum(int((row["input_ids"] == end).sum()) for row in rows)
+        assert samples.size_of(positions) == (documents, sum(len(row["input_ids"]) for row in rows))
+
+
+def test_labels_of_a_classifier(configure: Configure, bert_folder: Path, sets: Path) -> None:
+    flags = {**TINY, **FLAGS, "model_type": "bert", "data_dir": str(sets), "tokenizer_path": str(bert_folder)}
+    task = load_task(configure(**flags, task="sequence_classification", data_name="1 a 2 b"))
+    task.build_data()
+    assert task.labels == ["x", "y"]
+    write_jsonl(sets / "c.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "z"}])
+    with pytest.raises(DataError, match="different labels \\(a: x, y; c: x, z\\)"):
+        load_task(configure(**flags, task="sequence_classification", data_name="1 a 1 c")).build_data()
+
+
+def test_what_does_not_mix(configure: Configure, gpt_folder: Path, sets: Path) -> None:
+    flags = {**TINY, **FLAGS, "task": "causal_lm", "data_dir": str(sets), "tokenizer_path": str(gpt_folder)}
+    write_jsonl(sets / "chat.jsonl", [{"prompt": "a", "completion": "b c"}] * 3)
+    with pytest.raises(DataError, match="samples of different kinds"):
+        load_task(configure(**flags, data_name="1 a 1 chat")).build_data()
+    assert load_task(configure(**flags, data_name="1 a 1 chat", loss_on="all")).build_data().train
+    for name, message in (
+        ("0.7 a 0.3", "weights and corpora do not alternate"),
+        ("0.7 a 0.3 a", "a data set is named twice"),
+        ("0.7 a 0.3 no-such", "there is no data set 'no-such'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_task(configure(**flags, data_name=name)).check()
+    with pytest.raises(DataError, match="these are no weights: 0, 1") as caught:
+        load_task(configure(**flags, data_name="0 a 1 b")).check()
+    assert caught.value.where == "--data-name"

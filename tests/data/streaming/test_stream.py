@@ -1,0 +1,324 @@
+"""Samples of a stream: the same for any reader from any bookmark, and those of the text read whole."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
+from rapidformer_templates.data.streaming.samples import Made, StreamedSamples, StreamOrder
+from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
+from rapidformer_templates.data.tasks import load_task
+from rapidformer_templates.data.text.encoding import Recipe
+from rapidformer_templates.data.text.fast_tokenizers import Pieces, Whole
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.config import RunConfig
+from tests.support.texts import TINY, WORDS, write_jsonl
+
+Configure = Callable[..., RunConfig]
+SIZES = (7, 1, 12, 5)
+ROWS = [f"{shard}-{row}" for shard, size in enumerate(SIZES) for row in range(size)]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Four shards of 25 rows, jsonl and parquet."""
+    folder = tmp_path_factory.mktemp("shards")
+    files = []
+    for shard, size in enumerate(SIZES):
+        rows = [{"text": f"{shard}-{row}"} for row in range(size)]
+        if shard % 2:
+            files.append(folder / f"train-{shard:05d}-of-00004.parquet")
+            pq.write_table(pa.Table.from_pylist(rows), files[-1])
+        else:
+            files.append(write_jsonl(folder / f"train-{shard:05d}-of-00004.jsonl", rows))
+    return files
+
+
+def texts(rows: RowStream, count: int) -> list[str]:
+    taken = (next(rows) for _ in iter(int, 1))
+    return [row.row["text"] for row in islice((row for row in taken if row.row), count) if row.row]
+
+
+def test_rows_in_order_and_a_new_order_of_the_shards_in_each_epoch(shards: list[Path]) -> None:
+    assert texts(RowStream(shards, None), 30) == [*ROWS, *ROWS[:5]]
+    rows = RowStream(shards, 3)
+    epochs = [texts(rows, 25) for _ in range(4)]
+    assert all(sorted(epoch) == sorted(ROWS) for epoch in epochs)
+    assert len({tuple(dict.fromkeys(text[0] for text in epoch)) for epoch in epochs}) > 1
+    assert texts(RowStream(shards, 4), 25) != epochs[0] or texts(RowStream(shards, 5), 25) != epochs[0]
+
+
+def test_a_state_is_where_the_stream_stood(shards: list[Path]) -> None:
+    whole = texts(RowStream(shards, 3), 70)
+    for stop in (0, 6, 7, 8, 24, 25, 26, 60):
+        rows = RowStream(shards, 3)
+        assert texts(rows, stop) == whole[:stop]
+        state = json.loads(json.dumps(rows.state()))
+        other = RowStream(shards, 3)
+        other.go_to(state)
+        assert texts(other, 70 - stop) == texts(pickle.loads(pickle.dumps(rows)), 70 - stop) == whole[stop:]
+
+
+def test_lines_that_cannot_be_read_are_named_or_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"text": "a"}\n{"text"\n{"text": "b"}\n[]\n')
+    with pytest.raises(DataError, match="broken JSON") as caught:
+        texts(RowStream([file], None), 2)
+    assert caught.value.where == f"{file}:2"
+    samples = StreamedSamples(RowStream([file], None, skip=True), whole_rows, seed=1, buffer=0, identity="")
+    assert [samples[p] for p in range(4)] == ["a", "b", "a", "b"]
+    last = [samples[p] for p in range(4, 2100)] and samples.bookmark
+    assert last["skipped"] in (2 * last["epoch"], 2 * last["epoch"] + 1)
+    assert last["lines"][:2] == [f"{file}:2: broken JSON: Expecting ':' delimiter (column 8)",
+                                 f"{file}:4: a line must hold a JSON object, not list"]  # fmt: skip
+
+
+def whole_rows(rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> Made:
+    return Made([row.row["text"] for row in rows if row.row])
+
+
+class Pairs:
+    """Two rows a sample; one of an odd number is left over."""
+
+    def __call__(self, rows: list[StreamedRow], left: Any, generator: np.random.Generator) -> Made:
+        all_rows = [*(left or []), *(row.row["text"] for row in rows if row.row)]
+        even = len(all_rows) // 2 * 2
+        return Made([tuple(all_rows[i : i + 2]) for i in range(0, even, 2)], all_rows[even:])
+
+
+@pytest.mark.parametrize("make", [whole_rows, Pairs()], ids=["rows", "pairs"])
+@pytest.mark.parametrize("buffer", [0, 1, 3, 10, 60])
+def test_any_reader_from_any_bookmark_has_the_same_samples(shards: list[Path], make: Any, buffer: int) -> None:
+    def stream() -> StreamedSamples:
+        return StreamedSamples(RowStream(shards, 3), make, seed=5, buffer=buffer, identity="")
+
+    reference = stream()
+    whole = [reference[p] for p in range(80)]
+    assert max(Counter(str(sample) for sample in whole).values()) <= 8
+    reader, bookmarks = stream(), []
+    for p in range(0, 60, 4):
+        assert reader.__getitems__([p, p + 3]) == [whole[p], whole[p + 3]]
+        bookmarks.append(reader.bookmark)
+    for p, bookmark in zip(range(0, 60, 4), bookmarks, strict=True):
+        assert bookmark["position"] <= p + 3
+        other = stream()
+        other.go_to(json.loads(json.dumps(bookmark)))
+        assert [other[i] for i in range(p + 4, 80)] == whole[p + 4 : 80]
+        assert other[0] == whole[0]  # a step back, as far as the beginning
+        assert pickle.loads(pickle.dumps(other))[20] == whole[20]
+
+
+@pytest.mark.parametrize("buffer", [1, 3, 10])
+def test_a_block_has_its_rows_in_another_order(shards: list[Path], buffer: int) -> None:
+    samples = StreamedSamples(RowStream(shards, None), whole_rows, seed=2, buffer=buffer, identity="")
+    found, rows = [samples[p] for p in range(60)], ROWS * 3
+    for start in range(0, 60, buffer):
+        assert sorted(found[start : start + buffer]) == sorted(rows[start : start + buffer])
+    assert (found == rows[:60]) == (buffer == 1)
+    if buffer == 10:  # the blocks have orders of their own
+        orders = [tuple(rows[s : s + 10].index(text) for text in found[s : s + 10]) for s in (0, 10)]
+        assert orders[0] != orders[1]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 20))
+def test_a_step_is_divided_and_nothing_of_it_lost(workers: int, accumulation: int, step: int) -> None:
+    order = StreamOrder(StreamedSamples.__new__(StreamedSamples), 12, 1)
+    count = workers * accumulation
+    found = [
+        sample
+        for rank in range(workers)
+        for request in order.requests(step, count, range(rank, count, workers))
+        if not request.idle
+        for sample in request.samples
+    ]
+    assert sorted(found) == list(range(step * 12, (step + 1) * 12))
+
+
+def test_a_stream_without_a_sample_ends(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 3)
+    samples = StreamedSamples(
+        RowStream([file], 1), lambda rows, left, generator: Made([]), seed=1, buffer=2, identity=""
+    )
+    with pytest.raises(DataError, match="there is no sample in all of the files"):
+        samples[0]
+    file.write_text("\n\n")
+    with pytest.raises(DataError, match="the data set is empty"):
+        StreamedSamples(RowStream([file], 1), whole_rows, seed=1, buffer=2, identity="")[0]
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    draw = np.random.default_rng(seed)
+    return [" ".join(draw.choice(WORDS, draw.integers(1, 30))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("buffer", [0, 10])
+def test_windows_are_those_of_the_text_in_a_row(
+    configure: Configure, gpt_folder: Path, tmp_path: Path, buffer: int, apart: bool
+) -> None:
+    """Without a shuffle the windows are those of all documents one after another; with one each token is there once."""
+    text = documents(50)
+    files = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": t} for t in text[i * 25 : i * 25 + 25]]) for i in range(2)]
+    config = configure(
+        **TINY, task="pretraining", data_path=tuple(map(str, files)), tokenizer_path=str(gpt_folder), model_type="gpt2",
+        seq_length=16, streaming=True, shuffle_buffer=buffer, keep_documents_apart=apart, seed=5,
+    )  # fmt: skip
+    task = load_task(config)
+    task.check()
+    data = task.build_data()
+    assert (data.valid, data.test) == (None, None)
+    end = task.tokenizer.eos_token_id
+    encoded = [[*task.tokenizer(t, add_special_tokens=False)["input_ids"], end] for t in text]
+    row = np.concatenate(encoded * 3)
+    count = (sum(map(len, encoded)) - 1) // 16
+    assert data.train is not None
+    samples = [data.train[p] for p in range(count)]
+    if not buffer:
+        assert [s["input_ids"].tolist() for s in samples] == [row[i * 16 : i * 16 + 17].tolist() for i in range(count)]
+        if apart:
+            borders = np.flatnonzero(row == end)
+            expected = np.searchsorted(borders, np.arange(len(row)), side="left")
+            for i, sample in enumerate(samples):
+                part = expected[i * 16 : i * 16 + 17]
+                assert (np.diff(sample["documents"]) == np.diff(part)).all()
+    else:
+        assert [s["input_ids"].tolist() for s in samples] != [row[i * 16 : i * 16 + 17].tolist() for i in range(count)]
+        taken = Counter(np.concatenate([sample["input_ids"][:-1] for sample in samples]).tolist())
+        once = Counter(np.concatenate(encoded).tolist())
+        assert sum((taken - once).values()) == 0
+    assert data.collate is not None
+    assert data.collate(samples[:3])["input_ids"].shape == (3, 16)
+
+
+def test_the_column_and_the_unit_of_a_text(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
+    """Windows of one text as files of lines and as rows of another column."""
+    text = documents(30)
+    (tmp_path / "a.txt").write_text("\n".join(text))
+    write_jsonl(tmp_path / "a.jsonl", [{"body": f"{line}\n" if i < 29 else line} for i, line in enumerate(text)])
+    found = []
+    for name in ("a.txt", "a.jsonl"):
+        config = configure(
+            **TINY, task="pretraining", data_path=(str(tmp_path / name),), tokenizer_path=str(gpt_folder), seed=5,
+            model_type="gpt2", streaming=True, shuffle_buffer=5, text_column="body", text_unit="line", seq_length=16,
+        )  # fmt: skip
+        samples: Any = load_task(config).build_data().train
+        found.append([samples[p]["input_ids"].tolist() for p in range(20)])
+    assert found[0] == found[1]
+
+
+def test_a_fast_tokenizer_is_used_only_where_it_gives_the_same(
+    gpt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    rows = [StreamedRow(Path("a.jsonl"), i, {"text": text}, ()) for i, text in enumerate(documents(20))]
+    recipe = Recipe(tokenizer.backend_tokenizer.to_str(), "uint16", 0)
+
+    def windows() -> tuple[Any, WindowsOfDocuments]:
+        made = WindowsOfDocuments(recipe, 8, overlap=1, shuffles=False)
+        return [s["input_ids"].tolist() for s in made(rows, None, np.random.default_rng(0)).samples], made  # type: ignore[attr-defined]
+
+    plain, made = windows()
+    assert isinstance(made._encoder and made._encoder.encode, Pieces)
+    monkeypatch.setattr(Pieces, "__call__", lambda self, texts: (np.zeros(len(texts), int), np.ones(len(texts), int)))
+    again, made = windows()
+    assert isinstance(made._encoder and made._encoder.encode, Whole)
+    assert again == plain
+
+
+@pytest.mark.parametrize("task", ["pretraining", "masked_lm"])
+def test_masked_windows_and_texts(configure: Configure, bert_folder: Path, tmp_path: Path, task: str) -> None:
+    """Tasks whose samples change each time that they are used: batches of one shape, with hidden tokens."""
+    file = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in documents(40)])
+    of_task: dict[str, Any] = {
+        "pretraining": {"data_path": (str(file),), "short_seq_prob": 0.0},
+        "masked_lm": {"data_dir": str(tmp_path)},
+    }[task]
+    config = configure(
+        **TINY, **of_task, task=task, tokenizer_path=str(bert_folder), seq_length=16, model_type="bert", streaming=True,
+        shuffle_buffer=7, seed=5,
+    )  # fmt: skip
+    data = load_task(config).build_data()
+    assert isinstance(data.train, StreamedSamples)
+    assert data.augment is not None
+    assert data.collate is not None
+    samples = [data.augment(data.train[p], np.random.default_rng(p)) for p in range(6)]
+    batch = data.collate(samples)
+    assert batch["input_ids"].shape == batch["labels"].shape
+    assert batch["input_ids"].shape[1] <= 16
+    assert (batch["labels"] != -100).any()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_streamed_task_has_the_samples_of_the_same_rows_read_whole(
+    configure: Configure, gpt_folder: Path, tmp_path: Path, packs: bool
+) -> None:
+    text = documents(40)
+    for i in range(2):
+        write_jsonl(tmp_path / f"train-{i}-of-2.jsonl", [{"text": t} for t in text[i * 20 : i * 20 + 20]])
+    write_jsonl(tmp_path / "valid.jsonl", [{"text": t} for t in documents(5, 1)])
+    flags = {
+        **TINY, "task": "causal_lm", "data_dir": str(tmp_path), "tokenizer_path": str(gpt_folder), "model_type": "gpt2",
+        "seq_length": 64, "pack_sequences": packs, "seed": 5,
+    }  # fmt: skip
+    whole = load_task(configure(**flags)).build_data()
+    streamed = load_task(configure(**flags, streaming=True, shuffle_buffer=40)).build_data()
+    assert whole.train is not None
+    assert streamed.train is not None
+
+    def texts_in(samples: Any, count: int) -> list[list[int]]:
+        """Single samples, also out of packed rows."""
+        found = []
+        for row in (samples[p] for p in range(count)):
+            starts = np.flatnonzero(row["position_ids"] == 0) if packs else np.array([0])
+            found += [part.tolist() for part in np.split(row["input_ids"], starts[1:])]
+        return sorted(found)
+
+    count = len(whole.train)  # type: ignore[arg-type]
+    assert texts_in(streamed.train, count) == texts_in(whole.train, count)
+    assert len(streamed.valid or []) == len(whole.valid or [])
+    if packs:
+        assert sum(streamed.train.size_of(streamed.train.__getitems__([p]) and [p])[0] for p in range(count)) == 40  # type: ignore[union-attr, attr-defined]
+
+
+def test_conversations_and_what_is_told_of_them(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "the cat"}]
+    file = write_jsonl(tmp_path / "train.jsonl", [{"messages": talk[: 2 - i % 2]} for i in range(6)])
+    flags = {**TINY, "task": "causal_lm", "data_dir": str(tmp_path), "tokenizer_path": str(gpt_folder)}
+    flags |= {"model_type": "gpt2", "seq_length": 64, "streaming": True, "shuffle_buffer": 3}
+    task = load_task(configure(**flags, skip_bad_lines=True))
+    samples: Any = task.build_data().train
+    assert task.notes == ["the tokenizer has no chat template: a plain one is used, and exported with it"]
+    labels = [samples[p]["labels"].tolist() for p in range(8)]
+    assert labels == labels[:1] * 8
+    assert -100 in labels[0]
+    reason = "the conversation has no answer: no message is the assistant's"
+    assert samples.bookmark["lines"][0] == f"{file}:2: {reason}"
+    with pytest.raises(DataError, match="the conversation has no answer") as caught:
+        load_task(configure(**flags)).build_data().train[0]  # type: ignore[index]
+    assert caught.value.where == f"{file}:2"
+
+
+def test_what_is_not_streamed(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": documents(5)}).save_to_disk(str(tmp_path / "saved"))
+    flags = {**TINY, "tokenizer_path": str(gpt_folder), "model_type": "gpt2", "seq_length": 16, "streaming": True}
+    with pytest.raises(DataError, match="was saved by datasets, and is not streamed"):
+        load_task(configure(**flags, task="causal_lm", data_dir=str(tmp_path / "saved"))).check()
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in documents(5)])
+    with pytest.raises(DataError, match="a blend is not streamed"):
+        load_task(configure(**flags, task="pretraining", data_path=("0.5", str(file), "0.5", str(file)))).check()
