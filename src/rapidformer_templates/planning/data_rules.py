@@ -75,7 +75,7 @@ def _mixes_whole_sets(request: Request) -> list[Finding]:
     if not mixture:
         return []
     one = replace({"data_name": mixture[0][1]})
-    off = {"streaming": False, "group_by_length": None}
+    off = {"streaming": False, "group_by_length": None, "precompute_reference": False}
     found = [
         Finding(
             f"{spelling(name)} does not go with a mixture of data sets",
@@ -120,8 +120,8 @@ DATA_RULES = (
     Rule(
         "RF154",
         "A mixture of data sets comes in an order of its own.",
-        "its shares are exact at any time, which batches by length or a stream would not leave so; the answers of "
-        "question answering are scored by windows that are numbered through one data set",
+        "its shares are exact at any time, which batches by length or a stream would not leave so; log-probabilities "
+        "that are computed once, and the windows of question answering, are numbered through one data set",
         "[rapidformer_templates]",
         _mixes_whole_sets,
         Example("--task causal_lm --data-dir DIR --data-name '0.7 a 0.3 b' --group-by-length"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rapidformer_templates.data.tasks import load_task
+from rapidformer_templates.data.tasks import TASKS, load_task
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import TINY, WORDS, write_jsonl
@@ -94,3 +94,55 @@ def test_what_does_not_mix(configure: Configure, gpt_folder: Path, sets: Path) -
     with pytest.raises(DataError, match="these are no weights: 0, 1") as caught:
         load_task(configure(**flags, data_name="0 a 1 b")).check()
     assert caught.value.where == "--data-name"
+
+
+PAIR = {"prompt": "the cat", "chosen": " sees a tree", "rejected": " eats the house"}
+TAGS = {"tokens": ["the", "cat"], "ner_tags": ["O", "B-X"]}
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sequence_classification": ("bert", "", {"text": "a cat", "label": "x"}),
+    "regression": ("bert", "sequence_classification", {"text": "a cat", "label": 0.5}),
+    "several labels": ("bert", "sequence_classification", {"text": "a cat", "label": ["x", "y"]}),
+    "token_classification": ("bert", "", TAGS),
+    "masked_lm": ("bert", "", {"text": "the cat sees a tree"}),
+    "causal_lm": ("gpt2", "", {"text": "the cat sees a tree"}),
+    "seq2seq_lm": ("t5", "", {"source": "the cat", "target": "sees a tree"}),
+    "preference": ("gpt2", "", PAIR),
+    "judged": ("gpt2", "preference", PAIR),
+    "reward": ("gpt2", "", PAIR),
+}
+"""A row for each kind of data: an architecture, the task where the kind has another name, and what the row has."""
+
+
+def test_every_task_of_one_row_a_sample_is_listed() -> None:
+    assert {task or kind for kind, (_, task, _) in KINDS.items()} == TASKS.keys() - {
+        "pretraining",
+        "question_answering",
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixture_of_a_set_with_itself_is_the_set(
+    kind: str, configure: Configure, gpt_folder: Path, bert_folder: Path, tmp_path: Path
+) -> None:
+    """The same head, the same metric and the same batches, whatever the task has learned from its data."""
+    architecture, task, row = KINDS[kind]
+    other = {"label": "y"} if row.get("label") == "x" else {}
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [row, row | other] * 2)
+    tokenizer = bert_folder if architecture == "bert" else gpt_folder
+    flags = {**TINY, **FLAGS, "model_type": architecture, "data_dir": str(tmp_path), "tokenizer_path": str(tokenizer)}
+    if kind == "judged":
+        flags["preference_loss"] = "kto"
+    one, mixture = (load_task(configure(**flags, task=task or kind, data_name=name)) for name in ("a", "0.5 a 0.5 b"))
+    found, wanted = mixture.build_data(), one.build_data()
+    assert mixture.config_overrides() == one.config_overrides()
+    assert mixture.best_metric == one.best_metric
+    assert mixture.build_model().config.to_dict() == one.build_model().config.to_dict()
+    assert found.train is not None
+    assert wanted.train is not None
+    samples = [found.train[position] for position in range(4)]
+    assert samples[0].keys() == wanted.train[0].keys()
+    assert found.collate is not None
+    if found.augment is None:
+        batch = found.collate(samples)
+        assert batch.keys() == wanted.collate([wanted.train[position] for position in range(4)]).keys()

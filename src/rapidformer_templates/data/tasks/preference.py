@@ -52,7 +52,7 @@ class _Preferences(Task):
         self._sums: torch.Tensor | None = None
         self._rewards: list[Any] = []
 
-    def build_data(self) -> Data:
+    def read_data(self) -> Data:
         raw = read_dataset(self.config)
         self.skipped, self.notes = raw.skipped, []
         sets = {name: self._samples(name, part) for name, part in raw.parts().items()}

@@ -69,6 +69,14 @@ class SequenceClassification(Task):
         sets = {name: self._samples(part, text, pair, label) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
+    def take_over(self, others: Sequence[Any]) -> None:
+        super().take_over(others)
+        if len(problems := {task.problem for task in others}) > 1:
+            hint = "say by --problem-type what the labels are, or mix sets of one kind"
+            message = f"the sets of the mixture are of different kinds ({', '.join(sorted(problems))})"
+            raise DataError(message, where="--data-name", hint=hint)
+        self.problem, self.best_metric = others[0].problem, others[0].best_metric
+
     def _label_names(self, known: Sequence[Part], column: str) -> list[str]:
         """The classes; a number to predict has one place in the head, and no name of its own."""
         if self.problem == "regression":
