@@ -97,12 +97,13 @@ def test_version_that_has_lost_a_private_name(
     assert "_trainable_params" not in found["detail"]
 
 
-def test_packages_that_need_a_gpu(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    add_package(site, "bitsandbytes", "")
+@pytest.mark.parametrize(("version", "state"), [("0.49.2", "needs a GPU"), ("0.50.0", "ok")])
+def test_packages_that_need_a_gpu(version: str, state: str, site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add_package(site, "bitsandbytes", "", version)
     add_package(site, "apex", "")  # that of the public index
     found = examined(capsys)
-    assert found["bitsandbytes"]["state"] == "needs a GPU"
-    assert found["bitsandbytes"]["serves"] == ["adamw_bnb_8bit"]
+    assert found["bitsandbytes"]["state"] == state
+    assert found["bitsandbytes"]["serves"] == ["lora (nf4)", "adamw_bnb_8bit"]
     assert found["apex"]["state"] == "not Nvidia's"
     assert "github.com/NVIDIA/apex" in found["apex"]["detail"]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning import environment
-from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
+from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, version_of
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.switches.zero import build_tools
@@ -33,14 +33,19 @@ IMPORT_SECONDS = 120
 
 # What the declarations of the switches do not tell.
 MODULES = {"apex": "apex.optimizers", "fairscale": "fairscale.optim.oss"}  # what the engines import, if not the top
-HELPS = {"onnx": "onnx-runtime", "onnxscript": "onnx-runtime", "flash_attn": "flash-attention"}
+HELPS = {
+    "onnx": "onnx-runtime",
+    "onnxscript": "onnx-runtime",
+    "flash_attn": "flash-attention",
+    "bitsandbytes": "lora (nf4)",
+}
 INSTALL = {
     "apex": "from source: github.com/NVIDIA/apex",  # the declared text is too long for a table
     "flash_attn": "pip install flash-attn --no-build-isolation",
     "onnx": "pip install 'rapidformer_templates[onnx]'",
     "onnxscript": "pip install 'rapidformer_templates[onnx]'",
 }
-NEEDS_GPU = ("apex", "bitsandbytes", "flash_attn")
+NEEDS_GPU = ("apex", "flash_attn")
 
 PROBE = """
 import importlib, json, sys
@@ -187,7 +192,7 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding
     installed = _version(name)
     if name == "apex" and not _is_nvidia_apex():
         return Finding(name, "not Nvidia's", installed, _install(name), needed_by)
-    if name in NEEDS_GPU and not has_gpu:
+    if not has_gpu and (name in NEEDS_GPU or _had_no_cpu_form(name, installed)):
         return Finding(name, "needs a GPU", installed, "torch sees none here", needed_by)
     if probed["error"]:
         return Finding(name, "does not import", installed, probed["error"], needed_by)
@@ -195,6 +200,12 @@ def _package(name: str, probed: dict[str, Any] | None, has_gpu: bool) -> Finding
         gone = "; ".join(f"no {what}: without it, {broken}" for what, broken in probed["gone"])
         return Finding(name, "lacks what this version uses", installed, gone, needed_by)
     return Finding(name, "ok", installed, serves=needed_by)
+
+
+def _had_no_cpu_form(package: str, version: str) -> bool:
+    """Whether optimizers of the package came to CPUs in a later version."""
+    since = [facts.cpu_since for facts in OPTIMIZERS.values() if facts.package == package and facts.cpu_since]
+    return any(version_of(version) < first for first in since)
 
 
 def _is_nvidia_apex() -> bool:
