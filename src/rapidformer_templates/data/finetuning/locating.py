@@ -139,7 +139,7 @@ def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
             found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
             if entry["split"] in PART_NAMES and found:
                 parts.setdefault(PART_NAMES[entry["split"]], []).extend(found)
-    except (StopIteration, yaml.YAMLError, KeyError, TypeError, AttributeError):
+    except (StopIteration, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, NotImplementedError):
         return {}
     return parts
 
