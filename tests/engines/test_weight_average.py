@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from rapidformer_templates.engines.weight_average import KEY
 from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.run.checkpoint.format import Reader
 from tests.support.jobs import DeepJob, result_of
 from tests.support.requests import codes
 from tests.support.worker_group import run_in_workers
@@ -120,6 +122,37 @@ def test_a_resumed_run_is_bitwise_the_whole_one(tmp_path: Path) -> None:
     cut = run(f"{ON} --micro-batch-size 8 --resume", tmp_path / "cut")
     assert all(torch.equal(cut["exported"][name], weight) for name, weight in whole["exported"].items())
     assert cut["evaluations"] == whole["evaluations"]
+
+
+@pytest.mark.parametrize("how", ["--micro-batch-size 8", "--micro-batch-size 8 --zero-2-memory-optimization"])
+def test_an_average_is_not_kept_where_nobody_asks_for_it(how: str, tmp_path: Path) -> None:
+    """And one that was asked for later begins with the first step from then on."""
+    if "zero" in how and "deepspeed" not in installed_packages():
+        pytest.skip("deepspeed is not installed")
+    _dies(tmp_path, how)
+    for steps, flags in (("4", ""), ("5", ON), ("6", ON)):
+        run(f"{how} {flags} --resume --train-iters {steps} --lr-decay-iters 6", tmp_path)
+    kept = {step: _kept(tmp_path, step) for step in (2, 4, 5, 6)}
+    assert kept[2][1]
+    assert not kept[4][1]
+    for name, weight in kept[5][0].items():
+        assert torch.equal(kept[5][1][name], weight), name
+        wanted = torch.lerp(weight, kept[6][0][name], 1 - DECAY)
+        torch.testing.assert_close(kept[6][1][name], wanted, msg=name)
+
+
+def _kept(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of a checkpoint and their averages, whole."""
+    reader = Reader(folder / "checkpoints" / f"step-{step}")
+
+    def whole(kind: str, ending: str) -> dict[str, torch.Tensor]:
+        shapes = {name: shape for name, shape in reader.names(kind).items() if name.endswith(ending)}
+        return {
+            name.removesuffix(ending): reader.read(kind, name, (0,) * len(shape), shape)
+            for name, shape in shapes.items()
+        }
+
+    return whole("weights", ""), whole("optimizer", f"/{KEY}")
 
 
 def _dies(folder: Path | str, flags: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from rapidformer_templates.engines.contract import StateReader
 from rapidformer_templates.engines.host_optimizer import HostOptimizer
 from rapidformer_templates.engines.pieces import local_part
 
@@ -42,6 +43,23 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
 
 def _updated(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+class WithoutAverages:
+    """A checkpoint as a run without averages has it: one that is not kept up would be wrong when it is next asked for.
+
+    Args:
+        reader: of the checkpoint.
+    """
+
+    def __init__(self, reader: StateReader) -> None:
+        self._reader = reader
+        self.read = reader.read
+
+    def names(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Names and shapes, see :class:`StateReader`."""
+        named = self._reader.names(kind).items()
+        return {name: shape for name, shape in named if kind != "optimizer" or not name.endswith(f"/{KEY}")}
 
 
 @torch.no_grad()

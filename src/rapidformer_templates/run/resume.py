@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.tasks import sample_flags
@@ -52,7 +53,7 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
     saved.best = _own_best(saved, path, folder, workers)
     if saved.best is None:
         saved.waited = 0
-    engine.load(reader, optimizer=True)
+    engine.load(reader if training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
     engine.load_state(reader.state["engine"])
     _restore_random_state(reader, training.seed, saved.step, workers)
     return saved
