@@ -11,7 +11,10 @@ import pytest
 import rapidformer_templates
 from rapidformer_templates.engines.local import SingleEngine
 
-CONTRACT = {"setup", "train_batch", "hear_all", "_accumulate_gradients", "_exchange", "_loss_of", "_begin_backward"}
+CONTRACT = {
+    *("setup", "train_batch", "hear_all", "_accumulate_gradients", "_exchange", "_loss_of", "_begin_backward"),
+    *("keep_average", "averaged"),
+}
 
 
 def _subclasses(kind: type) -> Iterator[type]:
