@@ -27,8 +27,8 @@ WIDTH = 100  # columns of a terminal; longer lines go on in the next
 TERMINAL = {
     "plan": "rapidformer plan --task pretraining --model-type gpt2 --fsdp-memory-optimization --mixed-precision bf16 "
     "--checkpoint-activations --micro-batch-size 4 --global-batch-size 64 --world-size 8 --device cpu",
-    "refusal": "rapidformer plan --task causal_lm --fsdp-memory-optimization --optimizer adafactor --world-size 2 "
-    "--device cpu",
+    "refusal": "rapidformer plan --task causal_lm --fsdp-memory-optimization --tensor-model-parallel-size 2 "
+    "--world-size 4 --device cpu",
 }
 """Commands whose answers are shown, by the picture's name."""
 

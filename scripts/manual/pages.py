@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import rapidformer_templates
+from rapidformer_templates.commands import catalogue
 from rapidformer_templates.commands.catalogue import (
     MATRIX_MACHINE,
     table,
@@ -33,6 +36,7 @@ JOBS: Sequence[Mapping[str, str]] = (
     {"task": "causal_lm"},
     {"task": "causal_lm", "device": "cuda"},
 )
+SOURCES = dict(re.findall(r"\*\*\[(\w)\]\*\* (.*)", catalogue.SOURCES))
 KINDS = dict(zip(FORECAST, ("parameters", "gradients", "optimizer state", "activations", "time"), strict=True))
 
 
@@ -49,7 +53,7 @@ def switch_page(switch: Switch) -> str:
         *([("takes over", ", ".join(sorted(claim.value for claim in switch.claims)))] if switch.claims else []),
         ("applied", f"{switch.precedence.name.lower()}, {list(REGISTRY.switches).index(switch) + 1} of "
          f"{len(REGISTRY.switches)} in the [order of application](../switches.md#catalogue-in-the-order-of-application)"),
-        ("source", switch.source.strip("[]")),
+        ("documented in", ", ".join(SOURCES.get(name, name) for name in switch.source.strip("[]").split(", "))),
     ]  # fmt: skip
     parts = [
         f"# {switch.name}",
@@ -81,8 +85,18 @@ def example_command(switch: Switch) -> str:
         template, _ = choose_template(config, REGISTRY)
         machine = dataclasses.replace(MATRIX_MACHINE, template=template, device=job.get("device", "cpu"))
         if not REGISTRY.refusals(build_request(config, machine, REGISTRY.switches)):
-            return f"rapidformer plan {spell({**job, **values})} --world-size 8"
+            return f"rapidformer plan {_words(job)} --world-size 8 \\\n    {_words(values)}"
     raise AssertionError(f"no job takes {switch.name}: add one to JOBS")
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    """The values as one types them in a shell."""
+    switched = {True: "--", False: "--no-"}
+    return " ".join(
+        spelling(name).replace("--", switched[value]) if isinstance(value, bool)
+        else f"{spelling(name)} {shlex.quote(str(value))}"
+        for name, value in values.items()
+    )  # fmt: skip
 
 
 def _alone(switch: Switch) -> Request:
