@@ -1,4 +1,4 @@
-"""Pictures of README and manual: ``python scripts/pictures.py`` writes docs/pictures/ anew from real output and figures.
+"""Pictures of README and manual: ``python scripts/pictures.py`` writes docs/pictures/ from real output and figures.
 
 ``--run FOLDER`` also takes the curves of a run; those that are there are of ``rapidformer demo``.
 """
@@ -15,6 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -48,19 +51,16 @@ CHARTS = (
     Chart("peers", "training samples/s", "The demo's job, training samples a second (more is better)"),
     Chart("faults", "went on by itself", "Runs that went on by themselves after kill -9, of 200 (more is better)"),
     Chart("saving", "GB/s", "A state durably on the disk, GB/s (more is better)"),
-    Chart("padding", "useful tokens/s", "Useful tokens a second by how batches are made (more is better)", "dynamic|most|cap"),
+    Chart("padding", "useful tokens/s", "Useful tokens a second by batches (more is better)", "dynamic|most|cap"),
     Chart("mfu", "samples/s", "Training of one model by three loops, samples a second (more is better)"),
     Chart("adapters", "together", "Weights, gradients and optimizer state, MB (less is better)", "LoRA|DoRA"),
-    Chart("optimizers", "state, bytes a parameter", "Optimizer state, bytes a parameter (less is better)", "bit|any|muon"),
-    Chart("fused-loss", "peak of tensors, MB", "Peak of tensors with and without the logits, MB (less is better)", "fused"),
-)  # fmt: skip
+    Chart("optimizers", "state, bytes a parameter", "State, bytes a parameter (less is better)", "bit|any|muon"),
+    Chart("fused-loss", "peak of tensors, MB", "Peak of tensors, MB (less is better)", "fused"),
+)
 
 
 def terminal(command: str) -> str:
     """A command and its real answer, as an SVG of a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer), contextlib.redirect_stderr(answer):
         rapidformer(shlex.split(command)[1:])
@@ -83,10 +83,8 @@ def _broken(command: str) -> str:
     return "\n".join([*lines, line])
 
 
-def _coloured(answer: str):  # noqa: ANN202
+def _coloured(answer: str) -> Text:
     """What a reader looks for first, by colour: errors, and the names of lines."""
-    from rich.text import Text
-
     text = Text(answer)
     text.highlight_regex(r"(?m)^error\[\w+\]", "bold red")
     text.highlight_regex(r"(?m)^  (why|asked|works|  or|more|help|where) ", "bold cyan")

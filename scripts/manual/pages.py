@@ -1,4 +1,4 @@
-"""Pages of the manual that are made from the code while the site is built: switches, flags, rules, the Python API."""
+"""Pages of the manual that are made from the code while the site is built: switches, flags, rules, Python API."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import rapidformer_templates
 from rapidformer_templates.commands import catalogue
 from rapidformer_templates.commands.catalogue import (
     MATRIX_MACHINE,
-    table,
-    with_additions,
     compatibility,
     explain,
+    table,
+    with_additions,
 )
 from rapidformer_templates.commands.main import PlanFlags
 from rapidformer_templates.planning.changes import spell
@@ -26,8 +26,8 @@ from rapidformer_templates.planning.config import RunConfig, build_parser, spell
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.suggest import apply
-from rapidformer_templates.planning.templates import choose_template
 from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch
+from rapidformer_templates.planning.templates import choose_template
 
 ACTS = "The loss and the weights stay those of a run without it; what changes is the cost."
 CHANGES = "It computes something else, and not only at another cost: compare with a run that has it, too."
@@ -36,6 +36,7 @@ JOBS: Sequence[Mapping[str, str]] = (
     {"task": "causal_lm"},
     {"task": "causal_lm", "device": "cuda"},
 )
+ORDER = "[order of application](../switches.md#catalogue-in-the-order-of-application)"
 SOURCES = dict(re.findall(r"\*\*\[(\w)\]\*\* (.*)", catalogue.SOURCES))
 KINDS = dict(zip(FORECAST, ("parameters", "gradients", "optimizer state", "activations", "time"), strict=True))
 
@@ -47,12 +48,12 @@ def switch_page(switch: Switch) -> str:
         needs.append(f"`{switch.needs_package}` (`{switch.install}`)")
     if switch.needs_cuda:
         needs.append("a GPU")
+    place = list(REGISTRY.switches).index(switch) + 1
     facts = [
         ("templates", ", ".join(switch.templates)),
         *([("needs", " and ".join(needs))] if needs else []),
         *([("takes over", ", ".join(sorted(claim.value for claim in switch.claims)))] if switch.claims else []),
-        ("applied", f"{switch.precedence.name.lower()}, {list(REGISTRY.switches).index(switch) + 1} of "
-         f"{len(REGISTRY.switches)} in the [order of application](../switches.md#catalogue-in-the-order-of-application)"),
+        ("applied", f"{switch.precedence.name.lower()}, {place} of {len(REGISTRY.switches)} in the {ORDER}"),
         ("documented in", ", ".join(SOURCES.get(name, name) for name in switch.source.strip("[]").split(", "))),
     ]  # fmt: skip
     parts = [
@@ -176,7 +177,7 @@ def _prediction(switch: Switch) -> str:
 
 
 def _rule(rule: Rule, link: str) -> str:
-    return f"**[{rule.code}]({link})** {_text(rule.title.rstrip('.'))}: {_text(rule.why)} [{rule.source.strip('[]')}]".rstrip()
+    return f"**[{rule.code}]({link})** {_text(rule.title.rstrip('.'))}: {_text(rule.why)} [{rule.source.strip('[]')}]"
 
 
 def rules_page() -> str:

@@ -1,4 +1,4 @@
-"""Every command of the manual: its flags are planned or parsed here, or it says which test runs it, or what it needs."""
+"""Every command of the manual: planned or parsed here, or it says which test runs it, or what it needs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _elsewhere(command: str) -> None:
 
 
 def _planned(command: str) -> None:
-    """Every rule accepts its flags, with all packages; a search for a layout is made in tests/switches/auto_strategy."""
+    """Every rule accepts its flags, with all packages; layouts are searched for in tests/switches/auto_strategy."""
     words = shlex.split(re.sub(TRAINING, "", command).replace("$MODEL", "FOLDER").replace("…", ""), comments=True)
     workers = WORKERS.search(command)
     if workers and command.startswith("torchrun"):

@@ -14,8 +14,9 @@ from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
 OPTIONS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-extensions --disable-dev-shm-usage --remote-debugging-pipe"
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars --disable-extensions "
+    "--disable-background-networking --disable-component-update --disable-sync --disable-dev-shm-usage "
+    "--remote-debugging-pipe"
 )
 
 

@@ -59,10 +59,11 @@ class Data:
 
     Attributes:
         train: what ``valid`` may be, or :class:`Endless` samples, which a run by iterations takes in their order.
-        valid, test: anything with ``len`` and integer indexing (a list, a ``datasets.Dataset``,
+        valid: anything with ``len`` and integer indexing (a list, a ``datasets.Dataset``,
             a torch map-style data set); one item is one sample. A training set with ``in_order = True``
             is taken in its own order, without shuffling: it must have an item for every index from 0
             on, where ``index // len`` is the epoch.
+        test: as ``valid``.
         collate: makes a batch of a list of samples. It must not draw random numbers: what is random
             belongs in ``augment``, so that a sample does not depend on the batch that it falls into.
             Under ``--data-iterator dynamic-shape`` it is also called with ``shape=(rows, length)``, and
