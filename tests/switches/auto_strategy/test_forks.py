@@ -32,6 +32,7 @@ def test_one_task_is_left_to_whoever_needs_it() -> None:
     assert in_forks([os.getpid]) == []
 
 
+@pytest.mark.slow
 def test_traces_made_together_are_those_made_alone() -> None:
     variants = [Variant(samples, recompute, tensor=tensor, sequence_parallel=tensor > 1)
                 for samples in TRACED_SAMPLES for recompute in (False, True) for tensor in (1, 2)]  # fmt: skip

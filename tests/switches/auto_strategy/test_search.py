@@ -36,6 +36,7 @@ def tiny() -> Subject:
     return Subject(plan_request(TINY.split())[0], gpu=False)
 
 
+@pytest.mark.slow
 def test_brute_force_agrees_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --global-batch-size 4 --device cpu"
     search = search_of(flags, monkeypatch, 0.8 + 0.045)  # between the least and the most that a layout needs
@@ -70,6 +71,7 @@ def fits(search: Search, layout: Layout) -> bool:
     return memory.total * (1 + ALLOWANCE) / GB + search.hardware.context_gb <= search.hardware.memory_gb
 
 
+@pytest.mark.slow
 def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     base = f"{TINY} --world-size 4 --local-world-size 2 --device cpu"
     found = search_of(f"{base} --auto-strategy --max-global-batch-size 8", monkeypatch, 4).run()
@@ -85,6 +87,7 @@ def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch)
         assert layout.global_batch <= 8
 
 
+@pytest.mark.slow
 def test_every_rejected_layout_names_its_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 8 --local-world-size 8 --global-batch-size 4 --device cpu"
     rejected = search_of(flags, monkeypatch, 4).run().rejected
@@ -122,6 +125,7 @@ PUBLISHED = {  # jobs that must get a layout
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "gigabytes"), [("22 B", 80), ("1.3 B", 32)])
 def test_published_jobs_get_a_layout(
     job: str, gigabytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -156,6 +160,7 @@ def test_nothing_fits_is_said_with_its_reason(
         command.best_layout(config, place)
 
 
+@pytest.mark.slow
 def test_the_doubt_covers_what_two_traces_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near the limit the exact trace decides, so an approximation must not be further off than that."""
     search = search_of(f"{TINY} --auto-strategy --world-size 2 --device cpu", monkeypatch, 4)
@@ -181,6 +186,7 @@ def told_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return found
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def memory(flags: str) -> dict[str, float]:
         best: dict[str, float] = told_of(flags, monkeypatch, capsys)["layouts"][0]["memory_gb"]
@@ -200,6 +206,7 @@ def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert halves[0]["memory_gb"]["optimizer"] == pytest.approx(8 * 50304 * 32 / 1e9, rel=0.001)  # the table whole
 
 
+@pytest.mark.slow
 def test_what_is_not_predicted_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert told_of("--device cpu", monkeypatch, capsys)["not_predicted"] == []
     told = told_of("--device cpu --torch-compile", monkeypatch, capsys)["not_predicted"]

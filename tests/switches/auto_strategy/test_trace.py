@@ -38,6 +38,7 @@ def real_model(name: str, blocks: int, variant: Variant) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [Variant(4), Variant(4, recompute=True), Variant(2, precision="bf16")], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Variant) -> None:
@@ -67,6 +68,7 @@ def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
     assert live.peak == pytest.approx(peak, abs=4096)
 
 
+@pytest.mark.slow
 def test_every_micro_batch_follows_from_two() -> None:
     model = shapes("gpt2")
     for recompute in (False, True):
@@ -77,6 +79,7 @@ def test_every_micro_batch_follows_from_two() -> None:
             assert between.flops == pytest.approx(exact.flops, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_operations_are_those_that_torch_counts() -> None:
     model = real_model("llama", 5, Variant(2))
     with FlopCounterMode(display=False) as counter:
@@ -84,6 +87,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert shapes("llama").trace(Variant(2)).flops == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_recomputation_repeats_a_forward_and_keeps_less() -> None:
     model = shapes("gpt2")
     plain, again = model.trace(Variant(4)), model.trace(Variant(4, recompute=True))
@@ -100,6 +104,7 @@ def test_blocks_that_differ_are_traced_one_by_one() -> None:
     assert not model._repeats
 
 
+@pytest.mark.slow
 def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
     """With a vocabulary much wider than the model the head decides the peak, and it divides by the workers."""
     model = shapes("llama")
@@ -112,6 +117,7 @@ def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
     assert shared.peak < 0.75 * whole.peak
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
     model = shapes("llama")
     plain = model.trace(Variant(4, tensor=2))
@@ -121,6 +127,7 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> 
 SWITCHED = [("gpt2", {"num_experts": 4}), ("llama", {"fused_linear_cross_entropy": True})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "values"), SWITCHED, ids=["experts", "fused loss"])
 def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict[str, Any]) -> None:
     config = REGISTRY.complete(RunConfig()).replace("test", **values)
