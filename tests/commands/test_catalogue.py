@@ -67,6 +67,8 @@ TUNING = [
     "--moe-loss-coeff",
     "--moe-z-loss-coeff",
     "--pipeline-stages",
+    "--recompute-granularity",
+    "--recompute-num-layers",
     "--shape-multiple",
     "--tokens-per-batch",
     "--virtual-pipeline-size",

@@ -16,7 +16,7 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import command
 from rapidformer_templates.switches.auto_strategy.hardware import GB, find_hardware
-from rapidformer_templates.switches.auto_strategy.layouts import SEARCHED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, SEARCHED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
@@ -54,7 +54,7 @@ def all_layouts(world: int, batch: int) -> list[Layout]:
     sizes = [(t, p, world // (t * p)) for t in range(1, world + 1) for p in range(1, world + 1) if world % (t * p) == 0]
     return [
         Layout(t, p, d, micro, batch // (micro * d), partitioning, recompute, sequence_parallel=t > 1)
-        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), SEARCHED, (False, True))
+        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), SEARCHED, RECOMPUTED)
         if batch % (micro * d) == 0 and (d > 1 or partitioning == "none")
     ]
 
@@ -82,7 +82,8 @@ def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch)
         sizes = (plan.sizes.tensor, plan.sizes.pipeline, plan.sizes.data, plan.sizes.micro_batch)
         assert sizes == (layout.tensor, layout.pipeline, layout.data, layout.micro_batch)
         assert (plan.sizes.global_batch, plan.sizes.accumulation) == (layout.global_batch, layout.accumulation)
-        assert ("checkpoint-activations" in plan.switches) is layout.recompute
+        assert ("checkpoint-activations" in plan.switches) is (layout.recompute != "none")
+        assert (config.get("recompute_granularity") == "selective") is (layout.recompute == "selective")
         assert layout.partitioning == "none" or layout.partitioning in plan.switches
         assert layout.global_batch <= 8
 
@@ -103,7 +104,7 @@ def test_what_the_user_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     found = search_of(f"{flags} {given}", monkeypatch, 4).run()
     assert found.layouts
     assert {(c.layout.micro_batch, c.layout.partitioning, c.layout.recompute) for c in found.layouts} == {
-        (2, "zero-1", True)
+        (2, "zero-1", "full")
     }
 
 
@@ -112,9 +113,10 @@ def test_layouts_stand_in_the_order_of_their_speed(monkeypatch: pytest.MonkeyPat
     layouts = search_of(flags, monkeypatch, 4).run().layouts
     for better, worse in itertools.pairwise(layouts):
         assert better.samples_per_second * 1.031 > worse.samples_per_second
-    plain = next(c for c in layouts if c.layout.partitioning == "none" and not c.layout.recompute)
-    again = next(c for c in layouts if c.layout == Layout(**{**vars(plain.layout), "recompute": True}))
-    assert again.samples_per_second < plain.samples_per_second
+    plain = next(c for c in layouts if c.layout.partitioning == "none" and c.layout.recompute == "none")
+    again = next(c for c in layouts if c.layout == Layout(**{**vars(plain.layout), "recompute": "full"}))
+    some = next(c for c in layouts if c.layout == Layout(**{**vars(plain.layout), "recompute": "selective"}))
+    assert again.samples_per_second < some.samples_per_second < plain.samples_per_second
 
 
 PUBLISHED = {  # jobs that must get a layout

@@ -15,13 +15,14 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.system.workers import Workers
-from tests.support.model_shapes import MODELS, batch, shapes
+from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
 
 
 def real_step(model: Any, variant: Variant) -> None:
@@ -33,13 +34,16 @@ def real_step(model: Any, variant: Variant) -> None:
 
 def real_model(name: str, blocks: int, variant: Variant) -> Any:
     model = MODELS[name](blocks)
-    for block in find_blocks(model).values() if variant.recompute else ():
-        block.forward = Checkpointed(block.forward)
+    for block in find_blocks(model).values() if variant.recompute != "none" else ():
+        block.forward = Checkpointed(block.forward, selective=variant.recompute == "selective")
     return model
 
 
+VARIANTS = [Variant(samples, how, kind) for samples, kind in ((4, "fp32"), (2, "bf16")) for how in RECOMPUTED]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [Variant(4), Variant(4, recompute=True), Variant(2, precision="bf16")], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Variant) -> None:
     predicted = shapes(name).trace(variant)
@@ -71,7 +75,7 @@ def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
 @pytest.mark.slow
 def test_every_micro_batch_follows_from_two() -> None:
     model = shapes("gpt2")
-    for recompute in (False, True):
+    for recompute in RECOMPUTED:
         for samples in (3, 8):
             variant = Variant(samples, recompute)
             exact, between = model.trace(variant), model.trace(variant, exact=False)
@@ -90,11 +94,22 @@ def test_operations_are_those_that_torch_counts() -> None:
 @pytest.mark.slow
 def test_recomputation_repeats_a_forward_and_keeps_less() -> None:
     model = shapes("gpt2")
-    plain, again = model.trace(Variant(4)), model.trace(Variant(4, recompute=True))
+    plain, again = model.trace(Variant(4)), model.trace(Variant(4, recompute="full"))
     blocks = sum(phase.flops for phase in plain.phases if phase.name == "forward")
     assert again.flops == plain.flops + blocks
     assert again.kept < plain.kept / 4
     assert again.peak < plain.peak
+
+
+@pytest.mark.slow
+def test_selective_recomputation_repeats_no_product_with_weights() -> None:
+    """What is repeated of matrix products are the two of attention."""
+    model = shapes("gpt2")
+    plain, selective, full = (model.trace(Variant(4, recompute)) for recompute in RECOMPUTED)
+    attention = 4 * 5 * 2 * (2 * LENGTH * LENGTH * 32)
+    assert selective.flops == plain.flops + attention
+    assert full.kept < selective.kept < plain.kept
+    assert full.peak < selective.peak < plain.peak
 
 
 def test_blocks_that_differ_are_traced_one_by_one() -> None:
