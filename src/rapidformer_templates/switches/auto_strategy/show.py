@@ -81,7 +81,7 @@ def show(result: SearchResult, hardware: Hardware) -> None:
 def _table(result: SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
     for name in ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=len("selective") if name == "recompute" else None)
     for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
     for candidate in result.layouts[:SHOWN]:
