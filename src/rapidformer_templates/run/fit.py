@@ -34,7 +34,7 @@ from rapidformer_templates.run.checkpoint.format import Reader, candidates, fold
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
 from rapidformer_templates.run.evaluation import Evaluator
-from rapidformer_templates.run.export import export_model
+from rapidformer_templates.run.export import describe_model, export_model
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
@@ -48,6 +48,7 @@ from rapidformer_templates.run.reference import Precomputed, compared_task, iden
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.system import launch, program
+from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.signals import StopRequest, stop_request
@@ -193,6 +194,8 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
         say_changes(folder, template.plan.values, workers)
     if folder and workers.is_main:
         folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite)
+        with writing(folder.model):
+            describe_model(engine.model, template, folder.model)
     workers.barrier()
     if precomputed:
         precomputed.attach(folder, goes_on=position.step > 0 and template.config.training.resume)

@@ -71,6 +71,7 @@ class Task(ABC):
             :meth:`predict`.
         looks_ahead: :meth:`look_ahead` must see all micro batches of a mean before the first loss of it.
         measures: :meth:`measured` has something to tell of each step.
+        decided: names of the attributes that :meth:`build_data` sets, and that a saved model is used with.
         needs_reference: losses compare the model with one that is not trained.
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
             :meth:`build_data`.
@@ -84,6 +85,7 @@ class Task(ABC):
     looks_ahead: bool = False
     measures: ClassVar[bool] = False
     needs_reference: bool = False
+    decided: ClassVar[tuple[str, ...]] = ()
     labels: list[str]
 
     def __init__(self, config: RunConfig) -> None:
@@ -241,6 +243,10 @@ class Task(ABC):
     @abstractmethod
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         """Metrics over the whole evaluation set, from what :meth:`predict` returned for its samples."""
+
+    def decisions(self) -> Record:
+        """What the data have decided (``decided``), as plain values."""
+        return {name: getattr(self, name) for name in self.decided if hasattr(self, name)}
 
     # Rows that were never part of a data set, once the model is trained.
 

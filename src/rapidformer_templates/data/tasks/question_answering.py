@@ -44,6 +44,7 @@ class QuestionAnswering(Task):
     auto_class = "AutoModelForQuestionAnswering"
     best_metric = "f1"
     may_be_null = False
+    decided = ("may_be_null",)
 
     def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data

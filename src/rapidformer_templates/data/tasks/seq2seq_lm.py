@@ -44,6 +44,7 @@ class Seq2SeqLM(Task):
     auto_class = "AutoModelForSeq2SeqLM"
     best_metric = "rouge_l"
     generates = True
+    decided = ("longest_target",)
 
     def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data

@@ -59,6 +59,7 @@ class SequenceClassification(Task):
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
     problem = "single_label_classification"
+    decided = ("labels", "problem", "best_metric")
 
     def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data

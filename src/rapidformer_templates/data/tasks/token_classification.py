@@ -40,6 +40,7 @@ class TokenClassification(Task):
     name = "token_classification"
     auto_class = "AutoModelForTokenClassification"
     best_metric = "f1"
+    decided = ("labels",)
 
     def read_data(self) -> Data:
         raw, flags = read_dataset(self.config), self.config.data
