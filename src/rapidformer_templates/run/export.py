@@ -26,14 +26,13 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.loading import read_config_of
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.checkpoint.format import Reader
+from rapidformer_templates.run.own_hooks import own_hooks
+from rapidformer_templates.run.saved_model import DESCRIPTION
 from rapidformer_templates.system.files import new_folder, write_json
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
-
-DECIDED = "task.json"
-"""Of ``model/``: what the data have decided, such as the length of the longest answer."""
 
 
 def export_model(engine: Engine, template: Template, folder: Path, workers: Workers) -> None:
@@ -65,7 +64,8 @@ def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
             _mark(temporary)
         if template.tokenizer is not None:
             template.tokenizer.save_pretrained(temporary)
-        write_json(temporary / DECIDED, template.task.decisions() if template.uses_task else {})
+        decisions = template.task.decisions() if template.uses_task else {}
+        write_json(temporary / DESCRIPTION, {"hooks": own_hooks(type(template)), "decisions": decisions})
 
 
 def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averages: bool) -> None:
@@ -88,7 +88,7 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
     with new_folder(folder) as temporary:
         model = _skeleton(described)
         for file in described.iterdir():  # the tokenizer; what belongs to the weights is written again with them
-            if file.name != DECIDED:
+            if file.name != DESCRIPTION:
                 shutil.copy(file, temporary)
         if model is not None:
             _write(model, weights, temporary)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -171,6 +171,31 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
         yield folder
 
 
+def evaluate(template: Template, reference: Callable[[], nn.Module] | None = None) -> dict[str, float]:
+    """The metrics of a template's model on its validation part, by this worker and its peers; nothing is trained.
+
+    Args:
+        reference: makes the model that preferences are measured against; None is a model like the template's.
+
+    Returns:
+        What an evaluation writes to ``metrics.jsonl``, the same on every worker.
+
+    Raises:
+        DataError: there is no validation part.
+    """
+    config, plan = template.config, template.plan
+    with (
+        join(plan.device, plan.sizes) as workers,
+        ladder.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
+    ):
+        _build_data(template, workers)
+        engine, valid = _build_engine(template, workers, reference), template.data.valid
+        if valid is None or not len(valid):
+            hint = "name data with --data-dir and --data-name"
+            raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
+        return Evaluator(template, engine, valid, workers, config.training.eval_iters).evaluate()
+
+
 def train(template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
     """One worker's run: reads as the order of composition.
 
@@ -226,8 +251,12 @@ def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless
     return samples
 
 
-def _build_engine(template: Template, workers: Workers) -> Engine:
-    """The model, changed by the active switches in the order of their stages; the engine comes last."""
+def _build_engine(template: Template, workers: Workers, build: Callable[[], nn.Module] | None = None) -> Engine:
+    """The model, changed by the active switches in the order of their stages; the engine comes last.
+
+    Args:
+        build: makes the model that preferences are measured against, where that is not this one at its start.
+    """
     config, plan = template.config, template.plan
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
     model = _seeded_model(template, engine)
@@ -246,7 +275,8 @@ def _build_engine(template: Template, workers: Workers) -> Engine:
     if config.training.ema_decay is not None:
         engine.keep_average(config.training.ema_decay)
     template.model = engine.model
-    provide_reference(template, engine, lambda: _transformed(template, _seeded_model(template, engine), workers))
+    again = build or (lambda: _transformed(template, _seeded_model(template, engine), workers))
+    provide_reference(template, engine, again)
     if not tried:
         with engine.measuring() as whole:
             _try_labels(template, whole, workers)

@@ -14,6 +14,7 @@ from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, parse
 from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.run.folder import RunFolder
 
 OF_THE_SAMPLES = (
     "task",
@@ -25,6 +26,9 @@ OF_THE_SAMPLES = (
     "trust_remote_code",
 )
 """Fields of a run by which its model is fed after it, too."""
+
+DESCRIPTION = "task.json"
+"""Of ``model/`` in a run folder: see :meth:`Saved.described`."""
 
 TASK_OF_CLASS = {
     "ForSequenceClassification": "sequence_classification",
@@ -53,18 +57,35 @@ class Saved:
     run: Path | None
     values: Mapping[str, tuple[Any, str]]
 
-    def config(self, names: Sequence[str] = OF_THE_SAMPLES, **given: Any) -> RunConfig:
+    def config(self, names: Sequence[str] = OF_THE_SAMPLES, user: type | None = None, **given: Any) -> RunConfig:
         """The flags with which it is used: those of the run of these names, and what is given now.
 
+        Args:
+            user: a dataclass of flags that a command declares besides.
+
         Raises:
-            ConfigError: nobody says what the model is for.
+            ConfigError: nobody says what the model is for, or a value cannot be used.
         """
         kept = {name: value for name, value in self.values.items() if name in names}
         kept["pretrained_model_name_or_path"] = (str(self.folder), "RUN")
         now = {name: (value, "command line") for name, value in given.items() if value is not None}
         if "task" not in kept | now:
             kept["task"] = (_task_of(self.folder), "the folder")
-        return REGISTRY.adopt(parse([], REGISTRY.options(), in_code={**kept, **now}))
+        return REGISTRY.adopt(parse([], REGISTRY.options(), user=user, in_code={**kept, **now}))
+
+    def decisions(self, task: str | None) -> dict[str, Any]:
+        """What the data of the run have decided; nothing where the model is used for another task than the run's."""
+        is_of_task = self.values.get("task", (None, ""))[0] == task
+        told: dict[str, Any] = self.described().get("decisions", {}) if is_of_task else {}
+        return told
+
+    def described(self) -> dict[str, Any]:
+        """What the run has written of its task: ``hooks`` that its script has of its own, ``decisions`` of its data."""
+        file = RunFolder(self.run).model / DESCRIPTION if self.run else None
+        if file is None or not file.is_file():
+            return {}
+        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return told
 
 
 def find_saved(path: str | Path) -> Saved:
@@ -139,14 +160,14 @@ class Opened:
         return self.task.tokenizer
 
 
-def load_saved_task(config: RunConfig) -> Task:
-    """The task of a saved model, with its labels; the weights are not read.
+def load_saved_task(config: RunConfig, saved: Saved) -> Task:
+    """The task of a saved model, with what its data have decided; the weights are not read.
 
     Raises:
         RapidformerError: the folder cannot be used for the task.
     """
     task = load_task(config)
-    task.take_from_model()
+    task.settle(saved.decisions(config.training.task))
     return task
 
 
@@ -160,7 +181,8 @@ def open_saved(path: str | Path, task: str | None = None) -> Opened:
     Raises:
         RapidformerError: it is not there, or cannot be read.
     """
-    config = find_saved(path).config(task=task)
-    used = load_saved_task(config)
+    saved = find_saved(path)
+    config = saved.config(task=task)
+    used = load_saved_task(config, saved)
     model = used.build_model()
     return Opened(config, used, model.eval())

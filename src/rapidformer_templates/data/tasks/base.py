@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.locating import each_of, locate
 from rapidformer_templates.data.finetuning.mixtures import mixed
-from rapidformer_templates.data.finetuning.tables import Part, streamed_files
+from rapidformer_templates.data.finetuning.tables import Part, Raw, read_dataset, read_part, streamed_files
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.indexed.blend import whole_weights
 from rapidformer_templates.data.loader import MicroBatch, to_device
@@ -76,6 +76,8 @@ class Task(ABC):
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
             :meth:`build_data`.
         notes: what people should know of the data; set by :meth:`build_data`.
+        is_settled: the model is trained, and the data of an evaluation decide nothing of it: :meth:`settle`.
+        part: of settled tasks, the part of the data that is read.
     """
 
     name: ClassVar[str]
@@ -92,6 +94,8 @@ class Task(ABC):
         self.config = config
         self.skipped: list[str] = []
         self.notes: list[str] = []
+        self.is_settled = False
+        self.part: str | None = None
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -250,12 +254,28 @@ class Task(ABC):
 
     # Rows that were never part of a data set, once the model is trained.
 
-    def take_from_model(self) -> None:  # noqa: B027 - most tasks need nothing of it
-        """Take from the model's configuration what :meth:`build_data` takes from the data, such as the labels.
+    def settle(self, decisions: Mapping[str, Any], part: str | None = None) -> None:
+        """Take what the data of the training have decided: the data that are read from now on decide nothing.
+
+        Args:
+            decisions: of :meth:`decisions`, as far as they are known; the model's configuration tells some, too.
+            part: of a data set that is evaluated; None is its validation part, or its only one.
+        """
+        self.is_settled, self.part = True, part
+        for name, value in {**self.told_by_model(), **decisions}.items():
+            setattr(self, name, value)
+
+    def told_by_model(self) -> Record:
+        """The decisions that the model's configuration tells."""
+        return {}
+
+    def read_rows(self) -> Raw:
+        """The rows of ``--data-dir`` and ``--data-name``: all that a run needs, or the part that is evaluated.
 
         Raises:
-            ModelError: it does not say.
+            DataError: a folder, file, line or part that is missing or cannot be read.
         """
+        return read_part(self.config, self.part) if self.is_settled else read_dataset(self.config)
 
     @abstractmethod
     def inputs(self, part: Part) -> Inputs:

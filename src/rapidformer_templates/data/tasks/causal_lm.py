@@ -13,7 +13,7 @@ from torch import nn
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import Columns, find_asked, find_columns, read_asked, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, ChatReader
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate, padded_left
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
@@ -64,7 +64,7 @@ class CausalLM(Task):
         return self.config.data.pack_sequences
 
     def read_data(self) -> Data:
-        raw = read_dataset(self.config)
+        raw = self.read_rows()
         self.skipped, self.notes = raw.skipped, []
         columns = find_columns(raw.train, self.config.data)
         sets = sets_of(raw, self.config, partial(self._set, columns))

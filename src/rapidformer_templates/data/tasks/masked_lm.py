@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability
 from rapidformer_templates.data.targets import IGNORED
@@ -50,7 +50,7 @@ class MaskedLM(Task):
         return MaskTokens(self.tokenizer, flags.mask_prob, whole_words=flags.whole_word_mask)
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
         column = raw.train.column("text_column", flags.text_column, TEXT_COLUMNS)
         collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORED})

@@ -22,7 +22,7 @@ from rapidformer_templates.data.finetuning.preferences import (
     pair_samples,
     pairs_of,
 )
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
@@ -58,7 +58,7 @@ class _Preferences(Task):
         self._rewards: list[Any] = []
 
     def read_data(self) -> Data:
-        raw = read_dataset(self.config)
+        raw = self.read_rows()
         self.skipped, self.notes = raw.skipped, []
         sets = {name: self._samples(name, part) for name, part in raw.parts().items()}
         assert isinstance(self.tokenizer.pad_token_id, int)

@@ -70,6 +70,8 @@ class Pretraining(Task):
         self.skipped = [line for corpus in corpora for line in corpus.skipped]
         self.notes = [note for corpus in corpora for note in corpus.notes]
         train, valid, test = self._parts(corpora)
+        if self.is_settled:
+            train = valid  # there is nothing to train on
         assert train is not None
         if valid is None and split_shares(self.config.data.split)[1] > 0:
             self.notes.append(f"--split {self.config.data.split}: the corpus is too small for a validation part")
@@ -109,8 +111,9 @@ class Pretraining(Task):
         shares = split_shares(self.config.data.split)
         cache = IndexCache(cache_root(self.config))
         parts: list[Samples | Blend | None] = []
+        first = 1 if self.is_settled else 0
         for i, name in enumerate(PARTS):
-            needed = i == 0 or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
+            needed = i == first or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
             sources = []
             for corpus in corpora:
                 part = split_sequences(shares, self.objective.units(corpus.dataset))[i]

@@ -21,7 +21,7 @@ from rapidformer_templates.data.finetuning.squad import (
     flattened,
     read_examples,
 )
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, padding_of, texts_of
 from rapidformer_templates.data.types import Data
@@ -47,9 +47,9 @@ class QuestionAnswering(Task):
     decided = ("may_be_null",)
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
-        self.may_be_null = False
+        self.may_be_null = self.is_settled and self.may_be_null
         sets = {}
         for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
             question, context = self._text_columns(part)

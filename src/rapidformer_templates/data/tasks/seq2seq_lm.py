@@ -12,7 +12,7 @@ import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import asked_and_answered
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.targets import IGNORED
@@ -45,15 +45,17 @@ class Seq2SeqLM(Task):
     best_metric = "rouge_l"
     generates = True
     decided = ("longest_target",)
+    longest_target = 0
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
         source = raw.train.column("text_column", flags.text_column, SOURCE_COLUMNS)
         target = raw.train.column("label_column", flags.label_column, TARGET_COLUMNS)
         sets = sets_of(raw, self.config, partial(self._set, source, target))
         whole = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
-        self.longest_target = max((int(samples.lengths_of("labels").max()) for samples in whole), default=0)
+        lengths = [int(samples.lengths_of("labels").max()) for samples in whole]
+        self.longest_target = max([self.longest_target if self.is_settled else 0, *lengths])
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _set(self, source: str, target: str, name: str, part: Part, block: Block | None) -> TokenizedSamples:

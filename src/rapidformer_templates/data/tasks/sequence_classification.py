@@ -18,7 +18,7 @@ from rapidformer_templates.data.finetuning.labels import (
     measures,
     problem_of,
 )
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks.base import (
     TEXT_COLUMNS,
@@ -59,18 +59,19 @@ class SequenceClassification(Task):
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
     problem = "single_label_classification"
-    decided = ("labels", "problem", "best_metric")
+    decided = ("labels", "problem")
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
         text, pair = self._text_columns(raw.train)
         label = raw.train.column("label_column", flags.label_column, LABEL_COLUMNS)
         # What was held out of one file may hold a rare label that is not among the rows that are left.
         known = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
-        self.problem = flags.problem_type or problem_of(known, label)
-        self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
-        self.labels = self._label_names(known, label)
+        if not self.is_settled:
+            self.problem = flags.problem_type or problem_of(known, label)
+            self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
+            self.labels = self._label_names(known, label)
         sets = {name: self._samples(part, text, pair, label) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
@@ -143,10 +144,10 @@ class SequenceClassification(Task):
             "matthews": float(matthews_corrcoef(references, predictions)),
         }
 
-    def take_from_model(self) -> None:
-        self.labels = labels_of_model(self.model_config)
-        alone = "regression" if len(self.labels) == 1 else "single_label_classification"
-        self.problem = self.config.data.problem_type or self.model_config.problem_type or alone
+    def told_by_model(self) -> Record:
+        labels = labels_of_model(self.model_config)
+        alone = "regression" if len(labels) == 1 else "single_label_classification"
+        return {"labels": labels, "problem": self.config.data.problem_type or self.model_config.problem_type or alone}
 
     def inputs(self, part: Part) -> Inputs:
         return Inputs.of(TokenizedSamples(self._tokens(part, *self._text_columns(part))))

@@ -17,7 +17,7 @@ from rapidformer_templates.data.finetuning.labels import (
     stands_for_none,
     unknown_label,
 )
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, label_map, labels_of_model, padding_of
@@ -43,7 +43,7 @@ class TokenClassification(Task):
     decided = ("labels",)
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
         words = raw.train.column("text_column", flags.text_column, WORD_COLUMNS)
         tags = raw.train.column("label_column", flags.label_column, TAG_COLUMNS)
@@ -54,7 +54,8 @@ class TokenClassification(Task):
         if not distinct:
             hint = "choose another --label-column, or tag the words"
             raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
-        self.labels = declared_names(raw.train, tags) or sorted_names(distinct, self.model_config)
+        if not self.is_settled:
+            self.labels = declared_names(raw.train, tags) or sorted_names(distinct, self.model_config)
         sets = {name: self._samples(*part) for name, part in read.items()}
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
@@ -107,8 +108,8 @@ class TokenClassification(Task):
             "accuracy": float(accuracy_score(references, predictions)),
         }
 
-    def take_from_model(self) -> None:
-        self.labels = labels_of_model(self.model_config)
+    def told_by_model(self) -> Record:
+        return {"labels": labels_of_model(self.model_config)}
 
     def inputs(self, part: Part) -> Inputs:
         column = part.column("text_column", self.config.data.text_column, WORD_COLUMNS)

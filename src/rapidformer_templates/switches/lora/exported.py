@@ -123,4 +123,5 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(base, str(folder))
-    return adapted.merge_and_unload(), {**info, "missing_keys": set(), "mismatched_keys": set()}
+    merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
+    return merged, {**info, "missing_keys": set(), "mismatched_keys": set()}
