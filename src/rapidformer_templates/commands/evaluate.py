@@ -171,7 +171,8 @@ def _show(saved: Saved, metrics: dict[str, float], *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"evaluation of {saved.folder}", title_justify="left", show_header=False)
+    print(f"evaluation of {saved.folder}")
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in metrics.items():
