@@ -65,18 +65,18 @@ class Asked(FileFlags, GenerationFlags):
     """What the command has besides flags of a run, of which ``--overwrite`` is one."""
 
 
+AT_ONCE = {"micro_batch_size": 8}
+"""Rows that the model sees at once, where nobody says."""
+
 OPTIONS = (
     PredictFlags,
     GenerationFlags,
-    some_of(DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size"),
+    some_of(DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size", **AT_ONCE),
     some_of(ModelFlags, "seq_length", "trust_remote_code"),
     some_of(TrainingFlags, "task", "seed"),
     MixedPrecisionFlags,
     some_of(LaunchFlags, "nproc_per_node", "master_port", "device"),
 )
-
-AT_ONCE = 8
-"""Rows that the model sees at once, where --micro-batch-size does not say."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rapidformer_templates.system import launch
 
     saved = find_saved(path)
-    config = saved.config(user=Asked, **{"micro_batch_size": AT_ONCE, **given})
+    config = saved.config(user=Asked, **{**AT_ONCE, **given})
     if not launch.is_worker():
         _check_files(config.user, overwrite=config.training.overwrite)
 
