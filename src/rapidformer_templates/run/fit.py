@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from rapidformer_templates.run.checkpoint.format import Reader, candidates, fold
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
 from rapidformer_templates.run.evaluation import Evaluator
-from rapidformer_templates.run.export import export_model
+from rapidformer_templates.run.export import describe_model, export_model
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
@@ -48,6 +48,7 @@ from rapidformer_templates.run.reference import Precomputed, compared_task, iden
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.system import launch, program
+from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.signals import StopRequest, stop_request
@@ -170,6 +171,31 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
         yield folder
 
 
+def evaluate(template: Template, reference: Callable[[], nn.Module] | None = None) -> dict[str, float]:
+    """The metrics of a template's model on its validation part, by this worker and its peers; nothing is trained.
+
+    Args:
+        reference: makes the model that preferences are measured against; None is a model like the template's.
+
+    Returns:
+        What an evaluation writes to ``metrics.jsonl``, the same on every worker.
+
+    Raises:
+        DataError: there is no validation part.
+    """
+    config, plan = template.config, template.plan
+    with (
+        join(plan.device, plan.sizes) as workers,
+        ladder.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
+    ):
+        _build_data(template, workers)
+        engine, valid = _build_engine(template, workers, reference), template.data.valid
+        if valid is None or not len(valid):
+            hint = "name data with --data-dir and --data-name"
+            raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
+        return Evaluator(template, engine, valid, workers, config.training.eval_iters).evaluate()
+
+
 def train(template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
     """One worker's run: reads as the order of composition.
 
@@ -193,6 +219,8 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
         say_changes(folder, template.plan.values, workers)
     if folder and workers.is_main:
         folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite)
+        with writing(folder.model):
+            describe_model(engine.model, template, folder.model)
     workers.barrier()
     if precomputed:
         precomputed.attach(folder, goes_on=position.step > 0 and template.config.training.resume)
@@ -223,8 +251,12 @@ def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless
     return samples
 
 
-def _build_engine(template: Template, workers: Workers) -> Engine:
-    """The model, changed by the active switches in the order of their stages; the engine comes last."""
+def _build_engine(template: Template, workers: Workers, build: Callable[[], nn.Module] | None = None) -> Engine:
+    """The model, changed by the active switches in the order of their stages; the engine comes last.
+
+    Args:
+        build: makes the model that preferences are measured against, where that is not this one at its start.
+    """
     config, plan = template.config, template.plan
     engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
     model = _seeded_model(template, engine)
@@ -243,7 +275,8 @@ def _build_engine(template: Template, workers: Workers) -> Engine:
     if config.training.ema_decay is not None:
         engine.keep_average(config.training.ema_decay)
     template.model = engine.model
-    provide_reference(template, engine, lambda: _transformed(template, _seeded_model(template, engine), workers))
+    again = build or (lambda: _transformed(template, _seeded_model(template, engine), workers))
+    provide_reference(template, engine, again)
     if not tried:
         with engine.measuring() as whole:
             _try_labels(template, whole, workers)
