@@ -20,7 +20,7 @@ from rapidformer_templates.data.finetuning.squad import (
     flattened,
     read_examples,
 )
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part, part_name, read_dataset
 from rapidformer_templates.data.tasks.base import Task, as_data, padding_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
@@ -46,7 +46,7 @@ class QuestionAnswering(Task):
         raw, flags = read_dataset(self.config), self.config.data
         self.skipped = raw.skipped
         self.may_be_null = False
-        sets = {}
+        sets, self._read = {}, {}
         for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
             question = part.column("pair_column", flags.pair_column, ("question",))
             context = part.column("text_column", flags.text_column, ("context",))
@@ -55,8 +55,7 @@ class QuestionAnswering(Task):
             self.may_be_null |= any(not example.answers for example in examples)
             samples, features = self._samples(part, examples)
             sets[name] = samples
-            if name == "valid":
-                self.features, self.examples = features, examples
+            self._read[name] = features, examples
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
     def _samples(self, part: Part, examples: list[Example]) -> tuple[TokenizedSamples, list[Feature]]:
@@ -106,6 +105,9 @@ class QuestionAnswering(Task):
             message = f"the question has {tokens} tokens and leaves no room for its context"
             raise DataError(message, where=where, hint="use a greater --seq-length")
 
+    def begin_evaluation(self, name: str) -> None:
+        self.features, self.examples = self._read[part_name(name)]
+
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """The best starts and ends of each window; the true answers are known by the window's place in the data."""
         padding = batch["attention_mask"].cpu() == 0
@@ -117,7 +119,7 @@ class QuestionAnswering(Task):
         return candidates, [None] * len(candidates)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        """Over the examples of the first windows of the validation part, as many as there are predictions."""
+        """Over the examples of the first windows of the set that is evaluated, as many as there are predictions."""
         answers = best_answers(predictions, self.features, self.examples, may_be_null=self.may_be_null)
         truths = {number: [text for text, _ in self.examples[number].answers] for number in answers}
         count = max(1, len(answers))
