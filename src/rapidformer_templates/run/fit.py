@@ -314,6 +314,7 @@ def _build_loop(
     metrics = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
     if metrics and metrics.garbled:
         say(workers, f"left out lines of metrics.jsonl that cannot be read: {_few(metrics.garbled)}", loud=True)
+    curves = _curves(template, folder, workers)  # before the clock starts
     return Loop(
         template=template,
         engine=engine,
@@ -339,7 +340,7 @@ def _build_loop(
         if folder and training.async_save
         else None,
         profile=_profile(template, folder, total - position.step, workers),
-        curves=_curves(template, folder, workers),
+        curves=curves,
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -217,14 +217,19 @@ def _named(flags: DataFlags, of: str) -> DataFlags:
     return replace(alone, data_name=of)
 
 
-def evaluated_part(name: str, files: Mapping[str, Sequence[Path]]) -> str:
-    """The part of a further validation set that is evaluated: its validation part, else its only one.
+def locate_evaluated(name: str, flags: DataFlags) -> tuple[Located, list[Path]]:
+    """Where a further validation set is, and its files: those of its validation part, else of its only one.
 
     Raises:
-        DataError: it has several, and none of them is for validation.
+        DataError: nothing is there, or it has several parts, and none of them is for validation.
     """
+    try:
+        located = locate(flags)
+        files = parts_of(located)
+    except DataError as error:
+        raise DataError(error.message, where=f"--eval-data-name, {name}", hint=error.hint) from None
     if "valid" in files or len(files) == 1:
-        return "valid" if "valid" in files else next(iter(files))
+        return located, files["valid"] if "valid" in files else next(iter(files.values()))
     hint = "name one of its files: " + ", ".join(str(path) for paths in files.values() for path in paths)
     raise DataError(f"the set {name} has no validation part", where="--eval-data-name", hint=hint)
 
@@ -236,7 +241,7 @@ def check_evaluated(flags: DataFlags) -> None:
         DataError: a further validation set, or the test part, is not there.
     """
     for name, one in evaluated_sets(flags).items():
-        evaluated_part(name, parts_of(locate(one)))
+        locate_evaluated(name, one)
     if flags.evaluate_test and all(TEST not in parts_of(locate(one)) for one in each_of(flags)):
         hint = "name a file or a folder of it test, or leave the flag out"
         raise DataError("the data set has no test part", where="--evaluate-test", hint=hint)

@@ -21,10 +21,10 @@ from rapidformer_templates.data.finetuning.hub_cache import Cached
 from rapidformer_templates.data.finetuning.locating import (
     Located,
     cannot_be_read,
-    evaluated_part,
     evaluated_sets,
     held_out_rows,
     locate,
+    locate_evaluated,
     parts_of,
     parts_read,
 )
@@ -218,9 +218,7 @@ def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
     """The further validation sets."""
     sets = {}
     for name, one in evaluated_sets(flags).items():
-        located = locate(one)
-        files = parts_of(located)
-        part = _read_part(located, files[evaluated_part(name, files)], bad)
+        part = _read_part(*locate_evaluated(name, one), bad)
         sets[name] = _first(part, flags.max_eval_samples)
     return sets
 
