@@ -56,6 +56,8 @@ class QuestionAnswering(Task):
             samples, features = self._samples(part, examples)
             sets[name] = samples
             self._read[name] = features, examples
+        if part_name("") in sets:
+            self.begin_evaluation("")
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
     def _samples(self, part: Part, examples: list[Example]) -> tuple[TokenizedSamples, list[Feature]]:
