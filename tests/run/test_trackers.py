@@ -31,7 +31,7 @@ Curve = list[tuple[str, int, float]]
 def of_tensorboard(run: Path) -> Curve:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run / "tensorboard" / "run"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(run / "trackers" / "tensorboard" / "run"), size_guidance={"scalars": 0}).Reload()
     return [(tag, e.step, e.value) for tag in events.Tags()["scalars"] for e in events.Scalars(tag)]
 
 
@@ -52,7 +52,7 @@ def of_wandb(run: Path) -> Curve:
     from wandb.proto.wandb_internal_pb2 import Record
 
     held: Curve = []
-    for path in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
+    for path in sorted((run / "trackers" / "wandb").glob("offline-run-*/*.wandb")):
         data, entry = path.read_bytes(), b""
         blocks = [data[i : i + 32768] for i in range(0, len(data), 32768)]
         for number, block in enumerate(blocks):
@@ -123,7 +123,9 @@ def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_an
 def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: Path) -> None:
     summary = json.loads((killed_and_resumed / "summary.json").read_text())
     assert {name: told["failed"] for name, told in summary["trackers"].items()} == dict.fromkeys(READERS)
-    assert summary["trackers"]["tensorboard"]["where"] == f"tensorboard --logdir {killed_and_resumed}/tensorboard"
+    assert (
+        summary["trackers"]["tensorboard"]["where"] == f"tensorboard --logdir {killed_and_resumed}/trackers/tensorboard"
+    )
     for tracker in READERS.keys() - {"wandb"}:  # which has a place of its own for that
         held = {(name, step): value for name, step, value in READERS[tracker](killed_and_resumed)}
         assert held["test/loss", STEPS] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
@@ -137,7 +139,7 @@ def test_only_one_of_several_workers_tells(tmp_path: Path) -> None:
     run_in_workers(2, tracked_by_two, str(tmp_path))
     steps = [step for name, step, _ in of_tensorboard(tmp_path / "run") if name == "loss"]
     assert steps == list(range(1, 5))
-    assert len(list((tmp_path / "run/tensorboard/run").glob("events.*"))) == 1
+    assert len(list((tmp_path / "run/trackers/tensorboard/run").glob("events.*"))) == 1
 
 
 def tracked_by_two(workers: Any, folder: str) -> None:

@@ -37,13 +37,13 @@ class Trackers(str):
         return self
 
 
-def chosen_trackers(asked: Trackers | None, installed: Container[str]) -> tuple[str, ...]:
+def chosen_trackers(asked: str | None, installed: Container[str]) -> tuple[str, ...]:
     """The trackers of a run.
 
     Args:
         asked: what ``--report-to`` says.
-        installed: a container of the modules that are there.
+        installed: the modules that are there.
     """
     if asked == "all":
         return tuple(name for name, package in PACKAGES.items() if package in installed)
-    return asked.names if asked else ()
+    return Trackers(asked).names if asked else ()  # which other processes hand on as plain text

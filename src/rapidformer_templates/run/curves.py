@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rapidformer_templates.planning.plan import Plan
@@ -18,6 +19,9 @@ from rapidformer_templates.run.folder import RunFolder, is_of_test, read_metrics
 from rapidformer_templates.run.trackers import KINDS, Called, Curve, WasTold
 from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
+
+RUNS = "runs.json"
+"""What each tracker calls the run, so that it is found again."""
 
 CONFIGURED = "configured"
 
@@ -37,11 +41,12 @@ class Curves:
         self.workers = workers
         self.folder = folder
         self.failed: dict[str, str] = {}
-        self._known: dict[str, dict[str, Any]] = _read(folder)
+        self._known: dict[str, dict[str, Any]] = _read(folder.trackers / RUNS)
         self._open: dict[str, Curve] = {}
         self._told: dict[str, WasTold] = {}
         self._row: dict[str, float] = {}
         self._step = 0
+        folder.trackers.mkdir(exist_ok=True)
         for name in names:
             self._try(name, lambda name=name: self._take_up(name, called, plan))  # type: ignore[misc]
         for line in read_metrics(folder.metrics):
@@ -50,7 +55,7 @@ class Curves:
     def _take_up(self, name: str, called: Called, plan: Plan) -> None:
         known = self._known.get(name, {})
         identity = {key: value for key, value in known.items() if key != CONFIGURED}
-        self._open[name] = curve = KINDS[name](self.folder.path, called, identity, cpu=plan.device == "cpu")
+        self._open[name] = curve = KINDS[name](self.folder.trackers, called, identity)
         self._remember(name, {**curve.identity, CONFIGURED: known.get(CONFIGURED, False)})
         if not known.get(CONFIGURED):
             curve.configure(configuration(plan))
@@ -59,7 +64,7 @@ class Curves:
 
     def _remember(self, name: str, identity: dict[str, Any]) -> None:
         self._known[name] = identity
-        write_json(self.folder.trackers, self._known)
+        write_json(self.folder.trackers / RUNS, self._known)
 
     def tell(self, line: Mapping[str, Any]) -> None:
         """Tell a line of metrics. Those of one step go together: some trackers take a step once."""
@@ -124,11 +129,11 @@ class Curves:
             )
 
 
-def _read(folder: RunFolder) -> dict[str, dict[str, Any]]:
+def _read(path: Path) -> dict[str, dict[str, Any]]:
     """What an earlier process of this run has noted of its trackers."""
-    if not folder.trackers.exists():
+    if not path.exists():
         return {}
-    known: dict[str, dict[str, Any]] = json.loads(folder.trackers.read_text(encoding="utf-8"))
+    known: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return known
 
 

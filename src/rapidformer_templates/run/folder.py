@@ -19,9 +19,7 @@ CONTENTS = (
     "deepspeed.json",
     "reference.safetensors",
     "metrics.jsonl",
-    "trackers.json",
-    "tensorboard",
-    "wandb",
+    "trackers",
     "summary.json",
     "curves.png",
     "profile",
@@ -38,7 +36,7 @@ class RunFolder:
         self.plan = self.path / "plan.json"
         self.metrics = self.path / "metrics.jsonl"
         self.reference = self.path / "reference.safetensors"
-        self.trackers = self.path / "trackers.json"
+        self.trackers = self.path / "trackers"
         self.summary = self.path / "summary.json"
         self.curves = self.path / "curves.png"
         self.checkpoints = self.path / "checkpoints"

@@ -44,20 +44,19 @@ class Curve(ABC):
     """One run in one tracker.
 
     Args:
-        folder: the run folder.
+        folder: for its files, in the run folder.
         called: names for a run that is new to the tracker.
         known: the identity of one that goes on; empty of a new one.
-        cpu: whether the run computes on the CPU.
     """
 
     name: ClassVar[str]
     project_variable: ClassVar[str] = ""
 
-    def __init__(self, folder: Path, called: Called, known: Mapping[str, str], *, cpu: bool) -> None:
+    def __init__(self, folder: Path, called: Called, known: Mapping[str, str]) -> None:
         self.folder = folder
         project = known.get("project") or called.project or environ.get(self.project_variable) or PROJECT
         self.identity: dict[str, str] = {"project": project, "name": called.run, **known}
-        _prepare_accelerate(cpu=cpu)
+        _prepare_accelerate()
         self.tracker = self._open()
         self.tracker.main_process_only = False  # there is none on other workers, and nobody is to be asked
         self.tracker.start()
@@ -99,14 +98,14 @@ def _tracker(name: str, /, *arguments: Any, **keywords: Any) -> Any:
     return LOGGER_TYPE_TO_CLASS[name](*arguments, **keywords)
 
 
-def _prepare_accelerate(*, cpu: bool) -> None:
-    """Let accelerate look at the worker that it runs in, and change nothing of it."""
+def _prepare_accelerate() -> None:
+    """Let accelerate look at the worker that it runs in, which it insists on, and change nothing of it."""
     from accelerate.state import PartialState
 
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it sets the threads of workers on CPUs, and says so
-        PartialState(cpu=cpu)
+        PartialState(cpu=True)  # a GPU is no business of a tracker
     torch.set_num_threads(threads)
 
 
@@ -118,7 +117,7 @@ def _by_name(told: Iterable[tuple[str, int]]) -> WasTold:
 
 
 class TensorBoard(Curve):
-    """Files of events in the run folder."""
+    """Files of events."""
 
     name = "tensorboard"
 
@@ -142,7 +141,7 @@ class TensorBoard(Curve):
 
 
 class WandB(Curve):
-    """Files in the run folder, which wandb sends where it is online."""
+    """Files, which wandb sends where it is online."""
 
     name = "wandb"
     project_variable = "WANDB_PROJECT"
