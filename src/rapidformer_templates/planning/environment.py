@@ -20,14 +20,18 @@ OPTIONAL_PACKAGES = (
     "fairscale",
     "flash_attn",
     "liger_kernel",
+    "mlflow",
     "onnx",
     "onnxruntime",
     "onnxscript",
     "peft",
+    "tensorboard",
     "torch_xla",
     "torchao",
+    "trackio",
     "triton",
     "tvm",
+    "wandb",
 )
 
 

@@ -154,8 +154,12 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("eval-strategy evaluation-strategy", "--eval-interval", _INTERVAL),
     ("limit-val-batches eval-batches", "--eval-iters", ""),
     ("logging-steps log-every-n-steps log-every steps-per-print", "--log-interval", ""),
-    ("report-to with-tracking wandb wandb-project tensorboard-dir", "", "the curves are in --save: metrics.jsonl"),
-    ("do-train do-eval do-predict run-name disable-tqdm remove-unused-columns prediction-loss-only", "",
+    ("with-tracking log-with loggers", "--report-to tensorboard", ""),
+    ("wandb use-wandb", "--report-to wandb", ""),
+    ("tensorboard-dir", "--report-to tensorboard", "which lies in --save"),
+    ("wandb-project trackio-project experiment-name", "--project-name", "with --report-to"),
+    ("wandb-exp-name", "--run-name", "with --report-to"),
+    ("do-train do-eval do-predict disable-tqdm remove-unused-columns prediction-loss-only", "",
      "leave it out"),
 )  # fmt: skip
 

@@ -18,7 +18,8 @@ from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.run.folder import RunFolder, read_metrics
+from rapidformer_templates.run.best import LOSS
+from rapidformer_templates.run.folder import RunFolder, is_of_test, read_metrics
 from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
 
@@ -103,6 +104,7 @@ def summarise(
         earlier = loop.folder.read_summary()
         measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
         summary |= {name: earlier[name] for name in measured}
+    summary["trackers"] = workers.broadcast(loop.curves.end(summary) if loop.curves else {})
     if workers.is_main and loop.folder:
         write_json(loop.folder.summary, summary)
     return summary
@@ -146,6 +148,8 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
         for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):
             if path.exists():
                 table.add_row(name, str(path))
+    for name, told in summary["trackers"].items():
+        table.add_row(name, f"failed: {told['failed']}" if told["failed"] else told["where"])
     console = Console()
     with console.capture() as captured:
         console.print(table)
@@ -162,13 +166,16 @@ def draw_curves(folder: RunFolder) -> None:
 
     lines = read_metrics(folder.metrics)
     steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "eval_loss" in line]
+    evaluations = [line for line in lines if "loss" not in line and not is_of_test(line)]
+    losses = dict.fromkeys(name for line in evaluations for name in line if name == LOSS or name.endswith("/loss"))
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
     upper.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training", linewidth=1)
-    if evaluations:
-        upper.plot([e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations], "o-", label="validation")
+    for name in losses:
+        points = [(line["step"], line[name]) for line in evaluations if name in line]
+        label = "validation" if name == LOSS else name.removesuffix("/loss")
+        upper.plot(*zip(*points, strict=True), "o-", label=label)
     upper.set_ylabel("loss")
     upper.legend()
     lower.plot([s["step"] for s in steps], [s["samples_per_second"] for s in steps], color="tab:green", linewidth=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,12 @@ from rapidformer_templates.engines.traces import without_trace
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.label_use import can_be_tried, label_use
+from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
+from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import check_data_flags
+from rapidformer_templates.planning.trackers import chosen_trackers
 from rapidformer_templates.run import calls
 from rapidformer_templates.run import out_of_memory as ladder
 from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
@@ -33,9 +36,10 @@ from rapidformer_templates.run.checkpoint.check import problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
-from rapidformer_templates.run.evaluation import Evaluator
+from rapidformer_templates.run.curves import Curves
+from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
-from rapidformer_templates.run.folder import MetricsFile, RunFolder
+from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_of_test, read_metrics
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.lock import hold, try_folder
@@ -47,6 +51,7 @@ from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model, provide_reference
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
+from rapidformer_templates.run.trackers import Called
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
@@ -189,11 +194,11 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
         ladder.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
     ):
         _build_data(template, workers)
-        engine, valid = _build_engine(template, workers, reference), template.data.valid
-        if valid is None or not len(valid):
+        engine = _build_engine(template, workers, reference)
+        if not template.data.validation_sets():
             hint = "name data with --data-dir and --data-name"
             raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
-        return Evaluator(template, engine, valid, workers, config.training.eval_iters).evaluate()
+        return Validation(template, engine, workers).evaluate()
 
 
 def train(template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
@@ -228,11 +233,12 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     if position.step >= loop.total:
         early = f" (stopped early {loop.why_early})" if loop.why_early else ""
         say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done{early}")
-    with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
-        metrics = loop.run(stop, progress)
+    with closing(loop.curves) if loop.curves else nullcontext():
+        with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
+            metrics = loop.run(stop, progress)
 
-    # 4. Best weights, export, summary.
-    return _finish(loop, metrics, workers)
+        # 4. Best weights, the test part, export, summary.
+        return _finish(loop, metrics, workers)
 
 
 def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
@@ -248,6 +254,9 @@ def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless
         say(workers, "note       a stream is not divided: without a validation part the run is not evaluated")
     if samples is None or (not isinstance(samples, Endless) and len(samples) == 0):
         raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
+    if template.config.data.evaluate_test and not template.data.test:
+        hint = "return Data(…, test=samples), or leave the flag out"
+        raise DataError("there is no test part", where="--evaluate-test", hint=hint)
     return samples
 
 
@@ -332,19 +341,18 @@ def _build_loop(
     metric: BestMetric | None,
     workers: Workers,
 ) -> Loop:
-    training, data = template.config.training, template.data
+    training = template.config.training
     total = training.train_iters or order.steps_per_epoch * (training.epochs or 1)
-    has_valid = data.valid is not None and len(data.valid) > 0
-    evaluator = Evaluator(template, engine, data.valid, workers, training.eval_iters) if has_valid else None
     epoch = order.steps_per_epoch if order.by_epochs else 0
     metrics = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
     if metrics and metrics.garbled:
         say(workers, f"left out lines of metrics.jsonl that cannot be read: {_few(metrics.garbled)}", loud=True)
+    curves = _curves(template, folder, workers)  # before the clock starts
     return Loop(
         template=template,
         engine=engine,
         order=order,
-        evaluator=evaluator,
+        validation=Validation(template, engine, workers) if template.data.validation_sets() else None,
         schedule=checked_schedule(template.build_scheduler(total)),
         position=position,
         total=total,
@@ -365,7 +373,18 @@ def _build_loop(
         if folder and training.async_save
         else None,
         profile=_profile(template, folder, total - position.step, workers),
+        curves=curves,
     )
+
+
+def _curves(template: Template, folder: RunFolder | None, workers: Workers) -> Curves | None:
+    """The trackers of the main worker, if there are some."""
+    training = template.config.training
+    names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
+    if not names or folder is None or not workers.is_main:
+        return None
+    called = Called(training.run_name or folder.path.resolve().name, training.project_name)
+    return Curves(folder, names, called, template.plan, workers)
 
 
 def _few(numbers: Sequence[int]) -> str:
@@ -397,8 +416,10 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
         say(workers, f"left out {left_out} lines of the stream that cannot be read: {'; '.join(lines)}", loud=True)
     if _put_best_back(loop, workers):
         metrics = {}
-    if loop.evaluator and not metrics:  # other weights than the last evaluation's, or a run that was complete
-        metrics = loop.evaluator.evaluate()
+    if loop.validation and not metrics:  # other weights than the last evaluation's, or a run that was complete
+        metrics = loop.validation.evaluate()
+    if template.config.data.evaluate_test:
+        metrics |= _evaluate_test(loop)
     if folder and template.config.training.export_model:
         export_model(loop.engine, template, folder.export, workers)
     receipts = loop.receipts.measured_by_rank() if loop.meter.steps else {}
@@ -408,6 +429,18 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
     workers.barrier()
     template.on_train_end(summary)
     return summary
+
+
+def _evaluate_test(loop: Loop) -> dict[str, float]:
+    """The metrics of the test part, of the weights that are exported; written once, though a run may end twice."""
+    best, folder = loop.position.best, loop.folder
+    step = best["step"] if best and folder else loop.position.step
+    metrics = Evaluator(loop.template, loop.engine, loop.template.data.test, loop.workers, name=TEST).evaluate()
+    if loop.metrics and folder:
+        written = any(is_of_test(line) and line["step"] == step for line in read_metrics(folder.metrics))
+        if not written:
+            loop.record({"step": step, **metrics})
+    return metrics
 
 
 def _put_best_back(loop: Loop, workers: Workers) -> bool:

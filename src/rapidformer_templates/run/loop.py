@@ -16,12 +16,13 @@ from rapidformer_templates.data.types import Bookmark
 from rapidformer_templates.engines.contract import Engine, StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
-from rapidformer_templates.run.best import LOSS, BestMetric
+from rapidformer_templates.run.best import LOSS, BestMetric, loss_of
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.console import say
-from rapidformer_templates.run.evaluation import Evaluator, evaluating
+from rapidformer_templates.run.curves import Curves
+from rapidformer_templates.run.evaluation import Validation, evaluating
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_count
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
@@ -77,13 +78,14 @@ class Loop:
         why_early: why it was ended before all steps were done.
         saver: saves in the background; None waits for each save.
         profile: records some steps of this worker.
+        curves: the trackers, on the main worker, where there are some.
         progress: what people see.
     """
 
     template: Template
     engine: Engine
     order: Order
-    evaluator: Evaluator | None
+    validation: Validation | None
     schedule: Schedule
     position: Position
     total: int
@@ -98,6 +100,7 @@ class Loop:
     patience: int | None = None
     saver: AsyncSaver | None = None
     profile: Profile | None = None
+    curves: Curves | None = None
     progress: Progress = field(init=False)
     why_early: str | None = field(init=False, default=None)
 
@@ -168,7 +171,7 @@ class Loop:
             since = before, self.position.counts
             if self.intervals.logs(done, self.total):
                 self._log(result, step)
-            if self.evaluator and self.intervals.due(EVALUATE, *since, self.total, int(clock)):
+            if self.validation and self.intervals.due(EVALUATE, *since, self.total, int(clock)):
                 metrics = self._evaluate()
                 self._stop_early(result)
             if self.intervals.epoch and done % self.intervals.epoch == 0:
@@ -294,18 +297,23 @@ class Loop:
             "skipped": bool(result.skipped),
         }
         self.progress.logged(line)
+        self.record(line)
+
+    def record(self, line: Mapping[str, Any]) -> None:
+        """Write a line of metrics, and tell it to the trackers."""
         if self.metrics:
             self.metrics.write(line)
+        if self.curves:
+            self.curves.tell(line)
 
     def _evaluate(self) -> dict[str, float]:
-        assert self.evaluator is not None
+        assert self.validation is not None
         self._hear_all()
         with self.meter.paused():
-            metrics = self.evaluator.evaluate()
+            metrics = self.validation.evaluate()
         step = self.position.step
         self.progress.evaluated(step, metrics)
-        if self.metrics:
-            self.metrics.write({"step": step, "epoch": self.epoch, **metrics})
+        self.record({"step": step, "epoch": self.epoch, **metrics})
         if self.metric is not None:
             self._judge(self.metric, step, metrics)
         self.template.on_evaluate(step, metrics)
@@ -316,13 +324,13 @@ class Loop:
         best = self.position.best
         self.position.waited += 1
         if metric.name not in metrics:
-            names = ", ".join(name for name in metrics if name != LOSS.name) or "nothing"
+            names = ", ".join(name for name in metrics if name != LOSS) or "nothing"
             given = f"compute_metrics gives no '{metric.name}' (it gives {names})"
             if best is not None and best["metric"] == metric.name:
                 say(self.workers, f"{given}: step {step} is no best", loud=True)
                 return
-            say(self.workers, f"{given}: the best checkpoint is that of the least {LOSS.name}", loud=True)
-            self.metric = metric = LOSS
+            self.metric = metric = loss_of(self.template.data.validation_sets())
+            say(self.workers, f"{given}: the best checkpoint is that of the least {metric.name}", loud=True)
         value = metrics[metric.name]
         if not math.isfinite(value):
             say(self.workers, f"the {metric.name} of step {step} is {value}: no best", loud=True)
@@ -342,6 +350,8 @@ class Loop:
         with self.meter.paused():
             if self.metrics:
                 self.metrics.sync()
+            if self.curves:
+                self.curves.flush()
             root, step = self.folder.checkpoints, self.position.step
             progress = dataclasses.asdict(self.position)
             best = self.position.best["step"] if self.position.best else None
