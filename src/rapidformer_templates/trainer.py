@@ -17,13 +17,14 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.contract import ComputeLoss, StepResult
-from rapidformer_templates.engines.given_optimizer import as_recipe
+from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
+from rapidformer_templates.engines.given_optimizer import as_recipe, as_schedule
 from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
 from rapidformer_templates.engines.recipe import (
     GroupOptions,
@@ -71,6 +72,7 @@ class Trainer:
     """A frozen dataclass of your own flags, declared with :func:`rapidformer_templates.flag`."""
 
     data: Data
+    engine: Engine
     model: nn.Module
     peak_lr: float
 
@@ -290,7 +292,7 @@ def compose(
     optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer] | None = None,
     compute_loss: ComputeLoss | None = None,
     *,
-    schedule: Schedule | None = None,
+    schedule: Schedule | LRScheduler | None = None,
     count_targets: Callable[[Batch], float] | None = None,
     example: Batch | None = None,
     argv: Sequence[str] = (),
@@ -308,8 +310,8 @@ def compose(
             was made for ``model`` and has made no step; None for that of ``--optimizer`` and ``--lr``.
         compute_loss: from (model, batch) to the mean loss, or to (sum of losses, number of targets); None for
             ``model(**batch).loss``.
-        schedule: from the step (from 0) to a share of the peak rate; None for that of ``--train-iters`` and
-            ``--lr-decay-style``, or, without an end, for a constant rate.
+        schedule: from the step (from 0) to a share of the peak rate, or a scheduler of torch; None for that of
+            ``--train-iters`` and ``--lr-decay-style``, or, without an end, for a constant rate.
         count_targets: how many targets the loss of a batch is a mean over; by default the labels that are not -100.
         example: a batch of one sample, for a pipeline, which must see a loss before the first step.
         argv: flags in the words of a command line, which win over ``switches``.
@@ -320,6 +322,19 @@ def compose(
         Refused: the flags break rules; all of them are named.
         SystemExit: the workers that this process has started are done.
     """
+    template = composed(model, optimizer, compute_loss, count_targets, argv, switches)
+    return open_session(template, None if schedule is None else as_schedule(schedule), example)
+
+
+def composed(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer] | None,
+    compute_loss: ComputeLoss | None,
+    count_targets: Callable[[Batch], float] | None,
+    argv: Sequence[str],
+    switches: Mapping[str, Any],
+) -> Trainer:
+    """The template of a session, with the arguments of :func:`compose` as its hooks."""
     hooks: dict[str, Any] = {
         "__module__": getattr(compute_loss, "__module__", "__main__"),
         "plan": property(lambda self: configure.resolve_plan(type(self), self.config, training=False)),
@@ -335,7 +350,7 @@ def compose(
     at_the_door(template)
     if optimizer is not None:
         template.build_optimizer()  # what cannot be used is refused before a worker starts
-    return open_session(template, schedule, example)
+    return template
 
 
 def _given(config: RunConfig, *names: str) -> dict[str, Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.config import spelling
@@ -31,7 +33,7 @@ def as_recipe(
     Raises:
         ConfigError: it cannot be built anew as it is.
     """
-    if inspect.isclass(optimizer):
+    if isinstance(optimizer, type):
         return OptimizerSpec(optimizer, options)
     if isinstance(optimizer, partial):
         return OptimizerSpec(optimizer.func, {**optimizer.keywords, **options})
@@ -62,11 +64,6 @@ def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
             f"the {kind.__name__} has made steps already, and its state cannot be divided", where=WHERE,
             hint="compose before the first step; session.load() takes up what session.save() has written",
         )  # fmt: skip
-    if any("initial_lr" in group for group in optimizer.param_groups):
-        raise ConfigError(
-            f"a scheduler of torch is attached to the {kind.__name__}, and would change nothing", where=WHERE,
-            hint="leave it out, and give schedule=: a function from the step (from 0) to a share of the peak rate",
-        )  # fmt: skip
     takes = list(inspect.signature(kind).parameters.values())[1:]
     missing = [p.name for p in takes if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     missing = [name for name in missing if name not in optimizer.defaults]
@@ -82,7 +79,8 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parame
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     different: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        own = {k: v for k, v in group.items() if k in optimizer.defaults and v != optimizer.defaults[k]}
+        values = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # a scheduler of torch has changed it
+        own = {k: v for k, v in values.items() if k in optimizer.defaults and v != optimizer.defaults[k]}
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
@@ -98,3 +96,34 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parame
             f"{', '.join(left_out[:6])}", where=WHERE, hint="set requires_grad = False for what is not to be trained",
         )  # fmt: skip
     return lambda name, parameter: different.get(name, {})  # what a switch has added takes the defaults
+
+
+def as_schedule(schedule: Schedule | LRScheduler | Callable[[Optimizer], LRScheduler]) -> Schedule:
+    """The schedule that a scheduler of torch stands for, whose optimizer never steps; others are left as they are.
+
+    Raises:
+        ConfigError: it is none of steps alone, or its groups have different shares.
+    """
+    if not isinstance(schedule, LRScheduler):
+        return schedule  # type: ignore[return-value]
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau goes by a metric, not by the step", where="schedule",
+            hint="give the share of each step: session.step(batches, share=…)",
+        )  # fmt: skip
+    peaks = [float(group["initial_lr"]) for group in schedule.optimizer.param_groups]
+    shares: list[float] = []
+
+    def share(step: int) -> float:
+        while len(shares) <= step:
+            if shares:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of an optimizer that has not stepped
+                    schedule.step()
+            now = {float(rate) / peak for rate, peak in zip(schedule.get_last_lr(), peaks, strict=True) if peak}
+            if max(now, default=1.0) - min(now, default=1.0) > 1e-12:
+                raise ConfigError(f"the scheduler has different shares for its groups: {sorted(now)}", where="schedule")
+            shares.append(max(now, default=1.0))
+        return shares[step]
+
+    return share

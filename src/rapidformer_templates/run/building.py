@@ -67,7 +67,7 @@ def build_engine(template: Template, workers: Workers) -> Engine:
     engine.setup(model, recipe, template.compute_loss)
     if config.training.ema_decay is not None:
         engine.keep_average(config.training.ema_decay)
-    template.model = engine.model
+    template.engine, template.model = engine, engine.model
     provide_reference(template, engine, lambda: _transformed(template, _seeded_model(template, engine), workers))
     if not tried:
         with engine.measuring() as whole:

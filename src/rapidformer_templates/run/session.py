@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 OF_A_SESSION = frozenset(
     {
-        "config", "template", "nproc_per_node", "master_port", "device", "micro_batch_size", "global_batch_size",
-        "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay", "ema_decay", "clip_grad",
-        "train_iters", "seed", "lr", *OF_SCHEDULES,
+        "config", "template", "nproc_per_node", "data_parallel_size", "master_port", "device", "micro_batch_size",
+        "global_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay",
+        "ema_decay", "clip_grad", "train_iters", "seed", "lr", *OF_SCHEDULES,
     }
 )  # fmt: skip
 """Flags beside those of the switches that act without the library's loop, its data and its run folder."""
@@ -75,15 +75,24 @@ class Evaluation:
     output: Any
 
 
-def open_session(template: Template, schedule: Schedule | None, example: Batch | None) -> Session:
+def open_session(
+    template: Template, schedule: Schedule | None, example: Batch | None, *, reads_flags: bool = False
+) -> Session:
     """The session of this worker; a process that starts workers waits for them, and ends with them.
+
+    Args:
+        reads_flags: the script reads by itself the flags that act on nothing here.
 
     Raises:
         ConfigError: a flag acts on nothing here.
         Refused: the flags break rules.
         SystemExit: the workers that this process has started are done.
     """
-    _check(template, schedule)
+    if not reads_flags:
+        _check_flags(template, schedule)
+    if template.plan.device == "cuda" and not torch.cuda.is_available():
+        origin = template.config.origin("device")
+        raise ConfigError("--device cuda asks for a GPU, and torch can use none here", where=origin)
     count = template.config.launch.nproc_per_node or 1
     if launch.is_worker():
         if calls.CALL in os.environ:
@@ -97,7 +106,7 @@ def open_session(template: Template, schedule: Schedule | None, example: Batch |
     return Session(template, schedule, example)
 
 
-def _check(template: Template, schedule: Schedule | None) -> None:
+def _check_flags(template: Template, schedule: Schedule | None) -> None:
     """Refuse flags that nothing here would act on."""
     config, plan = template.config, template.plan
     of_a_run = {f.name for section in SECTIONS.values() for f in fields(section)} - OF_A_SESSION
@@ -117,8 +126,6 @@ def _check(template: Template, schedule: Schedule | None) -> None:
             where=config.origin(shaping[0]),
             hint="leave out one of them" if schedule else "give --train-iters, the number of steps that you will make",
         )
-    if plan.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda asks for a GPU, and torch can use none here", where=config.origin("device"))
 
 
 def _show(template: Template) -> None:
@@ -169,7 +176,7 @@ class Session:
         """Optimizer steps that are done, with those before :meth:`load`."""
         return self._position.step
 
-    def step(self, batches: Sequence[Batch]) -> StepResult:
+    def step(self, batches: Sequence[Batch], share: float | Callable[[], float] | None = None) -> StepResult:
         """One optimizer step: forward and backward of the micro batches, clipping, update.
 
         The gradient is that of the mean loss over the targets of all workers' micro batches, as in one process.
@@ -177,6 +184,8 @@ class Session:
         Args:
             batches: the micro batches of this worker, at most as many as ``plan.sizes.accumulation``; a worker that has
                 fewer samples than others brings fewer, or none.
+            share: of the peak learning rate, or a function that is asked for it right before the update; by default
+                what the schedule says.
 
         Raises:
             DataError: a worker brings too many, or nothing that it could stand in with; none has made the step.
@@ -189,7 +198,9 @@ class Session:
         if first:
             self._check_replicas(microbatches)
         with self._located(self.steps), self._receipts.watch(microbatches) if first else nullcontext():
-            result = self._engine.train_batch(microbatches, targets, self._schedule(self.steps))
+            result = self._engine.train_batch(
+                microbatches, targets, self._schedule(self.steps) if share is None else share
+            )
         self._receipts.count(microbatches)
         if first:
             self._receipts.check()
@@ -267,6 +278,16 @@ class Session:
         self._hear_all()
         receipts = self._receipts.measured_by_rank() if self._meter.steps else {}
         return what_was_done(self.plan, self._engine, self._position, self._meter, receipts)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """What the model puts out, without gradients and without a trace; every worker must call it alike."""
+        nothing = MicroBatch((arguments, named), [], idle=True)
+        return self._engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer that makes the updates, to be read."""
+        return self._engine.optimizer.param_groups
 
     def close(self) -> None:
         """Leave the other workers; a ``with`` block does so at its end."""
