@@ -1,6 +1,6 @@
 """A loop of one's own as the documentation of PAI-Rapidformer has it; the import alone is another one.
 
-python examples/pai_rapidformer/no_trainer.py --micro-batch-size 4 --lr 1e-2 --epochs 2 --lr-warmup-iters 2
+python examples/pai_rapidformer/no_trainer.py --micro-batch-size 4 --lr 1e-2 --lr-warmup-iters 2
 """
 
 from functools import partial
@@ -48,7 +48,7 @@ def main() -> tuple[list[float], float]:
         lr_scheduler_fn=lr_scheduler,
     )
     losses = []
-    for _ in range(args.epochs):
+    for _ in range(2):
         model.train()
         for batch in train_dataloader:
             outputs = model(**batch)

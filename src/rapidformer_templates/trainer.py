@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
@@ -24,7 +24,7 @@ from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
-from rapidformer_templates.engines.given_optimizer import as_recipe, as_schedule
+from rapidformer_templates.engines.given_optimizer import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
 from rapidformer_templates.engines.recipe import (
     GroupOptions,
@@ -37,7 +37,7 @@ from rapidformer_templates.engines.recipe import (
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
 from rapidformer_templates.models.label_smoothing import smoothed_labels
 from rapidformer_templates.models.label_use import LabelUse
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import load_object
@@ -323,6 +323,14 @@ def compose(
         SystemExit: the workers that this process has started are done.
     """
     template = composed(model, optimizer, compute_loss, count_targets, argv, switches)
+    options = _given(template.config, "lr", "weight_decay")
+    if options and optimizer is not None and not isinstance(optimizer, TAKES_OPTIONS):
+        name = next(iter(options))
+        raise ConfigError(
+            f"{spelling(name)} has nothing to act on: the optimizer brings its own",
+            where=template.config.origin(name),
+            hint="leave it out, or give the optimizer's class",
+        )
     return open_session(template, None if schedule is None else as_schedule(schedule), example)
 
 
@@ -337,11 +345,13 @@ def composed(
     """The template of a session, with the arguments of :func:`compose` as its hooks."""
     hooks: dict[str, Any] = {
         "__module__": getattr(compute_loss, "__module__", "__main__"),
-        "plan": property(lambda self: configure.resolve_plan(type(self), self.config, training=False)),
+        "plan": cached_property(lambda self: configure.resolve_plan(type(self), self.config, training=False)),
         "build_model": lambda self: same_weights(model) if isinstance(model, nn.Module) else model(),
     }
     if optimizer is not None:
-        hooks["build_optimizer"] = lambda self: as_recipe(optimizer, model, _given(self.config, "lr", "weight_decay"))
+        # Once, while the model still has the parameters that an optimizer was made for: switches replace some of them.
+        recipe = cache(lambda *names: as_recipe(optimizer, model, _given(template.config, *names)))
+        hooks["build_optimizer"] = lambda self: recipe("lr", "weight_decay")
     if compute_loss is not None:
         hooks["compute_loss"] = lambda self, model, batch: compute_loss(model, batch)
     if count_targets is not None:

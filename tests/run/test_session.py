@@ -273,6 +273,11 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused(make: Any, told: str) 
         as_recipe(make(model), model, {})
 
 
+def test_a_rate_beside_a_recipe_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--lr has nothing to act on"):
+        compose(own_loop.build_model, OptimizerSpec(torch.optim.SGD, {"lr": 0.1}), device="cpu", lr=1e-3)
+
+
 def test_schedules_that_are_none_of_steps_are_refused() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [parameter]}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=1.0)

@@ -246,7 +246,7 @@ class _Template:
         samples: Any = train
         # Whoever is told how many samples are wanted has put them in order, as Megatron's data sets are.
         return Data(
-            train=samples if counts is None or train is None else cast(Any, _InOrder(samples)),
+            train=samples if counts is None or train is None else cast(Any, _Sequential(samples)),
             valid=valid,
             test=test,
             collate=parts[3] if len(parts) == 4 else None,
@@ -261,11 +261,12 @@ class _Template:
                 "model_optimizer_lr_scheduler_provider returned a scheduler without its optimizer",
                 hint="return both, or None for both and --lr-decay-style",
             )
-        return model, optimizer, scheduler
+        # The recipe while the model has the parameters that the optimizer was made for: switches replace some of them.
+        return model, optimizer and as_recipe(optimizer, model, {}), scheduler
 
     def _recipe(self, template: Trainer) -> Any:
-        model, optimizer, _ = self._provided
-        return self.ours.build_optimizer(template) if optimizer is None else as_recipe(optimizer, model, {})
+        recipe = self._provided[1]
+        return self.ours.build_optimizer(template) if recipe is None else recipe
 
     def _schedule(self, template: Trainer, total: int) -> Any:
         scheduler = self._provided[2]
@@ -327,7 +328,7 @@ class _Batches:
         self.script._shows = True
 
 
-class _InOrder:
+class _Sequential:
     """Samples that are taken in their own order, pass after pass."""
 
     in_order = True

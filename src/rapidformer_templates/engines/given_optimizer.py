@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.models.blocks import canonical_name
-from rapidformer_templates.planning.config import spelling
 
 WHERE = "compose(model, optimizer, …)"
+TAKES_OPTIONS = (type, partial)
+"""What has no options of its own, or not all of them."""
 AS_RECIPE = "give a recipe: OptimizerSpec(torch.optim.AdamW, {'lr': …}), or the class itself"
 
 
@@ -37,11 +38,6 @@ def as_recipe(
         return OptimizerSpec(optimizer, options)
     if isinstance(optimizer, partial):
         return OptimizerSpec(optimizer.func, {**optimizer.keywords, **options})
-    if options:
-        raise ConfigError(
-            f"{spelling(next(iter(options)))} has nothing to act on: the optimizer brings its own", where=WHERE,
-            hint="leave it out, or give the optimizer's class",
-        )  # fmt: skip
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
     if isinstance(optimizer, Optimizer):
