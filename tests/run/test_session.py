@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from examples import own_loop
 from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose
 from rapidformer_templates.engines.given_optimizer import as_recipe, as_schedule
-from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, Refused
+from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory, Refused
 from tests.support.worker_group import run_in_workers
 
 EXAMPLE = Path(own_loop.__file__)
@@ -86,7 +86,16 @@ def _everywhere(workers: Any, folder: str) -> dict[str, Any]:
     found["resumed"] = _resumed(folder)
     found["replicas"] = _refusal(lambda: _tensor_parallel_step(workers.rank))
     found["uneven"] = _uneven(workers)
+    found["instance"] = _instance(workers.rank, own_loop.collate(torch.arange(4) + 4 * workers.rank))
     return found
+
+
+def _instance(rank: int, batch: dict[str, torch.Tensor]) -> list[float]:
+    """Losses of a model that each worker has made of other random numbers, with an optimizer of torch."""
+    torch.manual_seed(rank)
+    model = own_loop.build_model()
+    with compose(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", micro_batch_size=4) as session:
+        return [float(session.step([batch]).loss) for _ in range(3)]
 
 
 def _refusal(body: Callable[[], Any]) -> str:
@@ -178,6 +187,13 @@ def test_a_worker_with_fewer_samples_counts_for_what_it_has(in_workers: list[dic
         wanted.append(session.evaluate(own_loop.collate(torch.arange(3))).loss)
     assert in_workers[0]["uneven"] == pytest.approx(wanted, abs=1e-6)
     assert in_workers[1]["uneven"] == in_workers[0]["uneven"]
+
+
+@pytest.mark.distributed
+def test_a_model_is_that_of_the_first_worker(in_workers: list[dict[str, Any]]) -> None:
+    alone = _instance(0, own_loop.collate(torch.arange(8)))
+    for found in in_workers:
+        assert found["instance"] == pytest.approx(alone, abs=1e-6)
 
 
 @pytest.mark.distributed
@@ -302,6 +318,20 @@ def test_schedules_that_are_none_of_steps_are_refused() -> None:
 def test_flags_without_effect_are_refused(flags: dict[str, Any], told: str) -> None:
     with pytest.raises((ConfigError, Refused), match=told):
         compose(own_loop.build_model, lr=1e-3, device="cpu", **flags)
+
+
+def test_running_out_of_memory_names_the_next_step() -> None:
+    def fails(model: Any, batch: Any) -> Any:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    batch = own_loop.collate(torch.arange(8))
+    with (
+        pytest.raises(OutOfMemory, match="--micro-batch-size 1"),
+        compose(own_loop.build_model, None, fails, lr=1e-3, device="cpu", micro_batch_size=8) as session,
+    ):
+        session.step([batch])
+    with pytest.raises(ZeroDivisionError), compose(own_loop.build_model, lr=1e-3, device="cpu"):
+        _ = 1 / 0
 
 
 def test_rules_are_those_of_a_run() -> None:

@@ -23,7 +23,7 @@ from rapidformer_templates.data.targets import samples_in
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
-from rapidformer_templates.errors import ConfigError, DataError, NonFiniteLoss
+from rapidformer_templates.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory
 from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import SECTIONS
@@ -153,7 +153,7 @@ class Session:
         self._template, self._stack = template, ExitStack()
         self.workers: Workers = self._stack.enter_context(join(self.plan.device, self.plan.sizes))
         resolve = partial(resolve_plan, type(template), training=False)
-        self._stack.enter_context(ladder.explained(config, self.plan, self.workers.rank, resolve))
+        self._explained = partial(ladder.explained, config, self.plan, self.workers.rank, resolve)
         atexit.register(self.close)
         if self.workers.is_main and launch.CHECKED not in os.environ:
             _show(template)
@@ -290,8 +290,9 @@ class Session:
         return self._engine.optimizer.param_groups
 
     def close(self) -> None:
-        """Leave the other workers; a ``with`` block does so at its end."""
+        """Leave the other workers, once all are done; a ``with`` block does so at its end."""
         atexit.unregister(self.close)
+        self.workers.barrier()  # the last exchange is done everywhere
         self._stack.close()
 
     def __enter__(self) -> Session:
@@ -300,11 +301,19 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        atexit.unregister(self.close)
-        if error is not None and launch.is_worker() and self.workers.world > 1:
-            self._stack.pop_all()  # peers may be waiting: the error is told first
+        if error is None:
+            self.close()
             return
-        self._stack.__exit__(kind, error, trace)
+        atexit.unregister(self.close)
+        if self.workers.world == 1:
+            self._stack.close()  # else the peers may be waiting, and hear of the error from who started us
+        try:
+            with self._explained():
+                raise error
+        except OutOfMemory:
+            raise
+        except BaseException:
+            return  # it goes on by itself
 
     def _taken(self, batches: list[Batch], count: int) -> tuple[list[MicroBatch], str | None]:
         """(as many micro batches as every worker has, None), or why there are none."""
