@@ -11,26 +11,19 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rapidformer_templates.data.checks import checked_data
-from rapidformer_templates.data.loader import load
-from rapidformer_templates.data.order import Order, Request
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.embedding_noise import add_noise
-from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.traces import without_trace
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.label_use import can_be_tried, label_use
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.metrics import TEST
-from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import check_data_flags
 from rapidformer_templates.planning.trackers import chosen_trackers
 from rapidformer_templates.run import calls
 from rapidformer_templates.run import out_of_memory as ladder
 from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
+from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of
@@ -40,7 +33,7 @@ from rapidformer_templates.run.curves import Curves
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
 from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_of_test, read_metrics
-from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
+from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.lock import hold, try_folder
 from rapidformer_templates.run.loop import Loop, Position
@@ -48,14 +41,12 @@ from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
-from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model, provide_reference
+from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.run.trackers import Called
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
-from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
-from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.signals import StopRequest, stop_request
 from rapidformer_templates.system.workers import Workers, join
 
@@ -115,9 +106,7 @@ def _check(template: Template, folder: RunFolder | None) -> None:
         if not template.computes_own_metrics:
             check_metric(template.config)
         task.check()
-    for switch in (REGISTRY[name] for name in template.plan.switches):
-        if switch.prepare:
-            load_object(switch.prepare)(template.config, template.plan)
+    prepare_switches(template)
 
 
 def _check_overwritten(template: Template, folder: RunFolder) -> None:
@@ -139,8 +128,7 @@ def _check_overwritten(template: Template, folder: RunFolder) -> None:
 
 
 def _join_and_train(template: Template) -> dict[str, Any]:
-    if template.plan.device == "cpu":
-        _choose_allocation({REGISTRY[name].family for name in template.plan.switches})
+    choose_allocation(template.plan)
     with (
         stop_request(partial(_goes_on, template.config.training), alone=not launch.is_worker()) as stop,
         join(template.plan.device, template.plan.sizes) as workers,
@@ -148,14 +136,6 @@ def _join_and_train(template: Template) -> dict[str, Any]:
         _run_folder(template, workers) as folder,
     ):
         return train(template, folder, workers, stop)
-
-
-def _choose_allocation(families: set[str | None]) -> None:
-    """Fast where memory is no matter, small where it is the point, and the system's own way between the two."""
-    if "offload" in families:
-        give_freed_memory_back()
-    elif "partitioning" not in families:
-        keep_freed_memory()
 
 
 @contextmanager
@@ -194,7 +174,7 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
         ladder.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
     ):
         _build_data(template, workers)
-        engine = _build_engine(template, workers, reference)
+        engine = build_engine(template, workers, reference)
         if not template.data.validation_sets():
             hint = "name data with --data-dir and --data-name"
             raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
@@ -209,7 +189,7 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     # 1. The data, then the model: a classifier must know its labels.
     samples = _build_data(template, workers)
     metric = best_metric(template)
-    engine = _build_engine(template, workers)
+    engine = build_engine(template, workers)
 
     precomputed = _precomputed(template, engine, workers)
 
@@ -260,76 +240,11 @@ def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless
     return samples
 
 
-def _build_engine(template: Template, workers: Workers, build: Callable[[], nn.Module] | None = None) -> Engine:
-    """The model, changed by the active switches in the order of their stages; the engine comes last.
-
-    Args:
-        build: makes the model that preferences are measured against, where that is not this one at its start.
-    """
-    config, plan = template.config, template.plan
-    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
-    model = _seeded_model(template, engine)
-    template.model_was_built(model)
-    tried = can_be_tried(model)
-    if tried:
-        _try_labels(template, model, workers)
-    if template.uses_task:
-        template.task.check_model(model)
-    model = _transformed(template, model, workers)
-    if config.training.neftune_alpha:
-        add_noise(model, config.training.neftune_alpha, config.training.seed)
-    recipe = checked_optimizer(template.build_optimizer())
-    template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
-    engine.setup(model, recipe, template.compute_loss)
-    if config.training.ema_decay is not None:
-        engine.keep_average(config.training.ema_decay)
-    template.model = engine.model
-    again = build or (lambda: _transformed(template, _seeded_model(template, engine), workers))
-    provide_reference(template, engine, again)
-    if not tried:
-        with engine.measuring() as whole:
-            _try_labels(template, whole, workers)
-    return engine
-
-
-def _seeded_model(template: Template, engine: Engine) -> nn.Module:
-    """The model as it is before training; each time the same."""
-    seed_all(template.config.training.seed)
-    with engine.build_context():
-        return checked_model(template.build_model())
-
-
-def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.Module:
-    """The model, changed by the active switches in the order of their stages."""
-    config, plan = template.config, template.plan
-    for switch in (REGISTRY[name] for name in plan.switches):
-        if switch.transform:
-            options = config.switches[switch.name]
-            building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
-            model = load_object(switch.transform)(model, building)
-            del building
-    return model
-
-
 def _precomputed(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
     """What keeps the reference's log-probabilities, where they are computed once."""
     if not (template.config.training.precompute_reference and compared_task(template)):
         return None
     return Precomputed(template, engine, identity_of_model(engine, workers), workers)
-
-
-def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
-    """Find out how the model takes labels, by which targets are counted and the task's loss is made."""
-    for note in template.labels_were_tried(label_use(model)):
-        say(workers, f"note       {note}")
-
-
-def _loss_of_one(template: Template, model: nn.Module) -> Any:
-    """The user's loss of the first sample."""
-    request = Request([0], (template.config.training.seed, Stream.TRIAL), [0])
-    (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
-    with without_trace(model):
-        return template.compute_loss(model, microbatch.batch)
 
 
 def _build_loop(

@@ -66,6 +66,14 @@ class Position:
         return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
 
 
+def counted(template: Template, microbatch: MicroBatch) -> MicroBatch:
+    """A micro batch with all that is to be known of it on the host, before it leaves it."""
+    microbatch.targets = 0 if microbatch.idle else checked_count(template.count_targets(microbatch.batch))
+    microbatch.size = (microbatch.sample_count, microbatch.tokens)
+    microbatch.look()
+    return microbatch
+
+
 @dataclass
 class Loop:
     """A training run with all its parts; :meth:`run` is the loop.
@@ -230,13 +238,9 @@ class Loop:
         pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else on_gpu
         batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
         # Counted on the host, before they leave it; the next step's are on their way while this one is computed.
-        return on_device(map(self._counted, batches), self.workers.device, ahead=plan.sizes.accumulation)
-
-    def _counted(self, microbatch: MicroBatch) -> MicroBatch:
-        microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
-        microbatch.size = (microbatch.sample_count, microbatch.tokens)
-        microbatch.look()
-        return microbatch
+        return on_device(
+            (counted(self.template, batch) for batch in batches), self.workers.device, ahead=plan.sizes.accumulation
+        )
 
     def _part(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return self.profile.part(name) if self.profile else contextlib.nullcontext()
