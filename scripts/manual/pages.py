@@ -232,7 +232,7 @@ def flags_page() -> str:
 
 def _flag_row(action: Any) -> Sequence[str]:
     names = [name for name in action.option_strings if "_" not in name and not name.startswith("--no-")]
-    value = action.metavar or (" ".join(map(str, action.choices)) if action.choices else "")
+    value = (action.metavar or "").strip("{}").replace(",", ", ")  # choices, with room to break the line
     return ", ".join(f"`{name}`" for name in names), f"`{value}`" if value else "", _text(action.help or "")
 
 

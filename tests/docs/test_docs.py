@@ -26,9 +26,11 @@ from tests.support.manual import PAGES, ROOT, blocks, commands, name
 START = ROOT / "docs/index.md"
 MADE = ("reference/", "switches/")  # made while the site is built; tests/docs/test_site.py follows every link there
 OTHERS = {  # flags of other programs, and those that examples declare
+    "mlflow": ["--backend-store-uri"],
     "pip": ["--constraint", "--editable", "--no-deps"],
     "rapidformer": ["--build", "--help", "--markdown", "--version"],
     "ruff": ["--check"],
+    "tensorboard": ["--logdir"],
     "torchrun": [
         "--rdzv-backend",
         "--rdzv-endpoint",
