@@ -182,12 +182,18 @@ class Loop:
             if self.validation and self.intervals.due(EVALUATE, *since, self.total, int(clock)):
                 metrics = self._evaluate()
                 self._stop_early(result)
-            if self.intervals.epoch and done % self.intervals.epoch == 0:
-                self.template.on_epoch_end(done // self.intervals.epoch)
+            self._step_is_over(done)
             if self.intervals.due(SAVE, *since, self.total, int(clock)) or asked or self._is_best:
                 self._save()
             self._end_if_asked(bool(asked), done)
         return metrics
+
+    def _step_is_over(self, done: int) -> None:
+        """Tell the trackers of a step, and the script of an epoch."""
+        if self.curves:
+            self.curves.flush()
+        if self.intervals.epoch and done % self.intervals.epoch == 0:
+            self.template.on_epoch_end(done // self.intervals.epoch)
 
     def _stop_early(self, result: StepResult) -> None:
         """What the last step of a run has, for one that becomes the last by its evaluation."""
@@ -354,8 +360,6 @@ class Loop:
         with self.meter.paused():
             if self.metrics:
                 self.metrics.sync()
-            if self.curves:
-                self.curves.flush()
             root, step = self.folder.checkpoints, self.position.step
             progress = dataclasses.asdict(self.position)
             best = self.position.best["step"] if self.position.best else None
