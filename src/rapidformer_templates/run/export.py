@@ -10,6 +10,7 @@ import copy
 import shutil
 from collections.abc import Mapping
 from importlib import import_module
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,5 +167,6 @@ def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tenso
     if model.can_generate():
         skeleton.generation_config = model.generation_config
     logging.disable_progress_bar()  # its bar would stand among our own lines
+    getLogger("DeepSpeed").setLevel(ERROR)  # accelerate imports it here, and it tells of itself
     skeleton.save_pretrained(folder, state_dict=dict(weights))
     _mark(folder)
