@@ -105,10 +105,10 @@ def test_the_best_average_is_exported(tmp_path: Path) -> None:
             self.times += 1
             return {"utility": -float(self.times)}
 
-        def predict(self, *arguments: Any) -> Any:
+        def read_outputs(self, *arguments: Any) -> Any:
             raise NotImplementedError
 
-    with mock.patch.object(Falling, "predict", DeepJob.predict):
+    with mock.patch.object(Falling, "read_outputs", DeepJob.read_outputs):
         found = run(f"{ON} {flags}", tmp_path / "best", Falling)
     assert json.loads((tmp_path / "best" / "summary.json").read_text())["best"]["step"] == 2
     short = run(f"{ON} --micro-batch-size 8 --train-iters 2 --lr-decay-iters 6", tmp_path / "short")

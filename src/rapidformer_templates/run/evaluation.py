@@ -85,7 +85,7 @@ class Evaluator:
             loss, outputs = self.engine.eval_batch(microbatch)
             if not self.workers.ends_pipeline:
                 continue
-            result = self.template.predict(outputs, microbatch.batch)
+            result = self.template.read_outputs(outputs, microbatch.batch)
             predictions, references = checked_predictions(result, len(microbatch.samples))
             if microbatch.idle or not self.workers.speaks:
                 continue

@@ -151,14 +151,15 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # torchrun with one worker also sets RANK; without it there is no meeting point to join.
-    in_group = "RANK" in os.environ and not dist.is_initialized()
+    is_first = not dist.is_initialized()  # or whoever has opened the group closes it
+    in_group = "RANK" in os.environ and is_first
     end_with_launcher()
     if in_group:
         _open_group(device)
     try:
         yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, _mesh(device, sizes))
     finally:
-        if in_group and dist.is_initialized():
+        if is_first and dist.is_initialized():  # engines that cannot do without open one alone
             dist.destroy_process_group()
 
 
