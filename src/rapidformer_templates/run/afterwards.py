@@ -61,6 +61,7 @@ def build_alone(template: Template, weights: Weights | None) -> Engine:
         engine = build_engine(template, workers)
     if weights is not None:
         engine.load(_InMemory(weights), optimizer=False)
+    engine.model.eval()
     return engine
 
 

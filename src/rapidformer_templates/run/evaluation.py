@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 @contextmanager
 def evaluating(engine: Engine) -> Iterator[None]:
     """Around forwards that must not disturb training: mode and random states are as before afterwards."""
-    random_state = capture()
+    random_state, training = capture(), engine.model.training
     engine.model.eval()
     try:
         yield
     finally:
-        engine.model.train()
+        engine.model.train(training)
         restore(*random_state)
 
 
