@@ -146,7 +146,7 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
         for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):
             if path.exists():
                 table.add_row(name, str(path))
-    console = Console()
+    console = Console(force_jupyter=False)  # plain text in a notebook, too
     with console.capture() as captured:
         console.print(table)
     try:
