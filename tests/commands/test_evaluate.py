@@ -150,3 +150,16 @@ def test_a_folder_from_elsewhere(tmp_path: Path, capsys: Any, bert_folder: Path)
     ):
         assert main(["evaluate", f"{folder}/model", *given]) == 2, given
         assert told in capsys.readouterr().err
+
+
+def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS * 6])
+    flags = f"{FLAGS} --task pretraining --model-type gpt2 --tokenizer-path {gpt_folder} --data-path {corpus}"
+    flags += f" --split 60,40,0 --data-cache-dir {tmp_path}/cache --save {tmp_path}/run"
+    wanted = Trainer(flags.replace("--seq-length 32", "--seq-length 16").split()).fit()["metrics"]
+    run = str(tmp_path / "run")
+    alike(evaluate(capsys, run), wanted, "its own")
+    alike(evaluate(capsys, run, "--data-path", str(corpus), "--split", "60,40,0"), wanted, "the same part")
+    whole = evaluate(capsys, run, "--data-path", str(corpus))
+    assert whole.keys() == wanted.keys()
+    assert whole != wanted

@@ -43,7 +43,7 @@ OPTIONS = (
     EvaluateFlags,
     some_of(
         DataFlags, *WHERE, "text_column", "pair_column", "label_column", "max_eval_samples", "skip_bad_lines",
-        "micro_batch_size",
+        "micro_batch_size", micro_batch_size=None,
     ),
     some_of(ModelFlags, "seq_length", "trust_remote_code"),
     some_of(TrainingFlags, "task"),
@@ -138,7 +138,7 @@ def _template(saved: Saved, config: RunConfig, *, own_data: bool) -> Trainer:
     template.config = config
     if not own_data:
         part = {"validation": "valid"}.get(config.user.part, config.user.part)
-        template.task.settle(saved.decisions(config.training.task), part)
+        template.task.take_decisions(saved.decisions(config.training.task), part)
     return template
 
 
@@ -171,7 +171,8 @@ def _show(saved: Saved, metrics: dict[str, float], *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"evaluation of {saved.folder}", title_justify="left", show_header=False)
+    print(f"evaluation of {saved.folder}")
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in metrics.items():

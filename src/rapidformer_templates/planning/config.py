@@ -137,11 +137,15 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint="rapidformer --help lists every flag")
 
 
-def some_of(options: type, *names: str) -> type:
-    """A dataclass of flags that another one declares, for a command that has a use for these alone."""
+def some_of(options: type, *names: str, **defaults: Any) -> type:
+    """A dataclass of flags that another one declares, for a command that has a use for these alone.
+
+    Args:
+        defaults: the command's own, by name.
+    """
     types = field_types(options)
     fields = [
-        (f.name, types[f.name], field(default=f.default, metadata=f.metadata))
+        (f.name, types[f.name], field(default=defaults.get(f.name, f.default), metadata=f.metadata))
         for f in dataclasses.fields(options)
         if f.name in names
     ]

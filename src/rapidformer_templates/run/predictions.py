@@ -31,7 +31,7 @@ def predict_samples(
     """What a model predicts of some samples, in this process.
 
     Args:
-        task: whose labels are known, from its data or by :meth:`Task.take_from_model`.
+        task: whose labels are known, from its data or by :meth:`Task.take_decisions`.
         model: whole, on the device where it is to compute.
         samples: a mapping of the task's columns each, or plain texts.
         batch_size: of them that the model sees at once.

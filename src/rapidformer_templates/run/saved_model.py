@@ -167,7 +167,7 @@ def load_saved_task(config: RunConfig, saved: Saved) -> Task:
         RapidformerError: the folder cannot be used for the task.
     """
     task = load_task(config)
-    task.settle(saved.decisions(config.training.task))
+    task.take_decisions(saved.decisions(config.training.task))
     return task
 
 

@@ -76,8 +76,8 @@ class Task(ABC):
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
             :meth:`build_data`.
         notes: what people should know of the data; set by :meth:`build_data`.
-        is_settled: the model is trained, and the data of an evaluation decide nothing of it: :meth:`settle`.
-        part: of settled tasks, the part of the data that is read.
+        is_decided: the model is trained, and the data of an evaluation decide nothing of it: :meth:`take_decisions`.
+        part: where it is decided, the part of the data that is read.
     """
 
     name: ClassVar[str]
@@ -94,7 +94,7 @@ class Task(ABC):
         self.config = config
         self.skipped: list[str] = []
         self.notes: list[str] = []
-        self.is_settled = False
+        self.is_decided = False
         self.part: str | None = None
 
     @cached_property
@@ -254,14 +254,14 @@ class Task(ABC):
 
     # Rows that were never part of a data set, once the model is trained.
 
-    def settle(self, decisions: Mapping[str, Any], part: str | None = None) -> None:
+    def take_decisions(self, decisions: Mapping[str, Any], part: str | None = None) -> None:
         """Take what the data of the training have decided: the data that are read from now on decide nothing.
 
         Args:
             decisions: of :meth:`decisions`, as far as they are known; the model's configuration tells some, too.
             part: of a data set that is evaluated; None is its validation part, or its only one.
         """
-        self.is_settled, self.part = True, part
+        self.is_decided, self.part = True, part
         for name, value in {**self.told_by_model(), **decisions}.items():
             setattr(self, name, value)
 
@@ -275,7 +275,7 @@ class Task(ABC):
         Raises:
             DataError: a folder, file, line or part that is missing or cannot be read.
         """
-        return read_part(self.config, self.part) if self.is_settled else read_dataset(self.config)
+        return read_part(self.config, self.part) if self.is_decided else read_dataset(self.config)
 
     @abstractmethod
     def inputs(self, part: Part) -> Inputs:

@@ -70,7 +70,7 @@ class Pretraining(Task):
         self.skipped = [line for corpus in corpora for line in corpus.skipped]
         self.notes = [note for corpus in corpora for note in corpus.notes]
         train, valid, test = self._parts(corpora)
-        if self.is_settled:
+        if self.is_decided:
             train = valid  # there is nothing to train on
         assert train is not None
         if valid is None and split_shares(self.config.data.split)[1] > 0:
@@ -111,7 +111,7 @@ class Pretraining(Task):
         shares = split_shares(self.config.data.split)
         cache = IndexCache(cache_root(self.config))
         parts: list[Samples | Blend | None] = []
-        first = 1 if self.is_settled else 0
+        first = 1 if self.is_decided else 0
         for i, name in enumerate(PARTS):
             needed = i == first or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
             sources = []

@@ -49,7 +49,7 @@ class QuestionAnswering(Task):
     def read_data(self) -> Data:
         raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
-        self.may_be_null = self.is_settled and self.may_be_null
+        self.may_be_null = self.is_decided and self.may_be_null
         sets = {}
         for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
             question, context = self._text_columns(part)

@@ -55,7 +55,7 @@ class Seq2SeqLM(Task):
         sets = sets_of(raw, self.config, partial(self._set, source, target))
         whole = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
         lengths = [int(samples.lengths_of("labels").max()) for samples in whole]
-        self.longest_target = max([self.longest_target if self.is_settled else 0, *lengths])
+        self.longest_target = max([self.longest_target if self.is_decided else 0, *lengths])
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _set(self, source: str, target: str, name: str, part: Part, block: Block | None) -> TokenizedSamples:

@@ -68,7 +68,7 @@ class SequenceClassification(Task):
         label = raw.train.column("label_column", flags.label_column, LABEL_COLUMNS)
         # What was held out of one file may hold a rare label that is not among the rows that are left.
         known = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
-        if not self.is_settled:
+        if not self.is_decided:
             self.problem = flags.problem_type or problem_of(known, label)
             self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
             self.labels = self._label_names(known, label)

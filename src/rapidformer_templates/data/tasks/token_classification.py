@@ -54,7 +54,7 @@ class TokenClassification(Task):
         if not distinct:
             hint = "choose another --label-column, or tag the words"
             raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
-        if not self.is_settled:
+        if not self.is_decided:
             self.labels = declared_names(raw.train, tags) or sorted_names(distinct, self.model_config)
         sets = {name: self._samples(*part) for name, part in read.items()}
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
