@@ -66,7 +66,7 @@ OF_ITS_DATA = (
 )
 """Those that say which its own validation part is."""
 
-OWN_METRICS = ("build_data", "compute_loss", "count_targets", "predict", "compute_metrics")
+OWN_METRICS = ("build_data", "compute_loss", "count_targets", "read_outputs", "compute_metrics")
 """Hooks by which a script makes other metrics than those of the task."""
 
 

@@ -381,11 +381,17 @@ def _assemble(
         name, (_, origin) = next(iter(remaining.items()))
         known = [
             spelling(f.name)
-            for options in (*SECTIONS.values(), *switch_options.values())
+            for options in (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
             for f in dataclasses.fields(options)
         ]
         raise ConfigError(f"unknown flag '{name}'", where=origin, hint=did_you_mean(name, known, as_code))
     return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
+
+
+def _converted(kind: type, value: Any) -> Any:
+    if kind is str and isinstance(value, list | tuple | set | Mapping):
+        raise TypeError
+    return kind(str(value)) if kind is int else kind(value)  # YAML reads 1e-5 as text; int("2.5") must not pass as 2
 
 
 def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str) -> Any:
@@ -408,8 +414,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if kind is not bool and isinstance(value, bool):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin)
     try:
-        # YAML reads 1e-5 as text; int("2.5") must not pass as 2.
-        value = kind(str(value)) if kind is int else kind(value)
+        value = _converted(kind, value)
     except (TypeError, ValueError):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
     if choices and value not in choices and value != bare:
