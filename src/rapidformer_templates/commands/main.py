@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import importlib.metadata
 import json
 import os
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused
+from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused, did_you_mean
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split
 from rapidformer_templates.planning.environment import Environment
@@ -122,8 +121,7 @@ def _dispatch(words: list[str]) -> int:
         return commands[command](rest)
     if not command.startswith("-"):
         known = [*commands, *OTHERS]
-        near = difflib.get_close_matches(command, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(known)}"
+        hint = did_you_mean(command, known) or f"commands: {', '.join(known)}"
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     from rapidformer_templates.commands.train import run
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import types
 import typing
@@ -24,9 +23,9 @@ from typing import Any, Literal, NoReturn
 import yaml
 from yaml.constructor import SafeConstructor
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
-from rapidformer_templates.planning.peers import as_code, as_yaml, did_you_mean
+from rapidformer_templates.planning.peers import as_code, as_yaml, flag_hint
 
 
 @dataclass(frozen=True)
@@ -308,7 +307,7 @@ def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> NoReturn:
         raise ConfigError(f"unexpected argument '{word}'", hint="rapidformer --help lists every flag")
     known = [name for action in parser._actions for name in action.option_strings]
     flag = word.split("=")[0]
-    hint = did_you_mean(flag, known) or "rapidformer --help lists every flag"
+    hint = flag_hint(flag, known) or "rapidformer --help lists every flag"
     raise ConfigError(f"unknown flag {flag}", where="command line", hint=hint)
 
 
@@ -335,7 +334,7 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
         where = f"{file.name}:{key_node.start_mark.line + 1}"
         name = str(key_node.value).replace("-", "_")
         if name not in fields:
-            hint = did_you_mean(name, map(spelling, fields), as_yaml)
+            hint = flag_hint(name, map(spelling, fields), as_yaml)
             raise ConfigError(f"unknown key '{key_node.value}'", where=where, hint=hint)
         if name == "config":
             raise ConfigError("a configuration file cannot name another", where=where)
@@ -368,7 +367,7 @@ def _assemble(
             for options in (*SECTIONS.values(), *switch_options.values())
             for f in dataclasses.fields(options)
         ]
-        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=did_you_mean(name, known, as_code))
+        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=flag_hint(name, known, as_code))
     return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
 
 
@@ -397,9 +396,8 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     except (TypeError, ValueError):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
     if choices and value not in choices and value != bare:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=f"{hint}choose from {', '.join(choices)}")
+        hint = did_you_mean(str(value), choices, f"choose from {', '.join(choices)}")
+        raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=hint)
     minimum = f.metadata.get("minimum")
     if minimum is not None and not value >= minimum:
         raise ConfigError(f"{name} must be at least {minimum}, not {value}", where=origin)
