@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused, did_you_mean
 from rapidformer_templates.planning import environment
-from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split
+from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split, to_yaml
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import Plan
@@ -45,6 +45,9 @@ commands:
   rapidformer export RUN --merge  the whole model of a run that has trained adapters
   rapidformer bench …           measure
   rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
+  rapidformer new KIND FILE     write a script to begin with: finetuner, pretrainer, trainer; or the examples
+  rapidformer schema            print the JSON schema of the YAML files of --config, for editors
+  rapidformer completion SHELL  print a script for bash, zsh or tcsh: eval "$(rapidformer completion bash)"
 
 Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
 
@@ -54,8 +57,13 @@ OTHERS = {
     "export": "rapidformer_templates.commands.export",
     "bench": "rapidformer_templates.commands.bench.cli",
     "demo": "rapidformer_templates.commands.demo",
+    "new": "rapidformer_templates.commands.new",
+    "schema": "rapidformer_templates.commands.schema",
+    "completion": "rapidformer_templates.commands.completion",
 }
-"""Commands with a parser of their own, each with its module."""
+"""Commands with a parser of their own, ``build_parser``, each with its module."""
+
+COMMANDS = ("plan", "switches", "explain", "doctor", *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class PlanFlags:
     """Plan"""
 
     json: bool = flag(False, "print the plan as JSON")
+    yaml: bool = flag(False, "print the flags that were given as a file for --config, if the plan is accepted")
     world_size: int | None = flag(
         None, "workers to plan for (default: --nproc-per-node, else 1)", metavar="N", minimum=1
     )
@@ -120,8 +129,7 @@ def _dispatch(words: list[str]) -> int:
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
-        known = [*commands, *OTHERS]
-        hint = did_you_mean(command, known) or f"commands: {', '.join(known)}"
+        hint = did_you_mean(command, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     from rapidformer_templates.commands.train import run
 
@@ -131,7 +139,7 @@ def _dispatch(words: list[str]) -> int:
 def help_text() -> str:
     """Commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
-    parser.usage = "rapidformer [plan | switches | explain | doctor | data | export | bench | demo] [flags]"
+    parser.usage = f"rapidformer [{' | '.join(COMMANDS)}] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser.format_help()
 
@@ -202,8 +210,12 @@ def _show_resolved(
     notes: tuple[str, ...] = (),
 ) -> int:
     """Resolve, check and print; the exit status."""
+    if asked.json and asked.yaml:
+        raise ConfigError(
+            "--json and --yaml both say what to print", where="command line", hint="leave one of them out"
+        )
     try:
-        if config.get("auto_strategy"):
+        if config.get("auto_strategy") and not asked.yaml:
             from rapidformer_templates.switches.auto_strategy.command import plan_command
 
             return plan_command(config, detected, as_json=asked.json)
@@ -218,7 +230,10 @@ def _show_resolved(
         return refused.exit_status
     for check in checks:
         check(config)
-    if asked.json:
+    if asked.yaml:
+        program = f"python {script['file']}" if script else "rapidformer"
+        print(f"# {program} --config FILE\n{to_yaml(config)}", end="")
+    elif asked.json:
         print(json.dumps({"ok": True, "plan": plan.to_json(), **({"script": script} if script else {})}, indent=2))
     else:
         show_plan(plan)

@@ -25,6 +25,7 @@ from yaml.constructor import SafeConstructor
 
 from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
+from rapidformer_templates.planning.intervals import Interval
 from rapidformer_templates.planning.peers import as_code, as_yaml, flag_hint
 
 
@@ -115,7 +116,7 @@ def field_types(options: type) -> Mapping[str, Any]:
     return typing.get_type_hints(options)
 
 
-def _kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
+def value_kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
     """(scalar type, choices, takes several) of an annotation such as ``Literal['a'] | None``."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
@@ -141,7 +142,7 @@ def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
     # Dataclasses with one title share one group: each switch has its own, and all are "Acceleration".
     group = next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
     for f in dataclasses.fields(options):
-        meta, (kind, choices, several) = f.metadata, _kind(field_types(options)[f.name])
+        meta, (kind, choices, several) = f.metadata, value_kind(field_types(options)[f.name])
         text = meta.get("help", "").replace("%", "%%")
         if f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE):
             text += f" (default: {f.default})"
@@ -344,6 +345,29 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
     return values
 
 
+def to_yaml(config: RunConfig) -> str:
+    """The file of ``--config`` that says what stands on a command line and in the file that it names.
+
+    Values of the script, of the template and of other files are left out: they come from there again.
+    """
+    file = f"{Path(config.launch.config).name}:" if config.launch.config else "command line"
+    given = {
+        f.name.replace("_", "-"): _plain(config.get(f.name))
+        for f in config.fields()
+        if f.name != "config" and config.origin(f.name).startswith(("command line", file))
+    }
+    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=1000) if given else ""
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML has it: of the kinds that every reader knows."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Interval):
+        return int(value) if value.isdigit() else str(value)
+    return value
+
+
 def _assemble(
     values: Mapping[str, tuple[Any, str]], switch_options: Mapping[str, type], user: type | None
 ) -> RunConfig:
@@ -377,7 +401,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     Raises:
         ConfigError: it is of another kind, not one of the choices, or out of its range.
     """
-    kind, choices, several = _kind(annotation)
+    kind, choices, several = value_kind(annotation)
     name = spelling(f.name)
     if value is None:
         return None
