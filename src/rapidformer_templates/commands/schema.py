@@ -107,7 +107,11 @@ def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
     if kind in (int, float):
         return _number(kind, kinds, meta.get("minimum"), meta.get("maximum"))
     if kind is Interval:
-        return {"type": [*kinds, *_SCALAR], "exclusiveMinimum": 0, "pattern": rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$"}
+        return {
+            "type": [*kinds, "string", "integer"],
+            "exclusiveMinimum": 0,
+            "pattern": rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$",
+        }
     return {"type": kinds if kind is bool else [*kinds, *_SCALAR]}
 
 

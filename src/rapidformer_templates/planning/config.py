@@ -395,6 +395,12 @@ def _assemble(
     return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
 
 
+def _several(name: str, kind: type, value: Any, origin: str) -> tuple[Any, ...]:
+    if isinstance(value, (bool, dict)):
+        raise ConfigError(f"{name} needs one text or more, not {value!r}", where=origin)
+    return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
+
+
 def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str) -> Any:
     """``value`` in the type of its field.
 
@@ -406,7 +412,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if value is None:
         return None
     if several:
-        return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
+        return _several(name, kind, value, origin)
     bare = f.metadata.get("bare")
     if bare is not None and isinstance(value, bool):
         return kind(bare) if value else f.default
