@@ -131,7 +131,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[tuple[int, 
     folder = tmp_path_factory.mktemp("types")
     (folder / "right.py").write_text(RIGHT, encoding="utf-8")
     (folder / "wrong.py").write_text(WRONG, encoding="utf-8")
-    settings = {"extraPaths": [str(ROOT / "src")]}
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT / "src")]}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     words = [pyright, "--pythonpath", sys.executable, "--project", str(folder), "--outputjson"]
     report: dict[str, Any] = json.loads(subprocess.run(words, capture_output=True, text=True, check=False).stdout)

@@ -94,5 +94,5 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Of a parser and its commands."""
     for action in parser._actions:
         yield action
-        if isinstance(action, argparse._SubParsersAction):
+        if isinstance(action.choices, dict):  # the parsers of commands by their names
             yield from itertools.chain.from_iterable(map(_actions, action.choices.values()))
