@@ -71,8 +71,8 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("precision dtype torch-dtype", "--mixed-precision bf16", "or fp16; without it: fp32"),
     ("use-tf32 allow-tf32", "--tf32", ""),
     # Memory.
-    ("gradient-checkpointing activation-checkpointing use-gradient-checkpointing recompute-granularity "
-     "recompute-method", "--checkpoint-activations", ""),
+    ("gradient-checkpointing activation-checkpointing use-gradient-checkpointing", "--checkpoint-activations", ""),
+    ("recompute-method", "--recompute-num-layers", "the first N blocks, Megatron-LM's method block; without it: all"),
     ("fsdp use-fsdp fully-shard", "--fsdp-memory-optimization", ""),
     ("fsdp-config fsdp-transformer-layer-cls-to-wrap fsdp-auto-wrap-policy", "--fsdp-memory-optimization",
      "it shards each block by itself"),
