@@ -45,13 +45,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    # Lazily: `rapidformer plan` must answer where torch is not even installed.
-    if name in _HOME:
-        try:
-            return getattr(import_module(_HOME[name]), name)
-        except KeyboardInterrupt:
-            from rapidformer_templates.system import program
+if not TYPE_CHECKING:  # so that a misspelt name is found by what checks types
 
-            program.interrupted_while_importing()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        # Lazily: `rapidformer plan` must answer where torch is not even installed.
+        if name in _HOME:
+            try:
+                return getattr(import_module(_HOME[name]), name)
+            except KeyboardInterrupt:
+                from rapidformer_templates.system import program
+
+                program.interrupted_while_importing()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

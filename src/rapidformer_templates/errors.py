@@ -6,7 +6,8 @@ prints it without a stack trace and exits with ``exit_status``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,27 @@ class Interrupted(RapidformerError):
         super().__init__(message, hint=hint)
         self.saved = saved
         self.exit_status = self.SAVED if saved else self.LOST
+
+
+def alike(word: str, known: Iterable[str], *, limit: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known words that are most like ``word``, best first.
+
+    Args:
+        limit: how many at most.
+        cutoff: the least similarity by :mod:`difflib`, from 0 to 1.
+    """
+    return difflib.get_close_matches(word, list(known), limit, cutoff)
+
+
+def did_you_mean(word: str, known: Iterable[str], also: str = "", *, limit: int = 1, cutoff: float = 0.6) -> str:
+    """A hint for a word that is not known: the known one that is most like it, and what to say in any case.
+
+    Args:
+        also: follows the question, or stands alone where nothing is like the word.
+        limit, cutoff: as in :func:`alike`.
+    """
+    near = " or ".join(alike(word, known, limit=limit, cutoff=cutoff))
+    return " ".join(part for part in (f"did you mean {near}?" if near else "", also) if part)
 
 
 @dataclass(frozen=True)

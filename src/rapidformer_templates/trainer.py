@@ -82,7 +82,7 @@ class Trainer:
     tokenizer: Any = None
     """Exported with the model; set it where you build one of your own."""
 
-    uses_task = False
+    uses_task: bool = False
     """Whether the data come from ``--task``, so that its predictions and metrics fit them."""
 
     def __init__(self, argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (), **flags: Any) -> None:

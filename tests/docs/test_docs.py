@@ -12,14 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import _parser as evidence_parser
-from rapidformer_templates.commands.bench.cli import _parser as bench_parser
-from rapidformer_templates.commands.data import _parser as data_parser
-from rapidformer_templates.commands.demo import _parser as demo_parser
-from rapidformer_templates.commands.export import build_parser as export_parser
-from rapidformer_templates.commands.main import PlanFlags, main
-from rapidformer_templates.planning.config import build_parser
-from rapidformer_templates.planning.registry import switch_options
+from benchmarks.__main__ import build_parser as evidence_parser
+from rapidformer_templates.commands.completion import whole_parser
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +22,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OTHERS = {  # flags of other programs, and those that examples declare
     "mlflow": ["--backend-store-uri"],
     "pip": ["--constraint", "--editable", "--no-deps"],
-    "rapidformer": ["--build", "--help", "--markdown", "--version"],
+    "rapidformer": ["--help", "--version"],
     "ruff": ["--check"],
     "tensorboard": ["--logdir"],
     "torchrun": [
@@ -89,12 +84,7 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_flags_exist(page: Path) -> None:
-    own = build_parser("rapidformer", switch_options().values(), PlanFlags, "")
-    known = {
-        flag
-        for parser in (own, bench_parser(), evidence_parser(), data_parser(), demo_parser(), export_parser())
-        for flag in _flags(parser)
-    }
+    known = {flag for parser in (whole_parser(), evidence_parser()) for flag in _flags(parser)}
     known |= {flag for flags in OTHERS.values() for flag in flags}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", page.read_text(encoding="utf-8")))
     assert named - known == set()
