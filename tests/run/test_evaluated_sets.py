@@ -220,3 +220,34 @@ def test_a_corpus_has_a_test_part_by_its_shares(flags: dict[str, Any]) -> None:
         Trainer([*given, "--split", "80,20,0"]).fit()
     with pytest.raises(Refused, match="no validation and no test part"):
         Trainer([*given, "--streaming"]).fit()
+
+
+def losses_of(texts: Path, tokenizer: Path, tmp_path: Path, *more: str) -> dict[str, float]:
+    """What an untrained model has on each set: a rate of zero leaves it as it was made."""
+    flags = flags_of(texts, tokenizer, tmp_path, *more, "--lr", "0", "--keep-best", "--export-model")
+    return {name: value for name, value in train(None, flags)["metrics"].items() if name.endswith("loss")}
+
+
+def test_streams_and_mixtures_have_the_same_sets(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
+    """Of a mixture of a set with its like all parts are there twice, and the sets by name once."""
+    wanted = losses_of(texts, gpt_folder, tmp_path / "whole")
+    assert losses_of(texts, gpt_folder, tmp_path / "stream", "--streaming") == pytest.approx(wanted, rel=1e-6)
+    for name in ("a", "b"):
+        for part in ("train", "validation", "test"):
+            shutil.copy(texts / f"{part}.jsonl", texts / f"{name}-{part}.jsonl")
+    mixed = losses_of(texts, gpt_folder, tmp_path / "mixed", "--data-name", "0.5 a 0.5 b")
+    assert mixed == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_reference_is_computed_once_for_each_set(gpt_folder: Path, tmp_path: Path) -> None:
+    """Preferences beside a frozen copy and beside what was computed before: the same on every set."""
+    for name, count in (("train", 6), ("validation", 3), ("test", 2), ("far", 2)):
+        rows = [{"prompt": WORDS[i], "chosen": WORDS[i + 1], "rejected": WORDS[i + 3]} for i in range(count)]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    flags = (
+        f"--task preference {MODEL} --no-save --train-iters 2 --lr 1e-2 --evaluate-test --eval-data-name far".split()
+    )
+    flags += ["--data-dir", str(tmp_path), "--tokenizer-path", str(gpt_folder)]
+    computed, beside = (Trainer([*flags, *more]).fit()["metrics"] for more in (["--precompute-reference"], []))
+    assert {"far/loss", "test/rewards/margins"} <= computed.keys()
+    assert computed == pytest.approx(beside, rel=1e-5)

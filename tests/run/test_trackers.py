@@ -103,6 +103,7 @@ def told_of(run: Path) -> Iterator[tuple[str, int, float]]:
 CLOCKS = ("samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", READERS)
 def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_and_resumed: Path) -> None:
     held = READERS[tracker](killed_and_resumed)
@@ -120,6 +121,7 @@ def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_an
     }
 
 
+@pytest.mark.slow
 def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: Path) -> None:
     summary = json.loads((killed_and_resumed / "summary.json").read_text())
     assert {name: told["failed"] for name, told in summary["trackers"].items()} == dict.fromkeys(READERS)
@@ -135,6 +137,7 @@ def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: P
     assert line == {"step": STEPS, "test/loss": summary["metrics"]["test/loss"], "test/samples@1": 3.0}
 
 
+@pytest.mark.distributed
 def test_only_one_of_several_workers_tells(tmp_path: Path) -> None:
     run_in_workers(2, tracked_by_two, str(tmp_path))
     steps = [step for name, step, _ in of_tensorboard(tmp_path / "run") if name == "loss"]
@@ -176,6 +179,25 @@ def test_a_tracker_that_fails_ends_no_run_and_catches_up_later(
     held = of_tensorboard(tmp_path)
     Tracked([*flags.split(), str(tmp_path), "--train-iters", "6", "--resume"]).fit()  # nothing is left to train
     assert of_tensorboard(tmp_path) == held
+
+
+def test_a_step_is_told_before_the_next_one_and_with_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, bool]] = []
+
+    class Notes(TensorBoard):
+        def log(self, values: Mapping[str, float], step: int) -> None:
+            told.append((step, "near/loss" in values))
+
+    class Looks(Tracked):
+        def on_step_end(self, step: int, result: Any) -> None:
+            assert [number for number, _ in told] == list(range(1, step))
+
+    monkeypatch.setattr(curves_module, "KINDS", {"tensorboard": Notes})
+    flags = "--lr 0.1 --train-iters 4 --eval-interval 2 --log-interval 1 --report-to tensorboard --save"
+    Looks([*flags.split(), str(tmp_path)]).fit()
+    assert told[:4] == [(1, False), (2, True), (3, False), (4, True)]
 
 
 def test_a_tracker_that_does_not_open_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

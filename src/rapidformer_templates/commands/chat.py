@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.commands.predict import GenerationFlags, precision
-from rapidformer_templates.commands.words import words_of_saved
+from rapidformer_templates.commands.words import Parser, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import some_of
 from rapidformer_templates.planning.environment import detect
@@ -49,6 +49,11 @@ OPTIONS = (
 )
 
 
+def build_parser() -> Parser:
+    """The parser of its words."""
+    return parser_of_saved("chat", DESCRIPTION, OPTIONS)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Talk until there is nothing more to read.
 
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         RapidformerError: the model or a flag cannot be used.
     """
     words = sys.argv[1:] if argv is None else argv
-    path, given = words_of_saved("chat", DESCRIPTION, OPTIONS, words)
+    path, given = words_of_saved(build_parser(), words)
 
     from rapidformer_templates.run.saved_model import find_saved, load_saved_task
 

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = dashed(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parser().parse_args(words)
+        options = build_parser().parse_args(words)
         with interruptible("interrupted; nothing was written", "run it again: it starts anew"):
             status: int = options.run(options)
     except RapidformerError as error:
@@ -65,7 +65,8 @@ def _tokenizer(options: argparse.Namespace) -> int:
     return train_tokenizer.main(options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of its words."""
     parser = Parser(prog="rapidformer data", description="Make, join and look at data sets for pretraining.")
     commands = parser.add_subparsers(required=True, metavar="preprocess|merge|inspect|verify|tokenizer")
 

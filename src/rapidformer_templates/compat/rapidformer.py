@@ -219,14 +219,14 @@ class _Template:
         elif self._has("run_forward_step"):
             hooks["count_targets"] = lambda template, batch: self._count(template, batch)
         if self._has("run_compute_metrics"):
-            hooks["predict"] = lambda template, outputs, batch: ([None] * samples_in(batch),) * 2
+            hooks["read_outputs"] = lambda template, outputs, batch: ([None] * samples_in(batch),) * 2
             hooks["compute_metrics"] = lambda template, predictions, references: self._metrics(template)
         made: Trainer = type(type(self).__name__, (self.ours,), hooks)(self.engine.words)
         if self._has("run_compute_metrics") and made.config.get("pipeline_model_parallel_size") != 1:
             raise ConfigError(
                 "run_compute_metrics calls the whole model, which no stage of a pipeline has",
                 where=made.config.origin("pipeline_model_parallel_size"),
-                hint="write a Trainer with predict(outputs, batch) and compute_metrics(predictions, references)",
+                hint="write a Trainer with read_outputs(outputs, batch) and compute_metrics(predictions, references)",
             )
         return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any, Literal, get_args
 
@@ -11,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rapidformer_templates.errors import ModelError
+from rapidformer_templates.errors import ModelError, did_you_mean
 from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.models.tokenizers import padded_vocab_size, vocabulary_size
 from rapidformer_templates.planning.config import RunConfig, spelling
@@ -120,12 +119,8 @@ def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedToke
     flags = config.model
     name = str(flags.model_type)
     if name not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(name.lower(), list(CONFIG_MAPPING.keys()), n=3, cutoff=0.4)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else "name an architecture of transformers, such as gpt2, bert or t5"
-        )
+        near = did_you_mean(name.lower(), CONFIG_MAPPING.keys(), limit=3, cutoff=0.4)
+        hint = near or "name an architecture of transformers, such as gpt2, bert or t5"
         raise ModelError(f"transformers knows no architecture '{name}'", where="--model-type", hint=hint)
     kind = CONFIG_MAPPING[name]
     default = kind()

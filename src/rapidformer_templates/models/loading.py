@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from rapidformer_templates.errors import ModelError
+from rapidformer_templates.errors import ModelError, alike
 from rapidformer_templates.models.architectures import (
     SEQUENCE_CLASSIFICATION,
     SIZE_FLAGS,
@@ -283,7 +282,7 @@ def _quiet_loading() -> Iterator[None]:
 
 def _nearest_sibling(folder: Path) -> str:
     names = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.5)
+    near = alike(folder.name, names)
     return f"; did you mean {folder.parent / near[0]}?" if near else ""
 
 

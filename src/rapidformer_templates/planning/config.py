@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import types
 import typing
@@ -24,9 +23,10 @@ from typing import Any, Literal, NoReturn
 import yaml
 from yaml.constructor import SafeConstructor
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.flags import SECTIONS, DataFlags, LaunchFlags, ModelFlags, TrainingFlags
-from rapidformer_templates.planning.peers import as_code, as_yaml, did_you_mean
+from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.peers import as_code, as_yaml, flag_hint
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def field_types(options: type) -> Mapping[str, Any]:
     return typing.get_type_hints(options)
 
 
-def _kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
+def value_kind(annotation: Any) -> tuple[type, tuple[Any, ...] | None, bool]:
     """(scalar type, choices, takes several) of an annotation such as ``Literal['a'] | None``."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
@@ -158,7 +158,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
     # Dataclasses with one title share one group: each switch has its own, and all are "Acceleration".
     group = next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
     for f in dataclasses.fields(options):
-        meta, (kind, choices, several) = f.metadata, _kind(field_types(options)[f.name])
+        meta, (kind, choices, several) = f.metadata, value_kind(field_types(options)[f.name])
         text = meta.get("help", "").replace("%", "%%")
         if f.default not in (None, False, ()) and not isinstance(f.default, dataclasses._MISSING_TYPE):
             text += f" (default: {f.default})"
@@ -324,7 +324,7 @@ def _refuse_unknown(word: str, parser: argparse.ArgumentParser) -> NoReturn:
         raise ConfigError(f"unexpected argument '{word}'", hint="rapidformer --help lists every flag")
     known = [name for action in parser._actions for name in action.option_strings]
     flag = word.split("=")[0]
-    hint = did_you_mean(flag, known) or "rapidformer --help lists every flag"
+    hint = flag_hint(flag, known) or "rapidformer --help lists every flag"
     raise ConfigError(f"unknown flag {flag}", where="command line", hint=hint)
 
 
@@ -351,7 +351,7 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
         where = f"{file.name}:{key_node.start_mark.line + 1}"
         name = str(key_node.value).replace("-", "_")
         if name not in fields:
-            hint = did_you_mean(name, map(spelling, fields), as_yaml)
+            hint = flag_hint(name, map(spelling, fields), as_yaml)
             raise ConfigError(f"unknown key '{key_node.value}'", where=where, hint=hint)
         if name == "config":
             raise ConfigError("a configuration file cannot name another", where=where)
@@ -359,6 +359,29 @@ def _read_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, tuple[An
         if value is not None:
             values[fields[name]] = (value, where)
     return values
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The file of ``--config`` that says what stands on a command line and in the file that it names.
+
+    Values of the script, of the template and of other files are left out: they come from there again.
+    """
+    file = f"{Path(config.launch.config).name}:" if config.launch.config else "command line"
+    given = {
+        f.name.replace("_", "-"): _plain(config.get(f.name))
+        for f in config.fields()
+        if f.name != "config" and config.origin(f.name).startswith(("command line", file))
+    }
+    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=1000) if given else ""
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML has it: of the kinds that every reader knows."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Interval):
+        return int(value) if value.isdigit() else str(value)
+    return value
 
 
 def _assemble(
@@ -381,11 +404,23 @@ def _assemble(
         name, (_, origin) = next(iter(remaining.items()))
         known = [
             spelling(f.name)
-            for options in (*SECTIONS.values(), *switch_options.values())
+            for options in (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
             for f in dataclasses.fields(options)
         ]
-        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=did_you_mean(name, known, as_code))
+        raise ConfigError(f"unknown flag '{name}'", where=origin, hint=flag_hint(name, known, as_code))
     return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
+
+
+def _converted(kind: type, value: Any) -> Any:
+    if kind is str and isinstance(value, list | tuple | set | Mapping):
+        raise TypeError
+    return kind(str(value)) if kind is int else kind(value)  # YAML reads 1e-5 as text; int("2.5") must not pass as 2
+
+
+def _several(name: str, kind: type, value: Any, origin: str) -> tuple[Any, ...]:
+    if isinstance(value, (bool, dict)):
+        raise ConfigError(f"{name} needs one text or more, not {value!r}", where=origin)
+    return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
 
 
 def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str) -> Any:
@@ -394,12 +429,12 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     Raises:
         ConfigError: it is of another kind, not one of the choices, or out of its range.
     """
-    kind, choices, several = _kind(annotation)
+    kind, choices, several = value_kind(annotation)
     name = spelling(f.name)
     if value is None:
         return None
     if several:
-        return tuple(kind(v) for v in (value if isinstance(value, (list, tuple)) else str(value).split()))
+        return _several(name, kind, value, origin)
     bare = f.metadata.get("bare")
     if bare is not None and isinstance(value, bool):
         return kind(bare) if value else f.default
@@ -408,14 +443,12 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if kind is not bool and isinstance(value, bool):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin)
     try:
-        # YAML reads 1e-5 as text; int("2.5") must not pass as 2.
-        value = kind(str(value)) if kind is int else kind(value)
+        value = _converted(kind, value)
     except (TypeError, ValueError):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
     if choices and value not in choices and value != bare:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=f"{hint}choose from {', '.join(choices)}")
+        hint = did_you_mean(str(value), choices, f"choose from {', '.join(choices)}")
+        raise ConfigError(f"{name} cannot be {value!r}", where=origin, hint=hint)
     minimum = f.metadata.get("minimum")
     if minimum is not None and not value >= minimum:
         raise ConfigError(f"{name} must be at least {minimum}, not {value}", where=origin)

@@ -6,10 +6,11 @@ Megatron-LM and DeepSpeed. Those that are spelled alike here (``--tensor-model-p
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from rapidformer_templates.errors import alike
 
 SIMILAR = 0.75
 """How alike two names must be to be taken for one another: ``tf31`` and ``tf32``, not ``bf16`` and ``tf32``."""
@@ -189,7 +190,7 @@ def _pairs(flags: str) -> list[tuple[str, str]]:
     return [(name.replace("-", "_"), value) for name, value in found]
 
 
-def did_you_mean(word: str, known: Iterable[str], spelled: Callable[[str], str] = as_flags) -> str | None:
+def flag_hint(word: str, known: Iterable[str], spelled: Callable[[str], str] = as_flags) -> str | None:
     """A hint for a name that is not known: what stands for it here, else the known one that is most like it.
 
     Args:
@@ -202,5 +203,5 @@ def did_you_mean(word: str, known: Iterable[str], spelled: Callable[[str], str] 
     if here is not None:
         return " ".join(part for part in (here.flags and f"did you mean {spelled(here.flags)}?", here.note) if part)
     flags = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
-    near = difflib.get_close_matches(name, flags, n=1, cutoff=SIMILAR)
+    near = alike(name, flags, cutoff=SIMILAR)
     return f"did you mean {spelled(flags[near[0]])}?" if near else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
 
 TASKS = {
@@ -124,8 +123,7 @@ def check_task_flags(config: RunConfig) -> None:
     if name is None:
         raise ConfigError("no task is named", where="--task", hint=f"choose from {', '.join(TASKS)}")
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = (f"did you mean {near[0]}? " if near else "") + f"choose from {', '.join(TASKS)}"
+        hint = did_you_mean(name, TASKS, f"choose from {', '.join(TASKS)}")
         raise ConfigError(f"there is no task '{name}'", where="--task", hint=hint)
     _refuse(config, name, FLAGS_OF)
 

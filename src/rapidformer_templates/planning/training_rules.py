@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
+from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.changes import REPLACE, add, drop, replace
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file import recipe as deepspeed_recipe
@@ -30,7 +29,7 @@ def _best_is_known(request: Request) -> list[Finding]:
     # A task without hooks of the user's own has the metrics that it has: check_metric tells of another name.
     can_be_own = training.task is None or request.environment.white_box
     if can_be_own and training.metric_for_best_mode is None and direction_of(name) is None:
-        near = difflib.get_close_matches(name, metrics_of(request.config), n=1)
+        near = alike(name, metrics_of(request.config))
         findings.append(
             Finding(
                 f"nothing tells whether more or less of '{name}' is better",

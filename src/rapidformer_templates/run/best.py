@@ -5,12 +5,11 @@ A direction that is not known is asked about: the wrong one keeps and exports th
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.metrics import Direction, direction_of, metric_name
 from rapidformer_templates.planning.tasks import metrics_of
@@ -58,12 +57,11 @@ def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_tas
     given = [metric_name(of, metric) for of in sets for metric in metrics_of(config, of_task=of_task)]
     if name is None or name in given:
         return
-    near = difflib.get_close_matches(name, given, n=1)
+    there = f"there are: {', '.join(given)}; others come from a compute_metrics of your own"
     raise ConfigError(
         f"{config.training.task if of_task else 'this run'} has no metric '{name}'",
         where=f"--metric-for-best ({config.origin('metric_for_best')})",
-        hint=(f"did you mean {near[0]}? " if near else "")
-        + f"there are: {', '.join(given)}; others come from a compute_metrics of your own",
+        hint=did_you_mean(name, given, there),
     )
 
 

@@ -160,7 +160,7 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
                 table.add_row(name, str(path))
     for name, told in summary["trackers"].items():
         table.add_row(name, f"failed: {told['failed']}" if told["failed"] else told["where"])
-    console = Console()
+    console = Console(force_jupyter=False)  # plain text in a notebook, too
     with console.capture() as captured:
         console.print(table)
     try:

@@ -24,6 +24,7 @@ from rapidformer_templates.run import calls
 from rapidformer_templates.run import out_of_memory as ladder
 from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
 from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
+from rapidformer_templates.run.callbacks import take_back, tell
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of
@@ -47,6 +48,7 @@ from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.run.trackers import Called
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
+from rapidformer_templates.system.process_state import kept_process_state
 from rapidformer_templates.system.signals import StopRequest, stop_request
 from rapidformer_templates.system.workers import Workers, join
 
@@ -54,30 +56,54 @@ if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
 
 
-def fit(template: Template) -> dict[str, Any]:
-    """Check what can be checked, start local workers if they are asked for, and train."""
+Then = Callable[[Engine, Workers], None]
+"""What is done with a trained engine while its workers are together."""
+
+
+def fit(template: Template, then: Then | None = None) -> dict[str, Any]:
+    """Check what can be checked, start local workers if they are asked for, and train.
+
+    Args:
+        then: is called at the end where this process is the only one.
+    """
     asked = dict(template.config.items())
     if launch.is_worker():
         return calls.in_this_worker(
-            type(template).__qualname__, asked, template.adopt, lambda: _join_and_train(template)
+            type(template).__qualname__, asked, template.adopt, lambda: join_and_train(template)
         )
     if (template.config.launch.nproc_per_node or 1) == 1:
-        return calls.noted(lambda: _join_and_train(template))
+        return calls.noted(lambda: _train_here(template, then))
     return calls.noted(lambda: _train_in_new_workers(template, asked))
 
 
-def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[str, Any]:
-    config, training = template.config, template.config.training
-    program.command()  # or there is nothing that workers could run
+def _train_here(template: Template, then: Then | None) -> dict[str, Any]:
+    with kept_process_state():
+        return join_and_train(template, then)
+
+
+def check_before_workers(template: Template) -> tuple[dict[str, str], Callable[[], bool]]:
+    """See what can be seen to be wrong before workers start, and show the plan.
+
+    Returns:
+        What their environment is to have, and whether there is a checkpoint to go on from.
+    """
+    training = template.config.training
     _check(template, RunFolder(training.save) if training.save else None)
     show_plan(template.plan)
+    return chosen_layout(template.config), partial(_goes_on, training)
+
+
+def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[str, Any]:
+    config = template.config
+    program.command()  # or there is nothing that workers could run
+    more, resumes = check_before_workers(template)
     return calls.in_new_workers(
         type(template).__qualname__,
         asked,
         config.launch.nproc_per_node or 1,
         config.launch.master_port,
-        chosen_layout(config),
-        partial(_goes_on, training),
+        more,
+        resumes,
     )
 
 
@@ -127,7 +153,8 @@ def _check_overwritten(template: Template, folder: RunFolder) -> None:
             )
 
 
-def _join_and_train(template: Template) -> dict[str, Any]:
+def join_and_train(template: Template, then: Then | None = None) -> dict[str, Any]:
+    """Train as one of the workers, or as the only one; ``then`` is called before they part."""
     choose_allocation(template.plan)
     with (
         stop_request(partial(_goes_on, template.config.training), alone=not launch.is_worker()) as stop,
@@ -135,7 +162,7 @@ def _join_and_train(template: Template) -> dict[str, Any]:
         ladder.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
         _run_folder(template, workers) as folder,
     ):
-        return train(template, folder, workers, stop)
+        return train(template, folder, workers, stop, then)
 
 
 @contextmanager
@@ -173,7 +200,7 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
         join(plan.device, plan.sizes) as workers,
         ladder.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
     ):
-        _build_data(template, workers)
+        build_data(template, workers)
         engine = build_engine(template, workers, reference)
         if not template.data.validation_sets():
             hint = "name data with --data-dir and --data-name"
@@ -181,13 +208,15 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
         return Validation(template, engine, workers).evaluate()
 
 
-def train(template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
+def train(
+    template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest, then: Then | None = None
+) -> dict[str, Any]:
     """One worker's run: reads as the order of composition.
 
     Nothing is written to the run folder before all that can go wrong has been tried.
     """
     # 1. The data, then the model: a classifier must know its labels.
-    samples = _build_data(template, workers)
+    samples = build_data(template, workers)
     metric = best_metric(template)
     engine = build_engine(template, workers)
 
@@ -198,6 +227,8 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     position = take_up(template, engine, folder, order, workers)
     if isinstance(samples, Endless) and position.stream is not None:
         samples.go_to(position.stream)
+    if position.step:
+        take_back(template.callbacks, position.callbacks, workers)
 
     # 3. The loop.
     if folder and template.config.training.resume:
@@ -218,10 +249,13 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
             metrics = loop.run(stop, progress)
 
         # 4. Best weights, the test part, export, summary.
-        return _finish(loop, metrics, workers)
+        summary = _finish(loop, metrics, workers)
+        if then:
+            then(engine, workers)
+        return summary
 
 
-def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
+def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
     """The training samples; the whole data are kept in the template for its hooks."""
     template.data = checked_data(template.build_data())
     skipped = template.task.skipped if template.uses_task else []
@@ -342,7 +376,7 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
     if workers.is_main:
         show_results(folder, summary)
     workers.barrier()
-    template.on_train_end(summary)
+    tell(template, "on_train_end", summary)
     return summary
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, alike
 from rapidformer_templates.planning.config import RunConfig, spelling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -110,6 +109,12 @@ def check_names(template: type) -> None:
     had = {name for kind in own for name in vars(kind)}
     for kind in own:
         for name, value in vars(kind).items():
+            if name == "predict":
+                raise ConfigError(
+                    f"{kind.__name__}.predict is no hook: predict(samples) is what a program calls after the training",
+                    where=_file_and_line(kind, value),
+                    hint="did you mean read_outputs(self, outputs, batch)?",
+                )
             if name.startswith("_") or name in known or not (callable(value) or isinstance(value, _WRAPPED)):
                 continue
             meant = _meant(name, [*hooks, "Flags"], had)
@@ -127,8 +132,8 @@ _WRAPPED = (staticmethod, classmethod, property)
 def _meant(name: str, hooks: list[str], had: set[str]) -> str | None:
     plain = {_plain(known): known for known in hooks}
     if CALLED_BY_A_LOOP.match(name):
-        return plain[difflib.get_close_matches(_plain(name), [p for p in plain if p.startswith("on")], 1, 0.0)[0]]
-    near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=NEAR)
+        return plain[alike(_plain(name), [p for p in plain if p.startswith("on")], cutoff=0.0)[0]]
+    near = alike(_plain(name), plain, cutoff=NEAR)
     meant = plain[near[0]] if near else ELSEWHERE.get(name)
     return None if meant in had else meant
 

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         speed goal is a result, not an error.
     """
     words = _command_first(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
+    parser = build_parser()
     try:
         _refuse_evidence(words)
         # What `run` does not know are the flags of the training command that it measures.
@@ -71,7 +71,8 @@ def _refuse_evidence(words: Sequence[str]) -> None:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of its words."""
     parser = argparse.ArgumentParser(prog="rapidformer bench", description="Measure on this machine.")
     parser.add_argument("--table", dest="named", metavar="TABLE", help="the same as naming the table alone")
     output = argparse.ArgumentParser(add_help=False)

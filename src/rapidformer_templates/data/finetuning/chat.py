@@ -7,7 +7,6 @@ instruction with its input and its answer, which are rendered as a conversation.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ import pyarrow as pa
 from rapidformer_templates.data.finetuning.content_parts import joined_parts
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.tasks.base import TEXT_COLUMNS
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, alike
 from rapidformer_templates.planning.flags import DataFlags
 
 Message = dict[str, Any]
@@ -286,7 +285,7 @@ def _refuse_unheard(message: Message, what: str) -> None:
 
 def _roles_hint(role: str) -> str:
     known: Sequence[str] = (*ROLES, *OLDER_ROLES)
-    near = difflib.get_close_matches(role.lower(), known, n=1)
+    near = alike(role.lower(), known)
     guess = f"did you mean {OLDER_ROLES.get(near[0], near[0])}? " if near else ""
     return f"{guess}roles are {', '.join(ROLES)}"
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig
 
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.targets import IGNORED
-from rapidformer_templates.data.text.files import nearest
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, did_you_mean
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -181,7 +180,7 @@ def encode_labels(part: Part, column: str, names: Sequence[str]) -> list[int]:
 
 def unknown_label(name: str, names: Sequence[str], where: str) -> None:
     """Raise the error about a label that the training part does not have."""
-    hint = f"{nearest(name, names)}the training part has: {', '.join(names)}"
+    hint = did_you_mean(name, names, f"the training part has: {', '.join(names)}")
     raise DataError(f"unknown label '{name}'", where=where, hint=hint)
 
 

@@ -33,8 +33,8 @@ from rapidformer_templates.data.finetuning.hub_cache import (
     is_cached,
     is_owned,
 )
-from rapidformer_templates.data.text.files import ROW_READERS, BadLines, nearest, parquet_row_count
-from rapidformer_templates.errors import DataError, RapidformerError
+from rapidformer_templates.data.text.files import ROW_READERS, BadLines, parquet_row_count
+from rapidformer_templates.errors import DataError, RapidformerError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.metrics import TEST
@@ -74,7 +74,7 @@ def locate(flags: DataFlags) -> Located:
         return find_cached(flags.data_dir, flags.data_name, "--data-dir")
     if not folder.is_dir():
         siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        hint = nearest(str(folder), siblings) + f"give the folder that holds the files, or a name in {cache_root()}"
+        hint = did_you_mean(str(folder), siblings, f"give the folder that holds the files, or a name in {cache_root()}")
         raise DataError(f"the folder {folder} does not exist", where="--data-dir", hint=hint)
     name = flags.data_name
     if name is not None and (folder / name).is_dir():
@@ -112,7 +112,7 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
         there = sorted(p.name for p in folder.iterdir())
         what = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
         listed = ", ".join(there[:20]) or "nothing"
-        hint = f"{nearest(name or '', there)}the folder holds: {listed}; files can be {', '.join(ROW_READERS)}"
+        hint = did_you_mean(name or "", there, f"the folder holds: {listed}; files can be {', '.join(ROW_READERS)}")
         raise DataError(what, where="--data-name" if name else "--data-dir", hint=hint)
     return parts
 

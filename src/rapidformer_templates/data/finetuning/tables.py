@@ -30,8 +30,8 @@ from rapidformer_templates.data.finetuning.locating import (
     parts_read,
 )
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
-from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row, nearest
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row
+from rapidformer_templates.errors import DataError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.metrics import TEST
@@ -83,7 +83,7 @@ class Part:
         if value in columns:
             return value
         message = f"there is no column '{value}' in {self.files[0]}"
-        raise DataError(message, where=where, hint=f"{nearest(value, columns)}columns: {', '.join(columns)}")
+        raise DataError(message, where=where, hint=did_you_mean(value, columns, f"columns: {', '.join(columns)}"))
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from rapidformer_templates.data.indexed.writer import (
     sums_path,
     write_sums,
 )
-from rapidformer_templates.data.text.files import nearest
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, did_you_mean
 from rapidformer_templates.system.files import crc32
 
 
@@ -57,7 +56,7 @@ def _existing(name: str) -> str:
     if not (idx_path(prefix).is_file() or bin_path(prefix).is_file()):
         parent = Path(prefix).parent
         beside = [prefix_of(path) for path in parent.glob("*.idx")] if parent.is_dir() else []
-        hint = f"{nearest(prefix, beside)}give the path of PREFIX.bin and PREFIX.idx without their endings"
+        hint = did_you_mean(prefix, beside, "give the path of PREFIX.bin and PREFIX.idx without their endings")
         raise DataError(f"there is no indexed data set {prefix}", where=name, hint=hint)
     return prefix
 

@@ -7,7 +7,6 @@ left out and remembered. Everything is read as UTF-8; a byte-order mark is allow
 from __future__ import annotations
 
 import csv
-import difflib
 import glob
 import io
 import json
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from rapidformer_templates.errors import DataError
+from rapidformer_templates.errors import DataError, did_you_mean
 
 Row = dict[str, Any]
 
@@ -277,13 +276,7 @@ def _no_text(path: str, base: Path, flag: str, *, exists: bool) -> DataError:
             kinds = f"for the indexed data set in it, give its prefix: {str(sets[0]).removesuffix('.idx')}"
         return DataError(f"there is no text file in {path}", where=flag, hint=kinds)
     siblings = [str(p) for p in base.parent.iterdir()] if base.parent.is_dir() else []
-    return DataError(f"{path} does not exist", where=flag, hint=nearest(path, siblings) + kinds)
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """``did you mean X? `` for the known name that is most like ``word``, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}? " if near else ""
+    return DataError(f"{path} does not exist", where=flag, hint=did_you_mean(path, siblings, kinds))
 
 
 def documents(

@@ -5,10 +5,10 @@ Imports no torch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from rapidformer_templates.errors import did_you_mean
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, NEEDED, PARAMETERS
 from rapidformer_templates.planning.deepspeed_file.schema import Keys, known_keys
@@ -200,8 +200,8 @@ def _unknown_words(
 
 
 def _no_such_key(path: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(path, sorted(known), n=1, cutoff=0.75)
-    return f"no such key: {path}" + (f"; did you mean {near[0]}?" if near else "")
+    hint = did_you_mean(path, sorted(known), cutoff=0.75)
+    return f"no such key: {path}" + (f"; {hint}" if hint else "")
 
 
 def idle(file: DeepSpeedFile) -> Iterator[Problem]:
@@ -252,8 +252,7 @@ def _idle_scheduler(content: Mapping[str, Any]) -> Iterator[Problem]:
         return
     kind = _type_of(content, "scheduler")
     if kind not in PARAMETERS:
-        near = difflib.get_close_matches(kind, PARAMETERS, n=1)
-        means = f"did you mean {near[0]}?" if near else f"choose from {', '.join(PARAMETERS)}"
+        means = did_you_mean(kind, PARAMETERS) or f"choose from {', '.join(PARAMETERS)}"
         yield "scheduler.type", f"scheduler.type = {kind or 'none'} is no schedule of DeepSpeed; {means}"
         return
     params, path = content["scheduler"].get("params"), "scheduler.params"

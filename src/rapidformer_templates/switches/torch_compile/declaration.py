@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.environment import compile_backends
@@ -65,7 +65,7 @@ def _known_backend(request: Request) -> list[Finding]:
     known = None if name == DEFAULT else compile_backends()  # else torch need not be imported
     if known is None or name in known:
         return []
-    near = difflib.get_close_matches(name, known, n=1)
+    near = alike(name, known)
     message = f"torch has no compiler backend '{name}'; it has: {', '.join(known)}"
     changes = (replace({"torch_compile": [*near, DEFAULT][0]}),)
     return [Finding(message, request.asked("torch_compile"), switches=("torch-compile",), changes=changes)]

@@ -1,0 +1,98 @@
+"""``rapidformer completion``: a script by which a shell completes commands, flags, choices and files. By shtab."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import shtab
+
+from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.planning.config import build_parser as flags_parser
+from rapidformer_templates.planning.config import field_types, value_kind
+from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.registry import REGISTRY, load_object, switch_options
+
+COMPLETED = {
+    "FILE": shtab.FILE, "CSV": shtab.FILE, "PATH": shtab.FILE, "P": shtab.FILE, "DIR": shtab.DIRECTORY,
+    "FOLDER": shtab.DIRECTORY, "RUN": shtab.DIRECTORY,
+}  # fmt: skip
+"""What stands for a value in the help, and how a shell completes it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the script of a shell.
+
+    Args:
+        argv: the words after ``rapidformer completion``.
+    """
+    asked = build_parser().parse_args(argv)
+    print(shtab.complete(whole_parser(), asked.shell))
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of its words."""
+    parser = Parser(
+        prog="rapidformer completion",
+        description='Print a script that completes commands and flags. bash: eval "$(rapidformer completion bash)"',
+    )
+    parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="the shell")
+    return parser
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Every command with its flags, as one parser; the commands' own read their words."""
+    from rapidformer_templates.commands.main import OTHERS, PlanFlags
+
+    parser = _training_parser("rapidformer", [])
+    commands = parser.add_subparsers()
+    there: dict[str, argparse.ArgumentParser] = {
+        "plan": _training_parser("rapidformer plan", [PlanFlags]),
+        "switches": _plain_parser("switches", {"--markdown": {"action": "store_true"}}),
+        "explain": _plain_parser("explain", {"code": {"choices": [rule.code for rule in REGISTRY.all_rules]}}),
+        "doctor": _plain_parser("doctor", {"--json": {"action": "store_true"}, "--build": {"action": "store_true"}}),
+    }
+    there |= {name: load_object(f"{module}:build_parser")() for name, module in OTHERS.items()}
+    for name, command in there.items():
+        # A parser that is there already takes the place of the one that argparse makes.
+        commands.add_parser(name, help=command.description or name)
+        commands.choices[name] = command
+    for action in _actions(parser):
+        if action.metavar in COMPLETED and not action.choices:
+            action.complete = COMPLETED[str(action.metavar)]  # type: ignore[attr-defined]
+    return parser
+
+
+def _training_parser(prog: str, more: Sequence[type]) -> argparse.ArgumentParser:
+    """The parser of a training command with the choices of its flags, which it does not check by itself."""
+    parser = flags_parser(prog, [*switch_options().values(), *more], None, "")
+    choices = _choices([*SECTIONS.values(), *switch_options().values(), *more])
+    for action in parser._actions:
+        action.choices = choices.get(action.dest)
+    return parser
+
+
+def _choices(options: Iterable[type]) -> dict[str, Sequence[str]]:
+    """The values of each flag that has but a few."""
+    fields = ((kind, field) for kind in options for field in dataclasses.fields(kind))
+    listed = {field.name: value_kind(field_types(kind)[field.name])[1] for kind, field in fields}
+    return {name: choices for name, choices in listed.items() if choices}
+
+
+def _plain_parser(name: str, words: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
+    parser = Parser(prog=f"rapidformer {name}")
+    for word, keywords in words.items():
+        parser.add_argument(word, **keywords)
+    return parser
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Of a parser and its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action.choices, dict):  # the parsers of commands by their names
+            yield from itertools.chain.from_iterable(map(_actions, action.choices.values()))

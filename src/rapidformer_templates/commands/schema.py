@@ -1,0 +1,134 @@
+"""``rapidformer schema``: the JSON schema of the YAML files of ``--config``, by which editors complete and check them.
+
+It is made of the flags' declarations and accepts what they accept; what only several values together can break, the
+rules of ``rapidformer plan`` say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rapidformer_templates.commands.words import Parser
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import dashed, field_types, value_kind
+from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.registry import switch_options
+
+_DIGITS = r"[0-9]+(_[0-9]+)*"
+_NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+ON_COMMAND_LINE = ("config", "user_script")
+"""Flags that no file can have: it names no other one, and a script is known before it is read."""
+
+_SCALAR = ["string", "number"]
+"""Of a text: a name may look like a number."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the schema.
+
+    Args:
+        argv: the words after ``rapidformer schema``.
+
+    Raises:
+        ConfigError: the script of ``--user-script`` cannot be used.
+    """
+    asked = build_parser().parse_args(dashed(argv))
+    print(rendered(_flags_of(asked.user_script) if asked.user_script else None))
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of its words."""
+    parser = Parser(
+        prog="rapidformer schema",
+        description="Print the JSON schema of the YAML files of --config, by which editors complete and check them.",
+    )
+    parser.add_argument("--user-script", metavar="FILE", help="with the flags that this script declares")
+    return parser
+
+
+def rendered(own: type | None = None) -> str:
+    """The schema as a file has it."""
+    return json.dumps(yaml_schema(own), indent=1, ensure_ascii=False)
+
+
+def yaml_schema(own: type | None = None) -> dict[str, Any]:
+    """The schema of a YAML file of ``--config``.
+
+    Args:
+        own: a dataclass of the user's own flags.
+    """
+    keys: dict[str, Any] = {}
+    for options in (*SECTIONS.values(), *switch_options().values(), *([own] if own else [])):
+        for field in dataclasses.fields(options):
+            if field.name not in ON_COMMAND_LINE:
+                keys |= _keys_of(field, field_types(options)[field.name])
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Flags of rapidformer",
+        "type": ["object", "null"],
+        "properties": keys,
+        "patternProperties": {
+            f"^{key.replace('-', '[-_]')}$": {"$ref": f"#/properties/{key}"} for key in keys if "-" in key
+        },
+        "additionalProperties": False,
+    }
+
+
+def _keys_of(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
+    """The key of a flag and its other spellings, each with the schema of its value."""
+    name, meta = field.name.replace("_", "-"), field.metadata
+    value = _value(annotation, meta) | {"description": meta.get("help", "")}
+    default = field.default
+    if isinstance(default, (bool, int, float, str)) and default != "":
+        value["default"] = default
+    keys = {name: value}
+    for alias, stands_for in meta.get("aliases", {}).items():
+        same = f"the same as {name}" + (f": {stands_for}" if stands_for else "")
+        keys[alias] = ({"type": ["boolean", "null"]} if stands_for else value) | {"description": same}
+    return keys
+
+
+def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a value: what ``config._checked`` accepts. Nothing is the default."""
+    kind, choices, several = value_kind(annotation)
+    bare = meta.get("bare")
+    kinds = ["null", *(["boolean"] if bare is not None or kind is bool else [])]
+    if choices:
+        logical = [True, False] if bare is not None else []
+        return {"enum": list(dict.fromkeys([*choices, *([bare] if bare else []), *logical, None]))}
+    if several:
+        return {"type": [*kinds, *_SCALAR, "array"], "items": {"type": _SCALAR}}
+    if kind in (int, float):
+        return _number(kind, kinds, meta.get("minimum"), meta.get("maximum"))
+    if kind is Interval:
+        return {
+            "type": [*kinds, "string", "integer"],
+            "exclusiveMinimum": 0,
+            "pattern": rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$",
+        }
+    return {"type": kinds if kind is bool else [*kinds, *_SCALAR]}
+
+
+def _number(kind: type, kinds: list[str], minimum: float | None, maximum: float | None) -> dict[str, Any]:
+    """YAML's 1.1, by which files are read, takes 1e-5 for a text; newer versions take it for a number."""
+    form = _DIGITS if kind is int else _NUMBER
+    sign = "[-+]?" if minimum is None or minimum < 0 else "[+]?"
+    value = {"type": [*kinds, "integer" if kind is int else "number", "string"], "pattern": rf"^\s*{sign}{form}\s*$"}
+    bounds = {"minimum": minimum, "maximum": maximum}
+    return value | {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def _flags_of(script: str) -> type | None:
+    """The flags that a script's template declares."""
+    from rapidformer_templates.run import handover
+
+    own: type | None = handover.ask(script, ["--device", "cpu"], lambda template: type(template).Flags)
+    if own is None:
+        raise ConfigError(f"{script} declares no flags of its own", where="--user-script", hint="rapidformer schema")
+    return own

@@ -1,0 +1,94 @@
+"""``rapidformer completion``: asked as bash asks it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.commands.completion import whole_parser
+from rapidformer_templates.commands.main import COMMANDS, main
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.registry import REGISTRY
+
+ASK = """
+source "$1"; shift
+function=$(complete -p rapidformer | sed -E 's/.*-F ([^ ]+) .*/\\1/')
+COMP_WORDS=("$@"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
+$function "$1" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for bash, and a folder beside it to complete."""
+    if shutil.which("bash") is None:
+        pytest.skip("no bash")
+    folder = tmp_path_factory.mktemp("completion")
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", printed.append)
+        assert main(["completion", "bash"]) == 0
+    (folder / "bash").write_text(printed[0], encoding="utf-8")
+    (folder / "tweets").mkdir()
+    (folder / "job.yaml").touch()
+    return folder / "bash"
+
+
+def _completed(script: Path, words: str) -> set[str]:
+    """What bash offers for the last of the words."""
+    asked = [*words.split(" ")]
+    done = subprocess.run(
+        ["bash", "-c", ASK, "bash", str(script), *asked], cwd=script.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("rapidformer comp", {"completion"}),
+        ("rapidformer --task c", {"causal_lm"}),
+        ("rapidformer --mixed-precision ", {"fp16", "bf16"}),
+        ("rapidformer plan --tf32 --device ", {"auto", "cpu", "cuda"}),
+        ("rapidformer plan --local-world", {"--local-world-size"}),
+        ("rapidformer data preprocess --tokenizer-backend g", {"gigatoken"}),
+        ("rapidformer new ", {"finetuner", "pretrainer", "trainer", "examples"}),
+        ("rapidformer new trainer job", {"job.yaml"}),
+        ("rapidformer --config j", {"job.yaml"}),
+        ("rapidformer --data-dir ", {"tweets"}),
+        ("rapidformer explain RF00", {f"RF00{n}" for n in range(1, 10)}),
+    ],
+)
+def test_what_is_offered(script: Path, words: str, offered: set[str]) -> None:
+    assert _completed(script, words) == offered
+
+
+def test_every_command_and_every_flag_are_offered(script: Path) -> None:
+    assert set(COMMANDS) <= _completed(script, "rapidformer ")
+    flags = {spelling(field.name) for field in REGISTRY.complete(RunConfig()).fields()}
+    assert len(flags) > 140
+    assert flags <= _completed(script, "rapidformer --")
+    assert flags | {"--world-size", "--yaml"} <= _completed(script, "rapidformer plan --")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish", "powershell"])
+def test_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "fsdp-memory-optimization" in text
+    assert "causal_lm" in text
+
+
+def test_no_other_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "ksh"]) == 2
+    assert "invalid choice: 'ksh'" in capsys.readouterr().err
+
+
+def test_the_parser_has_every_command() -> None:
+    (commands,) = [action for action in whole_parser()._actions if action.dest == "==SUPPRESS=="]
+    assert list(commands.choices or ()) == list(COMMANDS)

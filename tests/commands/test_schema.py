@@ -1,0 +1,180 @@
+"""The JSON schema of YAML files, and a command written as such a file: both beside the parser itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from rapidformer_templates.commands.main import main, plan_request
+from rapidformer_templates.commands.schema import ON_COMMAND_LINE, rendered, yaml_schema
+from rapidformer_templates.errors import ConfigError, Refused
+from rapidformer_templates.planning.config import RunConfig, spelling, to_yaml
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = yaml_schema()
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 7, 5000, 2.5, 1e-5, -0.5, "1e-5", "-1e-5", "5", "-5", "1.5", "1_000", "abc", "bf16",
+    "auto", "20000samples", "5e7tokens", "0.5steps", "30 minutes", [], ["a", "b"], {"a": 1},
+)  # fmt: skip
+"""What stands in files, rightly and wrongly."""
+
+
+def test_it_is_a_schema_and_the_one_in_the_repository_is_up_to_date() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    written = (ROOT / "examples/rapidformer.schema.json").read_text(encoding="utf-8")
+    assert written == rendered() + "\n", "run make docs"
+
+
+def test_it_accepts_what_the_parser_accepts() -> None:
+    """Each flag with each of the values; a text in the form of a number out of range is for the parser to find."""
+    config = REGISTRY.complete(RunConfig())
+    different = []
+    for field, value in itertools.product(config.fields(), VALUES):
+        if field.name in ON_COMMAND_LINE or isinstance(value, (list, dict)):
+            continue
+        valid = VALIDATOR.is_valid({field.name: value})
+        if valid != _parses(config, field.name, value) and not (valid and isinstance(value, str)):
+            different.append((field.name, value, valid))
+    assert different == []
+    assert VALIDATOR.is_valid({"data-path": ["a", "b"]})
+    assert not VALIDATOR.is_valid({"lr": ["a", "b"]})
+    assert not VALIDATOR.is_valid({"save": {"a": 1}})
+
+
+def _parses(config: RunConfig, name: str, value: Any) -> bool:
+    try:
+        config.checked(name, value, "a test")
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("micro-batch-sise: 8", "'micro-batch-sise' does not match any"),
+        ("task: casual_lm", "'casual_lm' is not one of"),
+        ("lr: fast", "'fast' does not match"),
+        ("epochs: 0", "0 is less than the minimum of 1"),
+        ("tf32: 1", "1 is not of type 'null', 'boolean'"),
+        ("config: other.yaml", "'config' does not match any"),
+        ("- lr", "is not of type 'object', 'null'"),
+    ],
+)
+def test_what_an_editor_finds(text: str, found: str) -> None:
+    (error,) = VALIDATOR.iter_errors(yaml.safe_load(text))
+    assert found in error.message
+
+
+def test_dashes_underscores_and_other_spellings() -> None:
+    for text in ("micro-batch-size: 8", "micro_batch_size: 8", "micro_batch-size: 8", "fp16: true", "lr: 2e-4", ""):
+        assert VALIDATOR.is_valid(yaml.safe_load(text)), text
+
+
+FILES = [ROOT / "examples/sentiment.yaml"]
+BLOCKS = [
+    block
+    for page in (ROOT / "docs").glob("*.md")
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    if "apiVersion" not in block
+]
+
+
+@pytest.mark.parametrize("text", [*(file.read_text(encoding="utf-8") for file in FILES), *BLOCKS])
+def test_files_of_the_repository(text: str) -> None:
+    assert [error.message for error in VALIDATOR.iter_errors(yaml.safe_load(text))] == []
+
+
+def test_it_has_the_flags_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--user-script", str(ROOT / "examples/new/trainer.py")]) == 0
+    own = json.loads(capsys.readouterr().out)["properties"]["width"]
+    assert (own["minimum"], own["default"]) == (1, 64)
+    assert main(["schema", "--user-script", str(ROOT / "examples/new/finetuner.py")]) == 2
+    assert "declares no flags of its own" in capsys.readouterr().err
+
+
+def _commands() -> list[str]:
+    """The examples of all rules, each switch, and pairs of them."""
+    draw = random.Random(3)
+    pairs = draw.sample(list(itertools.combinations(REGISTRY.switches, 2)), 60)
+    commands = [rule.example.flags for rule in REGISTRY.all_rules]
+    for switches in [*((switch,) for switch in REGISTRY.switches), *pairs]:
+        values = {name: value for switch in switches for name, value in switch.on.items()}
+        words = [_word(name, value) for name, value in values.items()]
+        commands.append(f"--device cpu --lr 3e-4 --eval-interval 2e3samples {' '.join(words)}")
+    return commands
+
+
+def _word(name: str, value: Any) -> str:
+    flag = spelling(name)
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag} {shlex.quote(str(value))}"
+
+
+def _answer(words: list[str]) -> tuple[Any, ...]:
+    """What ``rapidformer plan`` makes of the words, without where they come from."""
+    config, detected, _ = plan_request(words)
+    values = {name: config.get(name) for name in (field.name for field in config.fields()) if name != "config"}
+    try:
+        plan = resolve(config, detected)
+        given = {name: given["value"] for name, given in plan.values.items() if name != "--config"}
+        return values, dataclasses.replace(plan, values=given)
+    except Refused as refused:
+        return values, [found.rule for found in refused.diagnostics]
+
+
+def test_a_command_written_as_a_file_is_the_same_command(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    commands = _commands()
+    assert len(commands) > 150
+    for command in commands:
+        words = shlex.split(command)
+        try:
+            config = plan_request(words)[0]
+        except ConfigError:
+            continue  # a file that the example names is not there
+        text = to_yaml(config)
+        assert [error.message for error in VALIDATOR.iter_errors(yaml.safe_load(text))] == [], command
+        file.write_text(text, encoding="utf-8")
+        of_the_plan = " ".join(re.findall(r"--(?:local-)?world-size \d+", command))
+        assert _answer(["--config", str(file), *of_the_plan.split()]) == _answer(words), command
+
+
+def test_the_file_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = tmp_path / "first.yaml"
+    first.write_text("lr: 2e-4\nepochs: 3\ntf32: false\nsave-interval: 50\n", encoding="utf-8")
+    words = ["plan", "--device", "cpu", "--config", str(first), "--train-iters", "9", "--mixed_precision", "--yaml"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == (
+        "# rapidformer --config FILE\n"
+        "device: cpu\nlr: 0.0002\ntrain-iters: 9\nsave-interval: 50\ntf32: false\nmixed-precision: auto\n"
+    )
+
+
+def test_no_file_of_a_command_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device", "cpu", "--tf32", "--yaml"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error[RF018]")
+    assert main(["plan", "--device", "cpu", "--yaml", "--json"]) == 2
+    assert "--json and --yaml both say what to print" in capsys.readouterr().err
+
+
+def test_the_file_of_a_script_leaves_out_what_stands_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(ROOT / "examples/new/trainer.py")
+    assert main(["plan", "--user-script", script, "--width", "8", "--device", "cpu", "--yaml"]) == 0
+    assert capsys.readouterr().out == f"# python {script} --config FILE\ndevice: cpu\nwidth: 8\n"
