@@ -7,7 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test docs
+# A line of the theme's authors about their next program.
+export NO_MKDOCS_2_WARNING := 1
+.PHONY: help demo check test docs site
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -33,6 +35,9 @@ test: $(VENV)/.installed-dev  ## lint, format, types and all tests
 docs: $(VENV)/.installed  ## write docs/switches.md and the schema of YAML files anew from the declarations
 	$(BIN)/python -m rapidformer_templates.commands.catalogue docs/switches.md
 	$(BIN)/rapidformer schema > examples/rapidformer.schema.json
+
+site: $(VENV)/.installed-dev  ## build the manual as a site into build/site
+	$(BIN)/python -m mkdocs build --strict
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -68,7 +68,7 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([_row(*header), _row(*["---"] * len(header)), *(_row(*row) for row in rows)])
 
 
@@ -81,7 +81,7 @@ def _catalogue(registry: Registry) -> str:
         (str(number), switch.name, _flags(switch), switch.summary, switch.source)
         for number, switch in enumerate(registry.switches, 1)
     ]
-    return _table(("", "switch", "flags", "what it does", "source"), rows)
+    return table(("", "switch", "flags", "what it does", "source"), rows)
 
 
 def _section(switch: Switch) -> str:
@@ -125,11 +125,11 @@ def _optimizers() -> str:
                 ", ".join(sorted(facts.not_under)),
             )
         )
-    return _table(("", "class", "without apex or a GPU", "needs", "state, bytes a parameter", "not under"), rows)
+    return table(("", "class", "without apex or a GPU", "needs", "state, bytes a parameter", "not under"), rows)
 
 
 def _rules(registry: Registry) -> str:
-    return _table(("code", "rule", "why", "source"), [(r.code, r.title, r.why, r.source) for r in registry.all_rules])
+    return table(("code", "rule", "why", "source"), [(r.code, r.title, r.why, r.source) for r in registry.all_rules])
 
 
 def _matrix(registry: Registry) -> str:
@@ -138,7 +138,7 @@ def _matrix(registry: Registry) -> str:
         [f"{numbers[i]} {switch.name}", *cells, *[""] * (len(numbers) - len(cells))]
         for i, (switch, cells) in enumerate(zip(registry.switches, compatibility(registry), strict=True))
     ]
-    return _table(["", *numbers], rows)
+    return table(["", *numbers], rows)
 
 
 def compatibility(registry: Registry) -> Iterator[list[str]]:
@@ -152,14 +152,14 @@ def _together(registry: Registry, a: Switch, b: Switch) -> str:
     letters, added = "", False
     for template in TEMPLATES:
         environment = dataclasses.replace(MATRIX_MACHINE, template=template)
-        additions = _with_additions(build_request(config, environment, registry.switches), registry)
+        additions = with_additions(build_request(config, environment, registry.switches), registry)
         if additions is not None:
             letters += template[0]
             added |= bool(additions)
     return (letters + "+" * added) or "–"
 
 
-def _with_additions(request: Request, registry: Registry) -> list[Change] | None:
+def with_additions(request: Request, registry: Registry) -> list[Change] | None:
     """What must be added before the request is accepted; None if adding is not enough."""
     added: list[Change] = []
     while refusals := registry.refusals(apply(request, added, registry)):

@@ -1,0 +1,268 @@
+"""Pages of the manual that are made from the code while the site is built: switches, flags, rules, Python API."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import rapidformer_templates
+from rapidformer_templates.commands import catalogue
+from rapidformer_templates.commands.catalogue import (
+    MATRIX_MACHINE,
+    compatibility,
+    explain,
+    table,
+    with_additions,
+)
+from rapidformer_templates.commands.main import PlanFlags
+from rapidformer_templates.planning.changes import spell
+from rapidformer_templates.planning.config import RunConfig, build_parser, spelling
+from rapidformer_templates.planning.registry import REGISTRY, switch_options
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.suggest import apply
+from rapidformer_templates.planning.switch import FORECAST, TEMPLATES, Request, Rule, Switch
+from rapidformer_templates.planning.templates import choose_template
+
+ACTS = "The loss and the weights stay those of a run without it; what changes is the cost."
+CHANGES = "It computes something else, and not only at another cost: compare with a run that has it, too."
+JOBS: Sequence[Mapping[str, str]] = (
+    {"task": "pretraining", "model_type": "gpt2"},
+    {"task": "causal_lm"},
+    {"task": "causal_lm", "device": "cuda"},
+)
+ORDER = "[order of application](../switches.md#catalogue-in-the-order-of-application)"
+SOURCES = dict(re.findall(r"\*\*\[(\w)\]\*\* (.*)", catalogue.SOURCES))
+KINDS = dict(zip(FORECAST, ("parameters", "gradients", "optimizer state", "activations", "time"), strict=True))
+
+
+def switch_page(switch: Switch) -> str:
+    """All that its declaration says of a switch."""
+    needs = []
+    if switch.needs_package:
+        needs.append(f"`{switch.needs_package}` (`{switch.install}`)")
+    if switch.needs_cuda:
+        needs.append("a GPU")
+    place = list(REGISTRY.switches).index(switch) + 1
+    facts = [
+        ("templates", ", ".join(switch.templates)),
+        *([("needs", " and ".join(needs))] if needs else []),
+        *([("takes over", ", ".join(sorted(claim.value for claim in switch.claims)))] if switch.claims else []),
+        ("applied", f"{switch.precedence.name.lower()}, {place} of {len(REGISTRY.switches)} in the {ORDER}"),
+        ("documented in", ", ".join(SOURCES.get(name, name) for name in switch.source.strip("[]").split(", "))),
+    ]  # fmt: skip
+    parts = [
+        f"# {switch.name}",
+        _text(switch.summary),
+        table(("", ""), facts),
+        "## Turn it on",
+        f"```bash\n{example_command(switch)}\n```",
+        CHANGES if switch.changes_result else ACTS,
+        "## Flags",
+        _flags(switch),
+        "## What it goes with",
+        _goes_with(switch),
+        "## Receipt",
+        _receipt(switch),
+        "## Prediction",
+        _prediction(switch),
+    ]
+    if switch.rules:
+        parts += ["## Rules", *(_rule(rule, f"../reference/rules.md#{rule.code.lower()}") for rule in switch.rules)]
+    return "\n\n".join(parts) + "\n"
+
+
+def example_command(switch: Switch) -> str:
+    """A plan with the switch, and with what it requires, on the plainest job that takes it."""
+    additions = with_additions(_alone(switch), REGISTRY) or []
+    values = {**switch.on, **{name: value for change in additions for name, value in change.values.items()}}
+    for job in JOBS:
+        config = REGISTRY.complete(RunConfig()).replace("manual", **job, **values)
+        template, _ = choose_template(config, REGISTRY)
+        machine = dataclasses.replace(MATRIX_MACHINE, template=template, device=job.get("device", "cpu"))
+        if not REGISTRY.refusals(build_request(config, machine, REGISTRY.switches)):
+            return f"rapidformer plan {_words(job)} --world-size 8 \\\n    {_words(values)}"
+    raise AssertionError(f"no job takes {switch.name}: add one to JOBS")
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    """The values as one types them in a shell."""
+    switched = {True: "--", False: "--no-"}
+    return " ".join(
+        spelling(name).replace("--", switched[value]) if isinstance(value, bool)
+        else f"{spelling(name)} {shlex.quote(str(value))}"
+        for name, value in values.items()
+    )  # fmt: skip
+
+
+def _alone(switch: Switch) -> Request:
+    config = REGISTRY.complete(RunConfig()).replace("manual", **switch.on)
+    machine = dataclasses.replace(MATRIX_MACHINE, template=switch.templates[0])
+    return build_request(config, machine, REGISTRY.switches)
+
+
+def _flags(switch: Switch) -> str:
+    rows = [
+        (
+            f"`{spelling(f.name)}`",
+            _text(f.metadata["help"]),
+            ", ".join(f"`--{alias}{f' {value}' if value else ''}`" for alias, value in f.metadata["aliases"].items()),
+        )
+        for f in dataclasses.fields(switch.options)
+    ]
+    if not rows:
+        return "None of its own: it is computed from `--micro-batch-size` and `--global-batch-size`."
+    if any(alias for *_, alias in rows):
+        return table(("flag", "what it does", "the same as"), rows)
+    return table(("flag", "what it does"), [row[:2] for row in rows])
+
+
+def _goes_with(switch: Switch) -> str:
+    together: dict[str, list[str]] = defaultdict(list)
+    for other, cell in _cells(switch):
+        value = f" (`{spell(other.on)}`)" if other.name == "optimizer" else ""
+        link = f"[{other.name}]({other.name}.md){value}"
+        if cell == "–":
+            together["Never"].append(link)
+            continue
+        templates = [template for template in TEMPLATES if template[0] in cell]
+        where = "Yes" if set(templates) == set(switch.templates) else f"In {' and '.join(templates)}"
+        together[where + (", with what one of them requires" if cell.endswith("+") else "")].append(link)
+    ordered = sorted(together.items(), key=lambda item: (item[0] == "Never", item[0] != "Yes", item[0]))
+    return table(("together", "with"), [(f"**{where}**", ", ".join(names)) for where, names in ordered])
+
+
+def _cells(switch: Switch) -> Iterator[tuple[Switch, str]]:
+    """Each other switch, with its cell of the table of pairs."""
+    rows = _pairs()
+    own = list(REGISTRY.switches).index(switch)
+    for i, other in enumerate(REGISTRY.switches):
+        if i != own:
+            yield other, rows[max(i, own)][min(i, own)]
+
+
+@functools.cache
+def _pairs() -> Sequence[Sequence[str]]:
+    return list(compatibility(REGISTRY))
+
+
+def _receipt(switch: Switch) -> str:
+    if not switch.receipt:
+        return "What every run measures ([summary.json](../run-folder.md)) shows it."
+    names = ", ".join(f"`{name}`" for name in switch.receipt)
+    return (
+        f"`summary.json` has {names}, measured on the running model. A first step in which the switch did nothing "
+        "ends the run with a sentence of what should have been seen."
+    )
+
+
+def _prediction(switch: Switch) -> str:
+    """What `plan --auto-strategy` makes of it."""
+    alone = _alone(switch)
+    unknown = switch.predicts.unknown(apply(alone, with_additions(alone, REGISTRY) or [], REGISTRY))
+    rows = [
+        (KINDS[kind], _text(switch.predicts.predicted.get(kind, "")) or f"not predicted: {_text(unknown[kind])}")
+        for kind in FORECAST
+        if kind in switch.predicts.predicted or kind in unknown
+    ]
+    if not rows:
+        return "Memory and time are [predicted](../planner.md) as without it."
+    rest = "What stands here neither is the same as without it."
+    return f"What the [planner](../planner.md) counts. {rest}\n\n" + table(("of a worker", ""), rows)
+
+
+def _rule(rule: Rule, link: str) -> str:
+    return f"**[{rule.code}]({link})** {_text(rule.title.rstrip('.'))}: {_text(rule.why)} [{rule.source.strip('[]')}]"
+
+
+def rules_page() -> str:
+    """Every rule with its reason, and a command that breaks it with the answer."""
+    parts = [
+        "# Rules",
+        "A run that breaks a rule is refused before a worker starts, with the nearest commands that work. "
+        "`rapidformer explain CODE` says the same at a terminal. Sources in capitals are explained "
+        "[with the switches](../switches.md).",
+    ]
+    by_rule: Mapping[str, list[str]] = _switches_of_rules()
+    for rule in REGISTRY.all_rules:
+        switches = ", ".join(f"[{name}](../switches/{name}.md)" for name in by_rule[rule.code])
+        kind = "" if rule.refuses else " (only noted in the plan)"
+        answer = explain(rule.code, REGISTRY).split("\n", 3)[3]
+        parts += [
+            f"## {rule.code}",
+            f"**{_text(rule.title)}**{kind}",
+            f"{_text(rule.why[:1].upper() + rule.why[1:])}. "
+            f"Source: {rule.source.strip('[]')}." + (f" Of {switches}." if switches else ""),
+            f'??? example "A command that breaks it, and the answer"\n\n    ```text\n{_indented(answer)}\n    ```',
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _switches_of_rules() -> Mapping[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for switch in REGISTRY.switches:
+        for rule in switch.rules:
+            found[rule.code].append(switch.name)
+    return found
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.strip("\n").splitlines())
+
+
+def flags_page() -> str:
+    """Every flag by topic, as in ``rapidformer --help``."""
+    parts = [
+        "# Flags",
+        "Every flag is accepted with dashes or underscores, and as a key of the YAML file of `--config`. A flag on the "
+        "command line wins over the file. `rapidformer --help` prints the same.",
+    ]
+    parser = build_parser("rapidformer", switch_options().values(), PlanFlags, "")
+    for group in parser._action_groups:
+        rows = [_flag_row(action) for action in group._group_actions if action.option_strings and action.dest != "help"]
+        if rows:
+            parts += [f"## {group.title}", table(("flag", "value", "what it does"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _flag_row(action: Any) -> Sequence[str]:
+    names = [name for name in action.option_strings if "_" not in name and not name.startswith("--no-")]
+    value = (action.metavar or "").strip("{}").replace(",", ", ")  # choices, with room to break the line
+    return ", ".join(f"`{name}`" for name in names), f"`{value}`" if value else "", _text(action.help or "")
+
+
+def api_page() -> str:
+    """Every name that ``import rapidformer_templates`` gives, by mkdocstrings."""
+    parts = [
+        "# Python API",
+        "What `import rapidformer_templates` gives; all else is not promised. How the templates are used is in "
+        "[templates](../white-box.md).",
+    ]
+    home = rapidformer_templates._HOME
+    parts += [
+        f"::: {home[name]}.{name}\n    options:\n      heading: {name}\n      toc_label: {name}"
+        for name in rapidformer_templates.__all__
+        if name in home
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _text(words: str) -> str:
+    """Plain words as Markdown."""
+    return html.escape(words, quote=False).replace("*", "\\*").replace("--", "\\-\\-").replace("|", "\\|")
+
+
+def generated() -> Mapping[str, str]:
+    """The text of each generated page by its place."""
+    pages = {f"switches/{switch.name}.md": switch_page(switch) for switch in REGISTRY.switches}
+    return {
+        **pages,
+        "reference/flags.md": flags_page(),
+        "reference/rules.md": rules_page(),
+        "reference/api.md": api_page(),
+    }

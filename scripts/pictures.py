@@ -1,0 +1,168 @@
+"""Pictures of README and manual: ``python scripts/pictures.py`` writes docs/pictures/ from real output and figures.
+
+``--run FOLDER`` also takes the curves of a run; those that are there are of ``rapidformer demo``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from rapidformer_templates.commands.main import main as rapidformer  # noqa: E402
+
+FOLDER = ROOT / "docs" / "pictures"
+WIDTH = 100  # columns of a terminal; longer lines go on in the next
+
+TERMINAL = {
+    "plan": "rapidformer plan --task pretraining --model-type gpt2 --fsdp-memory-optimization --mixed-precision bf16 "
+    "--checkpoint-activations --micro-batch-size 4 --global-batch-size 64 --world-size 8 --device cpu",
+    "refusal": "rapidformer plan --task causal_lm --fsdp-memory-optimization --tensor-model-parallel-size 2 "
+    "--world-size 4 --device cpu",
+}
+"""Commands whose answers are shown, by the picture's name."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Bars of a table of docs/benchmarks.md: the section, the column's heading, and what the picture says."""
+
+    section: str
+    column: str
+    title: str
+    ours: str = "rapidformer_templates"
+
+
+CHARTS = (
+    Chart("overhead", "extra ms", "What the loop costs over a plain PyTorch loop, ms a step (less is better)"),
+    Chart("peers", "training samples/s", "The demo's job, training samples a second (more is better)"),
+    Chart("faults", "went on by itself", "Runs that went on by themselves after kill -9, of 200 (more is better)"),
+    Chart("saving", "GB/s", "A state durably on the disk, GB/s (more is better)"),
+    Chart("padding", "useful tokens/s", "Useful tokens a second by batches (more is better)", "dynamic|most|cap"),
+    Chart("mfu", "samples/s", "Training of one model by three loops, samples a second (more is better)"),
+    Chart("adapters", "together", "Weights, gradients and optimizer state, MB (less is better)", "LoRA|DoRA"),
+    Chart("optimizers", "state, bytes a parameter", "State, bytes a parameter (less is better)", "bit|any|muon"),
+    Chart("fused-loss", "peak of tensors, MB", "Peak of tensors, MB (less is better)", "fused"),
+)
+
+
+def terminal(command: str) -> str:
+    """A command and its real answer, as an SVG of a terminal."""
+    answer = io.StringIO()
+    with contextlib.redirect_stdout(answer), contextlib.redirect_stderr(answer):
+        rapidformer(shlex.split(command)[1:])
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor")
+    console.print(Text("$ ", style="bold green") + Text(_broken(command), style="bold"))
+    console.print(_coloured(answer.getvalue().rstrip("\n")))
+    picture = console.export_svg(title="rapidformer", unique_id="terminal")
+    # The typeface of the reader's own terminal, in place of one that is loaded from elsewhere.
+    picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)
+    return picture.replace("Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono")
+
+
+def _broken(command: str) -> str:
+    """A command in lines of a terminal's width, as one types it."""
+    lines, line = [], ""
+    for word in re.split(r" (?=--)", command):
+        if line and len(line) + len(word) > WIDTH - 6:
+            lines, line = [*lines, line + " \\"], "   "
+        line = f"{line} {word}".lstrip(" ") if not line.startswith(" ") else f"{line} {word}"
+    return "\n".join([*lines, line])
+
+
+def _coloured(answer: str) -> Text:
+    """What a reader looks for first, by colour: errors, and the names of lines."""
+    text = Text(answer)
+    text.highlight_regex(r"(?m)^error\[\w+\]", "bold red")
+    text.highlight_regex(r"(?m)^  (why|asked|works|  or|more|help|where) ", "bold cyan")
+    text.highlight_regex(r"--[a-z][\w-]*", "green")
+    return text
+
+
+def rows(chart: Chart, page: str) -> list[tuple[str, float]]:
+    """The labels and figures of a chart, read from the page."""
+    section = page.split(f"\n## {chart.section}\n", 1)[1].split("\n## ", 1)[0]
+    for header, *body in _tables(section):
+        if chart.column in header:
+            column = header.index(chart.column)
+            cells = [(row[0], _number(row[column])) for row in body]
+            return [(label, value) for label, value in cells if value is not None]
+    raise ValueError(f"no column '{chart.column}' in section {chart.section}")
+
+
+def _tables(section: str) -> Iterator[list[list[str]]]:
+    for block in re.findall(r"(?:^\|.*\n?)+", section, flags=re.M):
+        lines = [[cell.strip(" *`") for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        yield [line for line in lines if not set("".join(line)) <= set("-: ")]
+
+
+def _number(cell: str) -> float | None:
+    """The figure of a cell; of several the mean, as of ``19.6, 24.5``; without what follows ±."""
+    found = re.findall(r"[-+]?\d[\d,]*\.?\d*", re.split(r"±|\(|×", re.sub(r"(?<=\d),(?=\d{3}\b)", "", cell))[0])
+    numbers = [float(number.rstrip(",")) for number in found]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def bars(chart: Chart, page: str) -> str:
+    """The chart as an SVG that is readable on a light and on a dark page: it brings its own ground."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    labels, values = zip(*[(label.replace("`", ""), value) for label, value in rows(chart, page)], strict=True)
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "docs", "font.family": "sans-serif", "font.size": 11}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(8.6, 0.9 + 0.38 * len(labels)), layout="constrained", facecolor="#f6f8fa")
+        FigureCanvasSVG(figure)
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+        axes = figure.subplots()
+        own = [re.search(chart.ours, label) for label in labels]
+        drawn = axes.barh(labels, values, color=["#3f51b5" if mine else "#9aa5b1" for mine in own], height=0.66)
+        axes.bar_label(drawn, labels=[f"{value:,.5g}" for value in values], padding=4)
+        figure.suptitle(chart.title, x=0.015, ha="left", fontsize=11.5, fontweight="bold")
+        axes.invert_yaxis()
+        axes.margins(x=0.14)
+        axes.set_facecolor("none")
+        axes.spines[:].set_visible(False)
+        axes.axvline(0, color="#57606a", linewidth=0.8)
+        axes.tick_params(length=0, labelbottom=False)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """The name and the text of each picture that is made from output and figures."""
+    for name, command in TERMINAL.items():
+        yield f"{name}.svg", terminal(command)
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for chart in CHARTS:
+        yield f"{chart.section}.svg", bars(chart, page)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, help="folder of a run whose curves are taken")
+    run = parser.parse_args(argv).run
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pictures():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    if run:
+        shutil.copyfile(run / "curves.png", FOLDER / "curves.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Every command of the manual: planned or parsed here, or it says which test runs it, or what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rapidformer_templates.commands.bench.cli import _command_first
+from rapidformer_templates.commands.bench.cli import _parser as bench_parser
+from rapidformer_templates.commands.data import _parser as data_parser
+from rapidformer_templates.commands.demo import _parser as demo_parser
+from rapidformer_templates.commands.export import build_parser as export_parser
+from rapidformer_templates.commands.main import plan_request
+from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
+from rapidformer_templates.planning.resolve import resolve
+from tests.support.manual import PAGES, ROOT, commands, name
+
+ELSEWHERE = {
+    r"pip install": "needs a package index; tests/docs/test_docs.py holds the extras",
+    r"(\.venv/bin/)?python -m pytest": "the tests themselves",
+    r"python3 -m venv|\. \.venv/bin/activate|case \$\?": "the shell's",
+    r"make |\.ci/run": "what runs the tests; tests/docs/test_docs.py holds the targets",
+    r"python -m benchmarks": "tests/benchmarks",
+    r"python scripts/gpu_check": "needs a GPU; tests/scripts/test_gpu_check.py",
+    r"python scripts/promises": "tests/scripts/test_promises.py",
+    r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",
+    r"python smoothed.py": "the flags of the black box, tests/docs/test_examples.py",
+    r"rapidformer doctor": "tests/commands/test_doctor.py",
+    r"rapidformer --task TASK": "a form, not a command",
+}
+"""Commands that are not tried here, by how they begin, with who does or what they need."""
+
+PARSERS = {"bench": bench_parser, "data": data_parser, "demo": demo_parser, "export": export_parser}
+TRAINING = r"(?:\w+=\S+ )*(?:rapidformer (?:plan )?(?=-|…)|torchrun .*? -m rapidformer_templates )"
+COMMANDS = sorted({(command.strip(), name(page)) for page in PAGES for command in commands(page)})
+WORKERS = re.compile(r"--nnodes (\d+).*--nproc-per-node (\d+)")
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the commands name."""
+    for folder in ("FOLDER", "gpt2"):
+        (tmp_path / folder).mkdir()
+        sizes = {"model_type": "gpt2", "n_layer": 8, "n_head": 8, "n_embd": 64, "architectures": ["GPT2LMHeadModel"]}
+        (tmp_path / folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    for file in ("my.yaml", "pretrain.yaml"):
+        (tmp_path / file).write_text("task: pretraining\nmodel_type: gpt2\nsave: runs/mine\n", encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _handler(command: str) -> Callable[[str], None] | None:
+    if any(re.match(start, command) for start in ELSEWHERE):
+        return _elsewhere
+    if re.match(TRAINING, command):
+        return _planned
+    if re.match(rf"(\w+=\$\()?rapidformer ({'|'.join(PARSERS)})\b", command):
+        return _parsed
+    return None
+
+
+@pytest.mark.parametrize(("command", "page"), COMMANDS)
+def test_each_command_is_tried_or_says_who_does(command: str, page: str, desk: Path) -> None:
+    handler = _handler(command)
+    assert handler, f"{page}: say in ELSEWHERE of this test who runs '{command}', or what it needs"
+    handler(command)
+
+
+def _elsewhere(command: str) -> None:
+    """Nothing: the table says who does."""
+
+
+def _planned(command: str) -> None:
+    """Every rule accepts its flags, with all packages; layouts are searched for in tests/switches/auto_strategy."""
+    words = shlex.split(re.sub(TRAINING, "", command).replace("$MODEL", "FOLDER").replace("…", ""), comments=True)
+    workers = WORKERS.search(command)
+    if workers and command.startswith("torchrun"):
+        words += ["--world-size", str(int(workers[1]) * int(workers[2])), "--local-world-size", workers[2]]
+    config, machine, _ = plan_request(words)
+    machine = dataclasses.replace(machine, packages=dict.fromkeys(OPTIONAL_PACKAGES, "999.0"))
+    assert resolve(config, machine)
+
+
+def _parsed(command: str) -> None:
+    _, program, *words = shlex.split(re.sub(r"^\w+=\$\((.*)\)$", r"\1", command).replace("…", ""), comments=True)
+    words = _command_first(words) if program == "bench" else words
+    _, unknown = PARSERS[program]().parse_known_args(words)
+    assert not unknown or words[0] == "run"  # the flags of the training command that is measured

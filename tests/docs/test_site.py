@@ -1,0 +1,192 @@
+"""The manual as a site: built strictly, every link followed, opened in Chromium as wide as a desktop and a phone."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urljoin, urlsplit
+
+import pytest
+
+import rapidformer_templates
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.planning.registry import REGISTRY
+from scripts import pictures
+from tests.support.chromium import PROGRAM, Chromium
+from tests.support.manual import ROOT
+
+pytest.importorskip("mkdocs", reason="needs the extra docs")
+pytestmark = pytest.mark.slow
+HOST = "http://site"
+LOOKED_AT = (
+    *("", "switches/", "switches/zero-3/", "how-to/fewer-gpus/"),
+    *("reference/api/", "reference/flags/", "reference/rules/", "benchmarks/"),
+)
+SCREENS = {"desktop": (1400, 1000, False), "desktop-dark": (1400, 1000, True), "phone": (390, 844, False)}
+RESULTS = "document.querySelector('.md-search-result__list').innerText"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a link that leads nowhere, or a page that is in no menu, ends the build."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder))
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where the site is served."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+class Page(html.parser.HTMLParser):
+    """What a page links, loads, and has anchors of."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.loads: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.anchors |= {value for key in ("id", "name") if (value := values.get(key))}
+        if tag == "a" and values.get("href"):
+            self.links.add(str(values["href"]))
+        elif tag in ("link", "script", "img", "iframe") and (values.get("href") or values.get("src")):
+            self.loads.add(str(values.get("href") or values.get("src")))
+
+
+@pytest.fixture(scope="module")
+def read(site: Path) -> dict[str, Page]:
+    """Every page by its place, such as ``switches/zero-3/``."""
+    files = [file for file in site.rglob("*.html") if file.name != "404.html"]
+    return {
+        str(file.relative_to(site)).removesuffix("index.html"): Page(file.read_text(encoding="utf-8")) for file in files
+    }
+
+
+def test_every_link_and_anchor_leads_somewhere(site: Path, read: dict[str, Page]) -> None:
+    followed, broken = 0, []
+    for place, page in read.items():
+        for link in page.links | page.loads:
+            target = urlsplit(urljoin(f"{HOST}/{place}", link))
+            if f"{target.scheme}://{target.netloc}" != HOST:
+                continue
+            followed += 1
+            path, anchor = unquote(target.path.lstrip("/")), unquote(target.fragment)
+            anchors = read[path].anchors | {""} if path in read else {anchor}
+            if anchor not in anchors or not (site / path).exists():
+                broken.append(f"{place}: {link}")
+    assert broken == []
+    assert followed > 5000
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, read: dict[str, Page]) -> None:
+    assert {link for page in read.values() for link in page.loads if "//" in link} == set()
+    styles = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
+    assert re.findall(r"url\(['\"]?(?:https?:)?//", styles) == []
+
+
+def test_each_switch_has_a_page_whose_command_works(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from scripts.manual.pages import example_command
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}", encoding="utf-8")
+    for switch in REGISTRY.switches:
+        page = (site / "switches" / switch.name / "index.html").read_text(encoding="utf-8")
+        for part in (*switch.receipt, *(rule.code for rule in switch.rules)):
+            assert part in page, (switch.name, part)
+        words = shlex.split(example_command(switch).replace("\\\n", " "))[1:]
+        if switch.name != "auto-strategy":  # a search of many seconds: tests/switches/auto_strategy
+            assert main(words) == 0, capsys.readouterr().err
+
+
+def test_the_api_has_every_public_name(read: dict[str, Page]) -> None:
+    homes = rapidformer_templates._HOME
+    assert {f"{homes[public]}.{public}" for public in homes} <= read["reference/api/"].anchors
+
+
+def test_pictures_show_what_is_said_today() -> None:
+    """Answers of commands and figures of tables, as words of the picture; how they are drawn is matplotlib's."""
+    for file, text in pictures.pictures():
+        kept = (pictures.FOLDER / file).read_text(encoding="utf-8")
+        words = [re.findall(r"<text[^>]*>([^<]*)</text>", picture) for picture in (kept, text)]
+        assert words[0] == words[1], f"{file}: python scripts/pictures.py"
+        assert len(words[0]) > 4
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if not PROGRAM:
+        pytest.skip("Debian's package chromium is not installed")
+    opened = Chromium(tmp_path_factory.mktemp("chromium"))
+    yield opened
+    opened.close()
+
+
+def test_on_a_phone_no_page_scrolls_sideways(browser: Chromium, address: str, read: dict[str, Page]) -> None:
+    browser.size(390, 844, phone=True)
+    wide, errors = [], {}
+    own = [place for place in sorted(read) if not place.startswith("files/")]  # code alone, whose frame scrolls
+    for place in own:
+        browser.open(address + place)
+        width = browser.value("Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)")
+        wide += [(place, width)] if width > 390 else []
+        errors |= {place: found} if (found := browser.errors()) else {}
+        elsewhere = {url for url in browser.requested() if not url.startswith((address, "data:", "blob:"))}
+        assert elsewhere == set()
+    assert wide == []
+    assert errors == {}
+
+
+def test_on_a_desktop_the_search_finds_and_pictures_are_taken(browser: Chromium, address: str) -> None:
+    """The pictures are for eyes: build/pictures/."""
+    folder = ROOT / "build" / "pictures"
+    folder.mkdir(parents=True, exist_ok=True)
+    for screen, (width, height, dark) in SCREENS.items():
+        browser.size(width, height, phone=screen == "phone", dark=dark)
+        browser.open(address)
+        browser.value("localStorage.clear()")  # which would keep the colours of the first visit
+        for place in LOOKED_AT[:3] if dark else LOOKED_AT:
+            browser.open(address + place)
+            browser.picture(folder / f"{place.strip('/').replace('/', '-') or 'start'}-{screen}.png")
+            assert browser.errors() == []
+    browser.size(1400, 1000)
+    browser.open(address)
+    browser.value("document.querySelector('[data-md-component=search-query]').focus()")
+    browser.ask("Input.insertText", text="quantize-base")
+    browser.ask("Input.dispatchKeyEvent", type="keyUp", key="e")
+    found = browser.wait_for(RESULTS)
+    assert "lora" in found.lower()
+    browser.picture(folder / "search-desktop.png")
+    first = browser.value("document.querySelector('.md-search-result__link').href")
+    browser.open(first)
+    assert browser.errors() == []
+    assert json.loads(browser.value("JSON.stringify(document.body.innerText.toLowerCase().includes('quantize'))"))

@@ -1,0 +1,27 @@
+"""The pages of the manual, and the commands on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> Iterator[str]:
+    """The fenced blocks of a language, also those inside of a list."""
+    text = page.read_text(encoding="utf-8")
+    for indent, block in re.findall(rf"^( *)```{language}\n(.*?)^ *```", text, flags=re.M | re.S):
+        yield re.sub(rf"^{indent}", "", block, flags=re.M)
+
+
+def commands(page: Path) -> Iterator[str]:
+    """The commands of its shell blocks, each on one line."""
+    for block in (*blocks(page, "bash"), *blocks(page, "console")):
+        yield from (line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines() if line.strip())
