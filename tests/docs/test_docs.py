@@ -14,10 +14,13 @@ import pytest
 
 from benchmarks.__main__ import _parser as evidence_parser
 from rapidformer_templates.commands.bench.cli import _parser as bench_parser
+from rapidformer_templates.commands.chat import build_parser as chat_parser
 from rapidformer_templates.commands.data import _parser as data_parser
 from rapidformer_templates.commands.demo import _parser as demo_parser
+from rapidformer_templates.commands.evaluate import build_parser as evaluate_parser
 from rapidformer_templates.commands.export import build_parser as export_parser
 from rapidformer_templates.commands.main import PlanFlags, main
+from rapidformer_templates.commands.predict import build_parser as predict_parser
 from rapidformer_templates.planning.config import build_parser
 from rapidformer_templates.planning.registry import switch_options
 from rapidformer_templates.trainer import Trainer
@@ -42,6 +45,10 @@ OTHERS = {  # flags of other programs, and those that examples declare
     "docs/bench.md": ["--tiny"],
     "docs/white-box.md": ["--temperature"],
 }
+
+
+AFTERWARDS = (export_parser(), evaluate_parser(), predict_parser(), chat_parser())
+"""Those of what is done with a run after it."""
 
 
 def _name(page: Path) -> str:
@@ -90,7 +97,7 @@ def test_flags_exist(page: Path) -> None:
     own = build_parser("rapidformer", switch_options().values(), PlanFlags, "")
     known = {
         flag
-        for parser in (own, bench_parser(), evidence_parser(), data_parser(), demo_parser(), export_parser())
+        for parser in (own, bench_parser(), evidence_parser(), data_parser(), demo_parser(), *AFTERWARDS)
         for flag in _flags(parser)
     }
     known |= {flag for flags in OTHERS.values() for flag in flags}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rapidformer_templates.commands.words import in_workers, words_of_saved
+from rapidformer_templates.commands.words import in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, some_of
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
@@ -70,6 +70,11 @@ OWN_METRICS = ("build_data", "compute_loss", "count_targets", "predict", "comput
 """Hooks by which a script makes other metrics than those of the task."""
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of its words."""
+    return parser_of_saved("evaluate", DESCRIPTION, OPTIONS)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print the metrics.
 
@@ -79,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the data or a flag cannot be used.
     """
-    words = sys.argv[1:] if argv is None else argv
-    path, given = words_of_saved("evaluate", DESCRIPTION, OPTIONS, words)
+    path, given = words_of_saved(build_parser(), argv)
 
     from rapidformer_templates.run.fit import evaluate
     from rapidformer_templates.run.saved_model import find_saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -22,18 +23,12 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint=f"{self.prog} --help lists what there is")
 
 
-def words_of_saved(
-    name: str, description: str, options: Iterable[type], words: Sequence[str]
-) -> tuple[str, dict[str, Any]]:
-    """The saved model that a command is to use, and the flags that are given, by field name.
+def parser_of_saved(name: str, description: str, options: Iterable[type]) -> argparse.ArgumentParser:
+    """The parser of a command that uses a saved model.
 
     Args:
         name: of the command.
         options: dataclasses of the flags that it has.
-        words: those after its name.
-
-    Raises:
-        ConfigError: a word that it does not take.
     """
     parser = Parser(
         prog=f"rapidformer {name}",
@@ -45,7 +40,19 @@ def words_of_saved(
     parser.add_argument("run", metavar="RUN|FOLDER", help="run folder with its export/, or a folder of transformers")
     for option in options:
         add_flags(parser, option)
-    given = vars(parser.parse_args(dashed(words)))
+    return parser
+
+
+def words_of_saved(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[str, dict[str, Any]]:
+    """The saved model that a command is to use, and the flags that are given, by field name.
+
+    Args:
+        argv: the words after the name of the command; by default those of this process.
+
+    Raises:
+        ConfigError: a word that it does not take.
+    """
+    given = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
     return given.pop("run"), given
 
 
