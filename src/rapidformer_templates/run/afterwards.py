@@ -127,10 +127,10 @@ def _samples_of(template: Template, data: Any) -> Any:
     if not (is_of_rows and template.uses_task):
         return data
     task, part = template.task, part_of_samples(data)
-    settled = type(task)(task.config)
-    settled.settle(task.decisions())
-    settled.read_rows = lambda: Raw(train=part, valid=part)  # type: ignore[method-assign]
-    return settled.build_data().valid
+    decided = type(task)(task.config)
+    decided.take_decisions(task.decisions())
+    decided.read_rows = lambda: Raw(train=part, valid=part)  # type: ignore[method-assign]
+    return decided.build_data().valid
 
 
 @contextmanager
