@@ -27,7 +27,7 @@ from benchmarks.planner_worker import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.bench.tables import PARALLEL
 from rapidformer_templates.commands.main import plan_request
-from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
 from rapidformer_templates.switches.auto_strategy.setting import Setting
@@ -66,7 +66,7 @@ class Case:
         layout = self.layout
         sizes = f"{layout.tensor}·{layout.pipeline}·{layout.data}"
         ways = [layout.partitioning] if layout.partitioning != "none" else []
-        ways += ["recompute"] if layout.recompute else []
+        ways += {"none": [], "full": ["recompute"], "selective": ["selective"]}[layout.recompute]
         ways += ["sequence"] if layout.sequence_parallel else []
         ways += [self.precision] if self.precision != "fp32" else []
         ways += [self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")] if self.adapters else []
@@ -76,14 +76,16 @@ class Case:
 CASES = (
     Case("gpt2", Layout(micro_batch=4)),
     Case("gpt2", Layout(micro_batch=2, accumulation=4)),
-    Case("gpt2", Layout(micro_batch=8, recompute=True)),
+    Case("gpt2", Layout(micro_batch=8, recompute="full")),
+    Case("gpt2", Layout(micro_batch=8, recompute="selective")),
     Case("llama", Layout(micro_batch=2), "bf16"),
-    Case("llama", Layout(micro_batch=1, accumulation=2, recompute=True), "bf16"),
+    Case("llama", Layout(micro_batch=2, recompute="selective"), "bf16"),
+    Case("llama", Layout(micro_batch=1, accumulation=2, recompute="full"), "bf16"),
     Case("bert", Layout(micro_batch=8)),
     Case("bert", Layout(micro_batch=4), "bf16"),
     Case("gpt2", Layout(data=2, micro_batch=4)),
     Case("llama", Layout(data=2, micro_batch=2, accumulation=2)),
-    Case("bert", Layout(data=2, micro_batch=4, recompute=True), "bf16"),
+    Case("bert", Layout(data=2, micro_batch=4, recompute="full"), "bf16"),
     Case("gpt2", Layout(data=2, micro_batch=4, partitioning="fsdp")),
     Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="fsdp"), "bf16"),
     Case("llama", Layout(data=2, micro_batch=2, partitioning="zero-1")),
@@ -92,21 +94,25 @@ CASES = (
     Case("gpt2", Layout(tensor=2, micro_batch=4)),
     Case("gpt2", Layout(tensor=4, micro_batch=4)),
     Case("llama", Layout(tensor=2, sequence_parallel=True, micro_batch=4)),
-    Case("bert", Layout(tensor=2, micro_batch=8, recompute=True)),
+    Case("bert", Layout(tensor=2, micro_batch=8, recompute="full")),
+    Case("bert", Layout(tensor=2, micro_batch=8, recompute="selective")),
     Case("gpt2", Layout(pipeline=2, micro_batch=2, accumulation=4)),
     Case("llama", Layout(micro_batch=2, accumulation=4)),
     Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4)),
     Case("llama", Layout(pipeline=4, micro_batch=2, accumulation=4)),
-    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute=True)),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute="full")),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute="full"), "bf16"),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute="selective"), "bf16"),
     Case("bert", Layout(pipeline=2, micro_batch=4, accumulation=2), "bf16"),
-    Case("llama", Layout(data=4, micro_batch=2, partitioning="fsdp", recompute=True)),
+    Case("llama", Layout(data=2, micro_batch=2, partitioning="fsdp", recompute="selective"), "bf16"),
+    Case("llama", Layout(data=4, micro_batch=2, partitioning="fsdp", recompute="full")),
     Case("llama", Layout(tensor=2, pipeline=2, micro_batch=2, accumulation=4)),
     Case("gpt2", Layout(tensor=2, data=2, micro_batch=4, partitioning="zero-1")),
     Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-2")),
     Case("llama", Layout(micro_batch=2), adapters=LORA),
-    Case("llama", Layout(micro_batch=4, recompute=True), "bf16", LORA),
+    Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", LORA),
     Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),
-    Case("llama", Layout(micro_batch=4, recompute=True), "bf16", f"{LORA} --quantize-base int4"),
+    Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", f"{LORA} --quantize-base int4"),
     Case("bert", Layout(data=2, micro_batch=4), adapters=f"{LORA} --quantize-base int4"),
 )
 """Three models, 1, 2 and 4 workers, every engine; adapters, and frozen weights in 8 and 4 bits."""
@@ -260,7 +266,7 @@ PUBLISHED = (
 
 
 def published() -> list[Row]:
-    """Predicted MB of each layout of the published table."""
+    """Predicted MB of each layout of the published table, by what is recomputed."""
     from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
     subject = Subject(plan_request(PUBLISHED.split())[0], gpu=True)
@@ -269,16 +275,18 @@ def published() -> list[Row]:
         sizes = plan_request([*PUBLISHED.split(), *solution.flags])[0]
         tensor, pipeline = sizes.get("tensor_model_parallel_size"), sizes.get("pipeline_model_parallel_size")
         data = 4 // solution.divides
-        memory = predict(subject.shapes, Layout(tensor, pipeline, data, 1, 4 // data), Setting("fp16"))
+        layouts = [Layout(tensor, pipeline, data, 1, 4 // data, recompute=how) for how in RECOMPUTED]
+        needed = [predict(subject.shapes, layout, Setting("fp16")) for layout in layouts]
         row = {"tensor": tensor, "pipeline": pipeline, "data": data, "parameters": subject.facts.parameters}
-        row["states_mb"] = (memory.parameters + memory.gradients + memory.optimizer) / 1e6
-        rows.append({**row, "predicted_mb": memory.total / 1e6, "published_mb": solution.published[1]})
+        row["states_mb"] = (needed[0].parameters + needed[0].gradients + needed[0].optimizer) / 1e6
+        row |= {f"{how}_mb": memory.total / 1e6 for how, memory in zip(RECOMPUTED, needed, strict=True)}
+        rows.append({**row, "published_mb": solution.published[1]})
     return rows
 
 
 PUBLISHED_COLUMNS = {
     **{name: f"{{{name}}}" for name in ("tensor", "pipeline", "data")},
-    **{name: f"{{{name}_mb:,.0f}}" for name in ("states", "predicted", "published")},
+    **{name: f"{{{name}_mb:,.0f}}" for name in ("states", *RECOMPUTED, "published")},
 }
 
 

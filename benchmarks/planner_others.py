@@ -35,7 +35,7 @@ def _megatron(shapes: ModelShapes, layout: Layout, width: int, heads: int) -> fl
     whole, t = samples * tokens * width, layout.tensor
     attention = 5 * heads * tokens / width
     a_block: float
-    if layout.recompute:
+    if layout.recompute != "none":
         a_block = 2.0 * whole
     elif layout.sequence_parallel:
         a_block = whole * (34 + attention) / t

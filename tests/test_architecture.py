@@ -26,7 +26,7 @@ EVERYDAY = {"optimizer"}
 
 FLOORS = (
     {"errors"}, {"planning"}, {"system"}, {"models"}, {"data"}, {"engines"}, {"switches"}, {"run"}, {"trainer"},
-    {"pretrainer", "finetuner"}, {"commands"}, {"__init__", "__main__"},
+    {"pretrainer", "finetuner"}, {"compat"}, {"commands"}, {"__init__", "__main__"},
 )  # fmt: skip
 """Rooms of the source from the lowest up; what a room imports lies below it. What is above is named by strings."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -165,6 +165,7 @@ def test_rooms_import_downwards(path: Path) -> None:
     assert [room for room in sorted(rooms) if FLOOR[room] >= FLOOR[here]] == []
 
 
+@pytest.mark.slow
 def test_the_package_does_not_know_its_benchmarks() -> None:
     """They come with a checkout alone, and import the package."""
     assert [str(path) for path in MODULES if any(name.startswith("benchmarks") for name in _imports(_tree(path)))] == []
@@ -240,11 +241,13 @@ def _uses() -> Iterator[tuple[tuple[str, ...], str, str]]:
                 yield term, str(path.relative_to(SOURCE)), name
 
 
+@pytest.mark.slow
 def test_names_use_words_as_the_glossary_says() -> None:
     elsewhere = [use for use in _uses() if not any(_lies_in(use[1], where) for where in GLOSSARY[use[0]])]
     assert elsewhere == []
 
 
+@pytest.mark.slow
 def test_the_glossary_names_no_room_in_vain() -> None:
     used = [(term, module) for term, module, _ in _uses()]
     listed = [(term, where) for term, rooms in GLOSSARY.items() for where in rooms]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rapidformer_templates.run.callbacks import Callback as Callback
     from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture as load_mixture
     from rapidformer_templates.trainer import Trainer as Trainer
+    from rapidformer_templates.trainer import compose as compose
 
 _HOME = {
     "Callback": "rapidformer_templates.run.callbacks",
@@ -24,6 +25,7 @@ _HOME = {
     "Pretrainer": "rapidformer_templates.pretrainer",
     "RapidformerError": "rapidformer_templates.errors",
     "Trainer": "rapidformer_templates.trainer",
+    "compose": "rapidformer_templates.trainer",
     "flag": "rapidformer_templates.planning.flags",
     "load_mixture": "rapidformer_templates.switches.mixture_of_experts.exported",
 }
@@ -36,6 +38,7 @@ __all__ = [
     "Pretrainer",
     "RapidformerError",
     "Trainer",
+    "compose",
     "flag",
     "load_mixture",
 ]

@@ -9,20 +9,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.contract import Engine, StepResult
+from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
+from rapidformer_templates.engines.given_optimizer import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
 from rapidformer_templates.engines.recipe import (
     GroupOptions,
@@ -35,7 +38,7 @@ from rapidformer_templates.engines.recipe import (
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
 from rapidformer_templates.models.label_smoothing import smoothed_labels
 from rapidformer_templates.models.label_use import LabelUse
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import load_object
@@ -46,6 +49,7 @@ from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.callbacks import Callback, checked_callbacks
 from rapidformer_templates.run.handover import at_the_door, is_asked_for
 from rapidformer_templates.run.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook
+from rapidformer_templates.run.session import Session, open_session, same_weights
 from rapidformer_templates.system import program
 from rapidformer_templates.system.launch import is_worker
 from rapidformer_templates.system.workers import Workers
@@ -72,6 +76,7 @@ class Trainer:
     """A frozen dataclass of your own flags, declared with :func:`rapidformer_templates.flag`."""
 
     data: Data
+    engine: Engine
     peak_lr: float
 
     tokenizer: Any = None
@@ -371,6 +376,87 @@ class Trainer:
             _fail(error.render(), error.exit_status)
         except KeyboardInterrupt:  # before the run handles it as a request to save and end
             _fail("interrupted", Interrupted.LOST)
+
+
+def compose(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer] | None = None,
+    compute_loss: ComputeLoss | None = None,
+    *,
+    schedule: Schedule | LRScheduler | None = None,
+    count_targets: Callable[[Batch], float] | None = None,
+    example: Batch | None = None,
+    argv: Sequence[str] = (),
+    **switches: Any,
+) -> Session:
+    """Switches for a loop of your own: a session that makes the optimizer steps of any engine.
+
+    The rules, the receipts and the checkpoints are those of a run, and so is what a step computes. With
+    ``nproc_per_node`` this process starts workers, each of which runs the script again, and ends with them.
+
+    Args:
+        model: a function that builds it, which is called with ``seed`` on each worker; or the model, of which all
+            workers take the weights of rank 0.
+        optimizer: a recipe; a class of torch or a function from parameter groups to an optimizer; an optimizer that
+            was made for ``model`` and has made no step; None for that of ``--optimizer`` and ``--lr``.
+        compute_loss: from (model, batch) to the mean loss, or to (sum of losses, number of targets); None for
+            ``model(**batch).loss``.
+        schedule: from the step (from 0) to a share of the peak rate, or a scheduler of torch; None for that of
+            ``--train-iters`` and ``--lr-decay-style``, or, without an end, for a constant rate.
+        count_targets: how many targets the loss of a batch is a mean over; by default the labels that are not -100.
+        example: a batch of one sample, for a pipeline, which must see a loss before the first step.
+        argv: flags in the words of a command line, which win over ``switches``.
+        switches: flags by field name (``seed=1``), each as in :class:`Trainer`.
+
+    Raises:
+        ConfigError: a flag or an optimizer that cannot be used, or that nothing here would act on.
+        Refused: the flags break rules; all of them are named.
+        SystemExit: the workers that this process has started are done.
+    """
+    template = composed(model, optimizer, compute_loss, count_targets, argv, switches)
+    options = _given(template.config, "lr", "weight_decay")
+    if options and optimizer is not None and not isinstance(optimizer, TAKES_OPTIONS):
+        name = next(iter(options))
+        raise ConfigError(
+            f"{spelling(name)} has nothing to act on: the optimizer brings its own",
+            where=template.config.origin(name),
+            hint="leave it out, or give the optimizer's class",
+        )
+    return open_session(template, None if schedule is None else as_schedule(schedule), example)
+
+
+def composed(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer] | None,
+    compute_loss: ComputeLoss | None,
+    count_targets: Callable[[Batch], float] | None,
+    argv: Sequence[str],
+    switches: Mapping[str, Any],
+) -> Trainer:
+    """The template of a session, with the arguments of :func:`compose` as its hooks."""
+    hooks: dict[str, Any] = {
+        "__module__": getattr(compute_loss, "__module__", "__main__"),
+        "plan": cached_property(lambda self: configure.resolve_plan(type(self), self.config, training=False)),
+        "build_model": lambda self: same_weights(model) if isinstance(model, nn.Module) else model(),
+    }
+    if optimizer is not None:
+        # Once, while the model still has the parameters that an optimizer was made for: switches replace some of them.
+        recipe = cache(lambda *names: as_recipe(optimizer, model, _given(template.config, *names)))
+        hooks["build_optimizer"] = lambda self: recipe("lr", "weight_decay")
+    if compute_loss is not None:
+        hooks["compute_loss"] = lambda self, model, batch: compute_loss(model, batch)
+    if count_targets is not None:
+        hooks["count_targets"] = lambda self, batch: count_targets(batch)
+    template: Trainer = type("Composed", (Trainer,), hooks)(list(argv), **switches)
+    at_the_door(template)
+    if optimizer is not None:
+        template.build_optimizer()  # what cannot be used is refused before a worker starts
+    return template
+
+
+def _given(config: RunConfig, *names: str) -> dict[str, Any]:
+    """The flags among these that were given."""
+    return {name: config.get(name) for name in names if name in config.origins}
 
 
 def _caller() -> FrameType:

@@ -12,6 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.texts import docstrings
 
 
+@pytest.mark.slow
 def test_optimizers_are_compared_on_real_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ class Lazy(Contender):
             step_done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONTENDERS)
 def test_a_loop_does_the_work_of_the_plain_one(kind: type[Contender]) -> None:
     """``measure_overhead`` compares the losses after its warm-up."""
@@ -38,6 +39,7 @@ def test_a_loop_does_the_work_of_the_plain_one(kind: type[Contender]) -> None:
     assert row["low_ms"] <= row["extra_ms"] <= row["high_ms"]
 
 
+@pytest.mark.slow
 def test_a_loop_that_does_less_is_found_out() -> None:
     with pytest.raises(RapidformerError, match="not the same work"):
         measure_overhead(rounds=1, steps=1, kinds=(Lazy,))
@@ -48,6 +50,7 @@ def test_every_loop_starts_with_the_same_weights() -> None:
     assert first.equal(second)
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ def test_rows_are_full_of_documents() -> None:
     assert 60 < positions.numel() / int(begins.sum()) < 140
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def test_the_command_writes_what_it_shows(
     assert (tmp_path / "preprocess.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_smaller_corpus_begins_a_larger_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("small", 0.05), ("large", 0.3)):
         write_corpus(tmp_path / name, size)
@@ -75,6 +76,7 @@ def test_commands_that_fail_are_errors() -> None:
         preprocess._peak_memory([sys.executable, "-c", "raise SystemExit(1)"])
 
 
+@pytest.mark.slow
 def test_memory_of_all_processes_is_counted() -> None:
     child = "b = bytearray(b'x') * 40_000_000; import time; time.sleep(0.6)"
     alone = preprocess._peak_memory([sys.executable, "-c", child])

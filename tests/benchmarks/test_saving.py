@@ -14,6 +14,7 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run.checkpoint import format as checkpoint
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["saving", "--gigabytes", "0.004", "--repeats", "2", "--folder", str(tmp_path / "disk")]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
@@ -44,6 +45,7 @@ def test_ours_holds_the_state_of_a_training(tmp_path: Path) -> None:
     assert moments == {"exp_avg", "exp_avg_sq", "step"}
 
 
+@pytest.mark.slow
 def test_the_state_has_the_size_that_was_asked_for() -> None:
     parameters = sum(p.numel() for p in saving.bert(1.3).parameters())
     assert parameters * 12 == pytest.approx(1.3e9, rel=0.03)

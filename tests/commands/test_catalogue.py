@@ -67,6 +67,8 @@ TUNING = [
     "--moe-loss-coeff",
     "--moe-z-loss-coeff",
     "--pipeline-stages",
+    "--recompute-granularity",
+    "--recompute-num-layers",
     "--shape-multiple",
     "--tokens-per-batch",
     "--virtual-pipeline-size",
@@ -104,6 +106,7 @@ def test_each_code_is_one_rule() -> None:
     assert len({rule.code for rule in rules}) == len({id(rule) for rule in rules})
 
 
+@pytest.mark.slow
 def test_markdown_is_up_to_date() -> None:
     written = (ROOT / "docs/switches.md").read_text(encoding="utf-8")
     assert written == document.markdown(REGISTRY), (
@@ -111,6 +114,7 @@ def test_markdown_is_up_to_date() -> None:
     )
 
 
+@pytest.mark.slow
 def test_matrix_agrees_with_the_rules() -> None:
     names = [switch.name for switch in REGISTRY.switches]
     rows = dict(zip(names, document.compatibility(REGISTRY), strict=True))

@@ -55,6 +55,7 @@ def test_no_torch_is_imported_for_help_and_for_a_preprocessing_worker() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_preprocess(tmp_path: Path, gpt_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [" ".join(WORDS[i : i + 5]) for i in range(20)]
     folder = tmp_path / "raw"
@@ -185,6 +186,7 @@ def test_merging_is_done_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert max(sizes) <= max(20, longest)
 
 
+@pytest.mark.slow
 def test_sets_with_modes_are_not_merged(tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]) -> None:
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "set.bin"), dtype=np.int32, multimodal=True)
     builder.add_document([1, 2, 3], [1, 2], [0, 1])

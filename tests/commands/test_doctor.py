@@ -68,6 +68,7 @@ def test_package_that_raises_and_one_that_is_absent(
     }
 
 
+@pytest.mark.slow
 def test_crash_and_hang_on_import_are_findings(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_package(site, "crashes", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     add_package(site, "hangs", "import time; time.sleep(600)")
@@ -97,6 +98,7 @@ def test_version_that_has_lost_a_private_name(
     assert "_trainable_params" not in found["detail"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "state"), [("0.49.2", "needs a GPU"), ("0.50.0", "ok")])
 def test_packages_that_need_a_gpu(version: str, state: str, site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add_package(site, "bitsandbytes", "", version)
@@ -174,6 +176,7 @@ def test_build(site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert capsys.readouterr().err == f"error: DeepSpeed's parts cannot be built here: {reasons['cpu_adam']}\n"
 
 
+@pytest.mark.slow
 def test_no_torch_is_imported_here(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import subprocess
 

@@ -111,6 +111,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rapidformer plan --template Finetuner --zero-3-memory-optimization --world-size 2" in text
 
 
+@pytest.mark.slow
 def test_switches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["switches"]) == 0
     text = capsys.readouterr().out
@@ -151,6 +152,7 @@ def test_a_plan_refuses_what_the_task_has_no_use_for(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_whoever_reads_no_further_gets_no_stack_trace() -> None:
     """As in ``rapidformer switches --markdown | head``."""
     command = f"{sys.executable} -m rapidformer_templates switches --markdown | true; exit ${{PIPESTATUS[0]}}"

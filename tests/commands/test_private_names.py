@@ -63,6 +63,7 @@ def _is_private(name: str) -> bool:
     return re.fullmatch(r"_(?!rapidformer)[A-Za-z]\w*", name) is not None
 
 
+@pytest.mark.slow
 def test_what_is_private_elsewhere_stands_in_the_table() -> None:
     known = _own_names() | LISTED | set(OF_PYTHON)
     places = [(name, f"{path}:{line}") for path in FILES for name, line in _foreign(path)]

@@ -84,6 +84,7 @@ def lines_of(kind: type[Trainer], flags: list[str], folder: Path) -> tuple[list[
     return [line["loss"] for line in lines if "loss" in line], evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", CASES)
 def test_the_loss_of_a_task_is_torchs_smoothed_one(task: str, flags_of: Any, tmp_path: Path) -> None:
     flags = flags_of(task)

@@ -28,6 +28,7 @@ def _requests(order: SampleOrder, steps: range, data_size: int, accumulation: in
     ]
 
 
+@pytest.mark.slow
 @given(SIZES, BATCHES, st.booleans(), st.booleans(), st.integers(0, 3))
 @settings(max_examples=150, deadline=None)
 def test_an_epoch_holds_each_sample_once(size: int, batch: int, grouped: bool, by_epochs: bool, seed: int) -> None:

@@ -227,6 +227,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_black_box_run_evaluates_as_without_packing(flags: dict[str, Any], tmp_path: Path) -> None:
     """A learning rate of 0 leaves the weights alone, so that both runs evaluate the same model."""
     for name, more in (("alone", {}), ("packed", {"pack_sequences": True})):
@@ -245,6 +246,7 @@ def test_black_box_run_evaluates_as_without_packing(flags: dict[str, Any], tmp_p
     assert last[1]["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_flash_attention_takes_documents_one_by_one(flags: dict[str, Any], tmp_path: Path) -> None:
     """Training and evaluation are those of the mask, at every logged step."""
     for name, more in (("mask", {}), ("flash", {"use_flash_attn": True})):

@@ -37,6 +37,7 @@ def _tokens_of_an_epoch(lengths: np.ndarray, chosen: Sequence[int], budget: int)
     return padded_tokens(shapes, share_out(shapes, per_shape(shapes, np.bincount(lengths))))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=11, unique=True), st.integers(1, 5), st.integers(0, 9))
 @settings(max_examples=150, deadline=None)
 def test_padding_is_the_least_that_any_choice_has(distinct: list[int], most: int, seed: int) -> None:

@@ -25,9 +25,11 @@ from rapidformer_templates.trainer import Trainer
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OTHERS = {  # flags of other programs, and those that examples declare
+    "mlflow": ["--backend-store-uri"],
     "pip": ["--constraint", "--editable", "--no-deps"],
     "rapidformer": ["--build", "--help", "--markdown", "--version"],
     "ruff": ["--check"],
+    "tensorboard": ["--logdir"],
     "torchrun": [
         "--rdzv-backend",
         "--rdzv-endpoint",

@@ -104,6 +104,7 @@ def test_one_job_in_three_ways_has_identical_losses(tweets: Path, tmp_path: Path
     assert plans == {"black-box": "Finetuner", "finetuner": "Finetuner", "trainer": "Trainer"}
 
 
+@pytest.mark.slow
 def test_own_flag_acts(tweets: Path, tmp_path: Path) -> None:
     job = f"--task sequence_classification --pretrained-model-name-or-path {tweets / 'model'} --device cpu --lr 1e-3"
     small = f"--data-dir {tweets} --data-name tweets --train-iters 2 --micro-batch-size 4 --log-interval 1"

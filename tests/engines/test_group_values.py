@@ -112,6 +112,7 @@ def _run(folder: str, rule: str, flags: str = "", *, dies: bool = False) -> list
 ALONE = "--micro-batch-size 8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["fused", "estimating"])
 def test_a_resumed_run_is_the_uninterrupted_one(rule: str, tmp_path: Any) -> None:
     through = _run(f"{tmp_path}/through", rule, ALONE)
@@ -119,6 +120,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(rule: str, tmp_path: Any) -> Non
     assert _run(f"{tmp_path}/run", rule, f"{ALONE} --resume") == through[SAVED:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("fused", "torch"), ("torch", "fused")])
 def test_one_adam_goes_on_for_another(before: str, after: str, tmp_path: Any) -> None:
     """There and back again: the count goes with the run, and neither rule's own place for it is taken for a second."""

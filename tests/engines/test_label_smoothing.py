@@ -57,6 +57,7 @@ def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_computes_torchs_smoothed_loss(name: str, wanted: dict[str, Any], tmp_path: Path) -> None:
     assert_follows(run(f"{STEPS} {ON} {ALONE[name]}", str(tmp_path)), wanted)

@@ -113,6 +113,7 @@ def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_a_group_for_each_layer(wanted: dict[str, Any], tmp_path: Path) -> None:
     found = run(DeepJob, f"{ON} --micro-batch-size 8 --optimizer adamw_torch", tmp_path / "on")
     assert_follows(found, wanted)

@@ -90,6 +90,7 @@ def test_the_reference_learns(references: Any) -> None:
         assert max(norm for _, norm in reference["curve"]) > 2 * CLIP  # so that clipping acts
 
 
+@pytest.mark.slow
 def test_reference_equals_a_loop_by_hand(references: Any, tmp_path: Path) -> None:
     """The one-process run itself against plain torch: token losses summed and divided by hand."""
     from rapidformer_templates.data.order import SampleOrder

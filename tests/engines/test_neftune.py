@@ -138,6 +138,7 @@ def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_noise_by_hand(alone: dict[str, Any], tmp_path: Path) -> None:
     """A job that gives its model the noisy embeddings, row by row, with numpy's numbers."""
 
@@ -160,6 +161,7 @@ def test_the_first_loss_is_that_of_noise_by_hand(alone: dict[str, Any], tmp_path
     assert_follows(alone, wanted)
 
 
+@pytest.mark.slow
 def test_it_changes_the_losses_and_not_the_other_random_numbers(alone: dict[str, Any], tmp_path: Path) -> None:
     plain = run("--micro-batch-size 8", tmp_path / "plain")
     assert plain["curve"][0][1] > 1.5 * alone["curve"][0][1], "the norm of the gradient"
@@ -167,6 +169,7 @@ def test_it_changes_the_losses_and_not_the_other_random_numbers(alone: dict[str,
     assert zero["curve"] == plain["curve"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -180,6 +183,7 @@ def test_micro_batches_and_switches_do_not_change_it(flags: str, alone: dict[str
     assert_follows(run(f"{flags} {ON}", tmp_path), alone)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_whole_one(alone: dict[str, Any], tmp_path: Path) -> None:
     job = DeepJob([*f"{STEPS} --micro-batch-size 8 {ON} --save-interval 2 --save {tmp_path}".split()])
     counts = job.on_step_end

@@ -84,6 +84,7 @@ def _task(use: LabelUse) -> CausalLM:
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in NAMES]
 )

@@ -57,7 +57,7 @@ def test_dashes_and_underscores_in_yaml(tmp_path: Path, key: str) -> None:
         ("--mixed-precision --tf32", "mixed_precision", "auto"),
         ("--torch-compile", "torch_compile", "inductor"),
         ("--torch-compile aot_eager", "torch_compile", "aot_eager"),
-        ("--recompute-activations", "checkpoint_activations", True),
+        ("--recompute-activations", "recompute_granularity", "selective"),
         ("--no-tf32", "tf32", False),
         ("--data-path 0.3 A 0.7 B", "data_path", ("0.3", "A", "0.7", "B")),
     ],
@@ -85,7 +85,7 @@ def test_other_spellings_are_the_flag(tmp_path: Path) -> None:
         ("--optimizer muon --optimizers lamb", "--optimizer and --optimizers are one flag, and are given different"),
         ("--fp16 --bf16", "--fp16 and --bf16 are one flag, and are given different values"),
         ("--mixed-precision bf16 --fp16", "--mixed-precision and --fp16 are one flag, and are given different values"),
-        ("--no-checkpoint-activations --recompute-activations", "are one flag, and are given different values"),
+        ("--recompute-granularity full --recompute-activations", "are one flag, and are given different values"),
     ],
 )
 def test_spellings_that_say_different_things(flags: str, message: str) -> None:
@@ -99,7 +99,7 @@ def test_spellings_that_say_different_things(flags: str, message: str) -> None:
     [
         ("mixed_precision: true", "mixed_precision", "auto"),
         ("mixed_precision: false", "mixed_precision", None),
-        ("recompute-activations: true", "checkpoint_activations", True),
+        ("recompute-activations: true", "recompute_granularity", "selective"),
         ("lr: 1e-5", "lr", 1e-5),  # YAML itself reads this as text
         ("data_path: [0.3, A, 0.7, B]", "data_path", ("0.3", "A", "0.7", "B")),
         ("data_path: corpus.txt", "data_path", ("corpus.txt",)),

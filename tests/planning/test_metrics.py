@@ -61,6 +61,7 @@ def test_an_error_rate_is_best_where_it_is_least(tmp_path: Path) -> None:
     assert best_of(tmp_path / "run", "--metric-for-best", "wer") == {"step": 2, "metric": "wer", "value": 0.1}
 
 
+@pytest.mark.slow
 def test_a_metric_of_ones_own_has_the_direction_that_is_asked_for(tmp_path: Path) -> None:
     own = ("--metric-for-best", "quux")
     least = best_of(tmp_path / "min", *own, "--metric-for-best-mode", "min", metric="quux")
@@ -76,12 +77,14 @@ def test_a_metric_is_asked_for_in_pretraining_too(tmp_path: Path) -> None:
     assert job.fit()["best"]["step"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", [(math.nan, 0.2, 0.1, math.nan), (0.1, math.nan, 0.05, math.nan)])
 def test_nan_is_no_best(scores: tuple[float, ...], tmp_path: Path) -> None:
     best = best_of(tmp_path / "run", "--metric-for-best", "wer", scores=scores)
     assert (best or {})["step"] == 3
 
 
+@pytest.mark.slow
 def test_nothing_is_best_where_all_are_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert best_of(tmp_path / "run", "--metric-for-best", "wer", scores=(math.nan,) * 4) is None
     assert "the wer of step 1 is nan: no best" in capsys.readouterr().err
@@ -173,6 +176,7 @@ class OwnMetrics(Scored):
         return float(len(batch["x"]))
 
 
+@pytest.mark.slow
 def test_the_loss_stands_for_a_metric_that_the_users_own_function_does_not_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +191,7 @@ def test_the_loss_stands_for_a_metric_that_the_users_own_function_does_not_give(
     assert again.fit()["best"]["metric"] == "eval_loss"
 
 
+@pytest.mark.slow
 def test_another_metric_at_a_resume_begins_anew(tmp_path: Path) -> None:
     assert (best_of(tmp_path, "--metric-for-best", "wer") or {})["step"] == 2
     job = Scored([*FLAGS, "--save", str(tmp_path), "--resume", "--train-iters", "6", "--metric-for-best", "f1"])

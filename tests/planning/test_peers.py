@@ -59,7 +59,8 @@ def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> No
             "did you mean --global-batch-size? accumulation steps are computed: "
             "global batch / (micro batch × data-parallel workers)",
         ),
-        ("--report-to wandb", "the curves are in --save: metrics.jsonl"),
+        ("--with-tracking", "did you mean --report-to tensorboard?"),
+        ("--wandb-project mine", "did you mean --project-name? with --report-to"),
         ("--mixed-precison bf16", "did you mean --mixed-precision?"),
         ("--zero-3-memory-optimisation", "did you mean --zero-3-memory-optimization?"),
         ("--train-iter 5", "did you mean --train-iters?"),

@@ -71,6 +71,7 @@ def saved(folder: Path, step: int) -> torch.Tensor:
     return checkpoint.Reader(folder / "checkpoints" / f"step-{step}").read("weights", "weight", (0, 0), (1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
 def test_a_best_step_between_two_saves_is_saved_and_exported(flags: list[str], tmp_path: Path) -> None:
     summary = train(tmp_path, *flags)
@@ -83,6 +84,7 @@ def test_a_best_step_between_two_saves_is_saved_and_exported(flags: list[str], t
     assert kept == {"latest", f"step-{step}", "step-30"}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_looks_for_its_own_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_run_that_goes_on_elsewhere_looks_for_its_own_best(
     assert torch.equal(exported(tmp_path / "second"), saved(tmp_path / "second", own))
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +116,7 @@ def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(
     assert json.loads((tmp_path / "summary.json").read_text())["best"] is None
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_is_damaged_at_the_end_does_not_cost_the_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

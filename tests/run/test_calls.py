@@ -58,6 +58,7 @@ def run(tmp_path: Path, text: str, **how: Any) -> tuple[subprocess.CompletedProc
     return done, sorted(notes.read_text().splitlines()) if notes.exists() else []
 
 
+@pytest.mark.slow
 def test_workers_run_one_call_and_nothing_after_it(tmp_path: Path) -> None:
     done, notes = run(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr

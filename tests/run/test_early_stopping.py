@@ -56,6 +56,7 @@ def test_a_run_stops_at_the_step_of_transformers(scores: Sequence[float], patien
     assert (summary["stopped_early"] is None) == (summary["steps"] == 20)
 
 
+@pytest.mark.slow
 def test_it_ends_as_a_finished_run_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = run(RISES, "--early-stopping-patience", "3", "--save", str(tmp_path))
     why = "after step 14 of 20: 3 evaluations without a better utility than 0.6 of step 8"
@@ -85,6 +86,7 @@ def test_values_that_are_not_finite_are_not_better() -> None:
     assert summary["stopped_early"] == "after step 4 of 20: 2 evaluations without a finite metric"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_after", range(7, 14))
 def test_a_killed_run_stops_where_it_would_have(dies_after: int, tmp_path: Path) -> None:
     """Checkpoints of steps 3, 6, 9 and 12, the count of evaluations in them; and of the best steps."""
@@ -98,6 +100,7 @@ def test_a_killed_run_stops_where_it_would_have(dies_after: int, tmp_path: Path)
     assert evaluated == [2, 4, 6, 8, 10, 12, 14]
 
 
+@pytest.mark.slow
 def test_a_complete_run_stays_complete_and_goes_on_with_more_patience(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +116,7 @@ def test_a_complete_run_stays_complete_and_goes_on_with_more_patience(
     assert (more["steps"], more["best"]["step"]) == (20, 16)
 
 
+@pytest.mark.slow
 def test_a_request_to_end_is_heard_before(tmp_path: Path) -> None:
     """A stop in the step that would be the last one anyway is no interruption; one before it is."""
     flags = ("--early-stopping-patience", "3", "--save", str(tmp_path))
@@ -121,6 +125,7 @@ def test_a_request_to_end_is_heard_before(tmp_path: Path) -> None:
     assert run(RISES, *flags, "--resume")["steps"] == 14
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_the_count_is_taken(tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         run(RISES, "--save", str(tmp_path), "--save-interval", "9", dies_after=10)

@@ -62,6 +62,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_overwrite_and_load_leave_the_new_run_alone(half: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(folder)  # to step 10, which is later than what is loaded

@@ -99,6 +99,7 @@ def test_flags_that_its_hooks_leave_idle_are_noted(tmp_path: Path, capsys: pytes
     assert any("--num-layers (command line) is for the default build_model" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_layouts_of_a_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def crossings(counts: list[int], every: int) -> list[int]:
     return sorted({*found, len(counts)})
 
 
+@pytest.mark.slow
 def test_by_samples_and_tokens(tmp_path: Path) -> None:
     folder = train(tmp_path, "--save-interval 20samples --eval-interval 300tokens")
     tokens = [line["tokens"] for line in lines(folder, "lr")]
@@ -47,6 +48,7 @@ def test_by_samples_and_tokens(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(folder, "eval_loss")] == crossings(tokens, 300)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_places(tmp_path: Path) -> None:
     flags = "--save-interval 300tokens --eval-interval 20samples"
     whole = train(tmp_path / "whole", flags)
@@ -77,6 +79,7 @@ def _by_clock(workers: Workers, folder: str) -> list[int]:
     return saved(Path(folder))
 
 
+@pytest.mark.slow
 def test_by_minutes(tmp_path: Path) -> None:
     # Looked at in the beginning, before each step, and after a save: due in the third step after each.
     wanted = [3, 6, 9, 10]

@@ -21,6 +21,7 @@ from rapidformer_templates.run.folder import read_metrics
 from tests.support.lines import FLAGS, Line
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_of_transformers_learns(tmp_path: Path) -> None:
     job = Line([*FLAGS, "--epochs", "40", "--save", str(tmp_path / "run"), "--weight-decay", "0"])
     summary = job.fit()
@@ -236,6 +237,7 @@ def test_own_flags_and_flags_in_code(tmp_path: Path) -> None:
     assert Sloped(["--lr", "0.1"], lr=0.5).config.training.lr == 0.1
 
 
+@pytest.mark.slow
 def test_best_checkpoint_is_exported(tmp_path: Path) -> None:
     """Validation gets worse after its best epoch: the weights of that epoch are exported and summed up."""
 

@@ -66,6 +66,7 @@ def test_zero_3_trains_it_in_the_same_memory(place: str, tmp_path: Path) -> None
 LADDER = [  # (what runs, what is said next)
     ("--micro-batch-size 8 --global-batch-size 16", "--micro-batch-size 1 --global-batch-size 16"),
     ("", "--checkpoint-activations"),
+    ("--recompute-activations", "--recompute-granularity full"),
     ("--checkpoint-activations", "--mixed-precision bf16"),
     ("--checkpoint-activations --mixed-precision bf16", "--zero-2-memory-optimization"),
     (

@@ -65,6 +65,7 @@ def in_workers(count: int, folder: Path, runs: Mapping[str, Sequence[str]]) -> d
     return {Path(name).name: curve for name, curve in told[0].items()}
 
 
+@pytest.mark.slow
 def test_workers_and_micro_batches_change_nothing(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
     whole = {name: run([*given, "--micro-batch-size", "4"], tmp_path / name) for name, given in flags.items()}
     cut = in_workers(2, tmp_path / "cut", {n: [*g, "--micro-batch-size", "1"] for n, g in flags.items()})
@@ -72,6 +73,7 @@ def test_workers_and_micro_batches_change_nothing(flags: Mapping[str, list[str]]
         check_alike({name: curve}, whole[name])
 
 
+@pytest.mark.slow
 def test_every_engine_holds_the_copy_and_every_reference_is_the_same(
     flags: Mapping[str, list[str]], tmp_path: Path
 ) -> None:
@@ -83,6 +85,7 @@ def test_every_engine_holds_the_copy_and_every_reference_is_the_same(
     check_alike(in_workers(2, tmp_path, runs), whole)
 
 
+@pytest.mark.slow
 def test_a_model_without_its_adapters_is_the_reference(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
     given = [*flags["dpo"], *LORA, "--micro-batch-size", "2"]
     whole = run(given, tmp_path / "whole")
@@ -100,6 +103,7 @@ class Dies(Trainer):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_own_log_probabilities(gpt_folder: Path, tmp_path: Path) -> None:
     given = make(tmp_path / "data", gpt_folder, judged())
     given += [
@@ -131,6 +135,7 @@ def test_a_run_goes_on_from_its_own_log_probabilities(gpt_folder: Path, tmp_path
     np.testing.assert_array_equal(np.concatenate(curve_of(tmp_path / "half")), np.concatenate(wanted))
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
     Trainer([*flags["reward"], "--export-model", "--save", str(tmp_path / "run")]).fit()
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "export")

@@ -70,6 +70,7 @@ class _SlowData(Line):
         return super().compute_loss(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [Trainer, Pretrainer, Finetuner])
 def test_a_run_writes_where_its_time_went(template: type[Trainer], tmp_path: Path) -> None:
     flags = [*FLAGS, "--epochs", "2", "--save", str(tmp_path / "run"), "--profile", "4"]

@@ -36,6 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", [[1], [3], [5], [4, 7, 11], [12]])
 def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -45,6 +46,7 @@ def test_resumed_run_is_bitwise_the_whole_one(deaths: list[int], whole: Path, tm
     assert_same(whole, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", [[], [5], [4, 7, 11]])
 def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Path, tmp_path: Path) -> None:
     for death in deaths:
@@ -53,6 +55,7 @@ def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Pa
     assert_same(whole, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
 def test_kill_in_a_save_leaves_the_earlier_checkpoint(
     flags: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -99,6 +102,7 @@ def _hang_in_save(folder: Path, in_save: Path, flags: list[str]) -> None:
     run(folder, *flags)
 
 
+@pytest.mark.slow
 def test_loader_processes_change_nothing(whole: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", "--dataloader-num-workers", "2", dies_after=7)
     run(tmp_path / "run", "--dataloader-num-workers", "1", "--resume")
@@ -116,6 +120,7 @@ def test_a_complete_run_can_be_resumed_to_its_summary(whole: Path, tmp_path: Pat
     assert_same(whole, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_half_a_line_of_metrics_is_dropped(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, dies_after=5)
@@ -148,6 +153,7 @@ def _forget(manifest: Path, name: str) -> None:
     manifest.write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint_is_named_and_passed_over(
     damage: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -165,6 +171,7 @@ def test_damaged_checkpoint_is_named_and_passed_over(
     assert_same(whole, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [WEIGHTS, "state.json", "manifest.json"])
 def test_a_checkpoint_on_a_bad_spot_of_the_disk_is_passed_over(
     name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -227,6 +234,7 @@ def test_other_model_is_refused_by_the_names_of_its_weights(tmp_path: Path) -> N
         job.fit()
 
 
+@pytest.mark.slow
 def test_weights_only_starts_anew_with_the_weights(whole: Path, tmp_path: Path) -> None:
     run(tmp_path / "next", "--load", str(whole), "--weights-only", "--seed", "9")
     first = read_metrics(tmp_path / "next" / "metrics.jsonl")[0]

@@ -57,6 +57,7 @@ def _steps(samples: Any, global_batch: int, ranks: int, micro: int, start: int, 
     return steps
 
 
+@pytest.mark.slow
 @given(CORPORA, st.integers(1, 30), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3), st.data())
 @settings(max_examples=60, deadline=None)
 def test_layouts_and_resumes_change_nothing(

@@ -22,10 +22,12 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_a_promise_is_listed_with_its_file(script: ModuleType) -> None:
     assert script.promises()["a promise is listed with its file"] == ["tests/scripts/test_promises.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="needs a clone")
 def test_those_of_a_commit_are_read_from_it(script: ModuleType) -> None:
     found = script.promises("HEAD")

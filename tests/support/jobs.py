@@ -125,6 +125,16 @@ class CausalJob(_Job):
         )
 
 
+class PretrainedJob(CausalJob):
+    """Goes on from the model that lies in ``folder``."""
+
+    folder = ""
+
+    def make(self) -> torch.nn.Module:
+        model: torch.nn.Module = GPT2LMHeadModel.from_pretrained(self.folder, dtype=torch.float32)
+        return model
+
+
 class DeepJob(CausalJob):
     """Deep enough for two stages."""
 

@@ -33,6 +33,7 @@ from transformers import (
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
 from rapidformer_templates.system.workers import Workers
@@ -185,7 +186,9 @@ def build(case: Case, workers: Workers | None = None) -> nn.Module:
 
 
 def _building(blocks: Mapping[str, nn.Module], workers: Workers, *switches: str) -> Building:
-    return Building(blocks, None, Plan("Trainer", switches), workers, try_loss=lambda model: None)
+    return Building(
+        blocks, CheckpointActivationsFlags(), Plan("Trainer", switches), workers, try_loss=lambda model: None
+    )
 
 
 def divided(workers: Workers, tensor: int) -> Workers:

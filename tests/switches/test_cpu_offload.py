@@ -50,6 +50,7 @@ def _assert_equal(actual: Any, expected: Any) -> None:
     assert all(torch.equal(actual["weights"][name], weight) for name, weight in expected["weights"].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("job", ["causal", "frozen"])
 def test_run_is_bitwise_the_one_without(job: str, optimizer: str, tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ def test_run_is_bitwise_the_one_without(job: str, optimizer: str, tmp_path: Path
     assert held == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [(), ("--cpu-offload",)], ids=["plain first", "offloaded first"])
 @pytest.mark.usefixtures("elsewhere")
 def test_checkpoints_pass_between_a_run_with_and_one_without(first: tuple[str, ...], tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def rapidformer(place: Path | None, words: str, status: int = 0) -> str:
     return run(place, "-m", "rapidformer_templates", *words.split(), status=status)
 
 
+@pytest.mark.slow
 def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
     assert FLAG in rapidformer(place, "--help")
     assert NAME in rapidformer(place, "switches")
@@ -76,6 +77,7 @@ def test_every_pair_with_it_follows_one_process(place: Path) -> None:
     assert "passed" in said
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_used_is_named(place: Path, tmp_path: Path) -> None:
     broken = tmp_path / "site"
     shutil.copytree(place, broken)

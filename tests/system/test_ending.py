@@ -121,6 +121,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["steps", "hangs"])
 def test_workers_end_when_their_launcher_is_killed(start: Callable[..., Run], how: str) -> None:
     run = start(how)
@@ -129,6 +130,7 @@ def test_workers_end_when_their_launcher_is_killed(start: Callable[..., Run], ho
     assert run.saved == [how == "steps"] * 2
 
 
+@pytest.mark.slow
 def test_workers_of_a_torchrun_that_is_killed_end(start: Callable[..., Run]) -> None:
     elastic = """
 import os, subprocess, sys, time
@@ -142,6 +144,7 @@ time.sleep(600)
     assert run.saved == [True, True]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_workers_that_hang(start: Callable[..., Run]) -> None:
     run = start("hangs")
     run.process.send_signal(signal.SIGINT)
@@ -162,6 +165,7 @@ def test_each_signal_saves(start: Callable[..., Run], number: int) -> None:
     assert run.saved == [True, True]
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_is_nothing(start: Callable[..., Run]) -> None:
     run = start("steps", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     run.process.send_signal(signal.SIGHUP)

@@ -104,6 +104,7 @@ def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 41))
 
 
+@pytest.mark.slow
 def test_port_in_use_is_found_before_a_worker_starts(script: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -141,6 +142,7 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
     assert "already holds a run" in again.stderr
 
 
+@pytest.mark.slow
 def test_second_run_does_not_overwrite_the_first(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ["--train-iters", "2", "--save", str(folder)]

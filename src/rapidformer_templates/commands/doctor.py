@@ -24,6 +24,8 @@ from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, version_of
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.trackers import INSTALL as INSTALL_TRACKERS
+from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 
@@ -38,12 +40,14 @@ HELPS = {
     "onnxscript": "onnx-runtime",
     "flash_attn": "flash-attention",
     "bitsandbytes": "lora (nf4)",
+    **dict.fromkeys(TRACKERS.values(), "--report-to"),
 }
 INSTALL = {
     "apex": "from source: github.com/NVIDIA/apex",  # the declared text is too long for a table
     "flash_attn": "pip install flash-attn --no-build-isolation",
     "onnx": "pip install 'rapidformer_templates[onnx]'",
     "onnxscript": "pip install 'rapidformer_templates[onnx]'",
+    **{TRACKERS[name]: install for name, install in INSTALL_TRACKERS.items()},
 }
 NEEDS_GPU = ("apex", "flash_attn")
 

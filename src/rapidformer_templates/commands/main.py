@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, Refused
 from rapidformer_templates.planning import environment
 from rapidformer_templates.planning.config import RunConfig, build_parser, parse, split
+from rapidformer_templates.planning.device_kinds import DEVICE_KINDS, DEVICE_MEMORY, DeviceKindName
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.plan import Plan
@@ -75,6 +76,7 @@ class PlanFlags:
         None, "workers to plan for (default: --nproc-per-node, else 1)", metavar="N", minimum=1
     )
     local_world_size: int | None = flag(None, "workers on one node (default: all)", metavar="N", minimum=1)
+    device_kind: DeviceKindName | None = flag(None, "plan for GPUs of this kind, which need not be here")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,7 +166,28 @@ def plan_request(words: Sequence[str]) -> tuple[RunConfig, Environment, PlanFlag
         world_size=asked.world_size or config.launch.nproc_per_node,
         local_world_size=asked.local_world_size,
     )
-    return with_template_defaults(config, template), detected, asked
+    return with_template_defaults(config, template), _elsewhere(detected, config, asked), asked
+
+
+def _elsewhere(here: Environment, config: RunConfig, asked: PlanFlags) -> Environment:
+    """The environment of the plan: that of the devices that are named or described, in place of this machine's.
+
+    Raises:
+        ConfigError: a kind of GPU, and no GPU.
+    """
+    kind, device = asked.device_kind, config.launch.device
+    if kind is not None:
+        if device == "cpu":
+            raise ConfigError(f"--device-kind {kind} is a GPU, and --device cpu none", hint="leave one of them out")
+        origin, capability = f"--device-kind {kind}", DEVICE_KINDS[kind].capability
+        return dataclasses.replace(
+            here, device="cuda", compute_capability=capability, device_origin=origin, device_kind=kind
+        )
+    described = config.get("auto_strategy") and DEVICE_MEMORY in os.environ
+    if described and device == "auto" and here.device == "cpu":
+        origin = f"{DEVICE_MEMORY} without --device; --device cpu plans for processors"
+        return dataclasses.replace(here, device="cuda", device_origin=origin)
+    return here
 
 
 def _plan(words: list[str]) -> int:
@@ -190,8 +213,9 @@ def _plan_script(script: str, words: list[str]) -> int:
         world, local = asked.world_size or config.launch.nproc_per_node, asked.local_world_size
         return template, configure.environment_of(kind, config, world, local), idle_flags(kind, config)
 
-    template, detected, notes = handover.ask(script, rest, look)
+    template, here, notes = handover.ask(script, rest, look)
     kind, config = type(template), template.config
+    detected = _elsewhere(here, config, asked)
     checks: list[Check] = []
     if config.training.task and template.reads_task_data:
         checks = [check_task_flags, check_data_flags, *([] if template.computes_own_metrics else [check_metric])]

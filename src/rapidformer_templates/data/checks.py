@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from rapidformer_templates.data.types import Data, Endless
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.metrics import TEST
+from rapidformer_templates.planning.weights import SET_NAME
 
 T = TypeVar("T")
 
@@ -30,15 +32,18 @@ def checked_data(data: Any) -> Data:
         if hasattr(data, "dataset") and hasattr(data, "collate_fn"):
             hint = "the loop makes the loaders: return Data(train=loader.dataset, collate=loader.collate_fn)"
         raise DataError(f"build_data returned {kind_of(data)}", where="build_data()", hint=hint)
-    for part in ("train", "valid", "test"):
-        samples = getattr(data, part)
+    several = data.valid if isinstance(data.valid, Mapping) else {"": data.valid}
+    for name in several:
+        _check_name(name)
+    sets = {"train": data.train, "test": data.test, **{f"valid {name}".strip(): one for name, one in several.items()}}
+    for part, samples in sets.items():
         # A mapping has both, and its keys are columns or names of parts.
         indexed = isinstance(samples, Sized) and hasattr(samples, "__getitem__") and not isinstance(samples, Mapping)
         endless = part == "train" and isinstance(samples, Endless)
         if samples is not None and not indexed and not endless:
             raise DataError(
                 f"the {part} samples of build_data are {kind_of(samples)}",
-                where=f"Data({part}=…)",
+                where=f"Data({part.split()[0]}=…)",
                 hint="give anything with len and integer indexing, one item a sample: a list, a datasets.Dataset",
             )
     for part in ("collate", "augment"):
@@ -46,6 +51,16 @@ def checked_data(data: Any) -> Data:
         if function is not None and not callable(function):
             raise DataError(f"{part} of build_data is {kind_of(function)}, no function", where=f"Data({part}=…)")
     return data
+
+
+def _check_name(name: Any) -> None:
+    """Refuse a name of a validation set that metrics cannot have."""
+    if not isinstance(name, str) or not (name == "" or SET_NAME.fullmatch(name)) or name == TEST:
+        raise DataError(
+            f"a validation set of build_data is called {name!r}",
+            where="Data(valid=…)",
+            hint="call them by letters, digits, '.', '_' and '-', and none of them test",
+        )
 
 
 def checked_batch(batch: Any) -> Any:

@@ -58,8 +58,10 @@ class Data:
     """Data sets and how their samples become a batch.
 
     Attributes:
-        train: what ``valid`` may be, or :class:`Endless` samples, which a run by iterations takes in their order.
-        valid, test: anything with ``len`` and integer indexing (a list, a ``datasets.Dataset``,
+        train: what ``test`` may be, or :class:`Endless` samples, which a run by iterations takes in their order.
+        valid: the same, or several such sets by their names; the metrics of each are told as ``NAME/metric``. By
+            default the best checkpoint is found by the first.
+        test: anything with ``len`` and integer indexing (a list, a ``datasets.Dataset``,
             a torch map-style data set); one item is one sample. A training set with ``in_order = True``
             is taken in its own order, without shuffling: it must have an item for every index from 0
             on, where ``index // len`` is the epoch.
@@ -76,8 +78,13 @@ class Data:
     """
 
     train: Sequence[Any] | Endless | None
-    valid: Sequence[Any] | None = None
+    valid: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None
     test: Sequence[Any] | None = None
     collate: Callable[..., Batch] | None = None
     augment: Callable[[Any, np.random.Generator], Any] | None = None
     lengths: np.ndarray | None = None
+
+    def validation_sets(self) -> dict[str, Sequence[Any]]:
+        """The validation sets that hold samples, by name; the name of one that stands alone is empty."""
+        sets = self.valid if isinstance(self.valid, Mapping) else {"": self.valid}
+        return {name: samples for name, samples in sets.items() if samples is not None and len(samples)}

@@ -26,6 +26,7 @@ OF_EVALUATIONS = {
     "early_stopping_patience": None,
     "metric_for_best": None,
     "keep_best": None,
+    "evaluate_test": False,
 }
 """Flags about evaluations, with their values when off."""
 
@@ -61,7 +62,8 @@ def _asks_nothing_of_the_whole(request: Request) -> list[Finding]:
     given = [name for name, off in OF_EVALUATIONS.items() if request.config.get(name) not in (off, False)]
     if request.config.training.task == "pretraining" and given:
         without = drop({name: OF_EVALUATIONS[name] for name in given} | {"metric_for_best_mode": None})
-        message = f"{' and '.join(map(spelling, given))} would do nothing: a streamed corpus has no validation part"
+        flags = " and ".join(map(spelling, given))
+        message = f"{flags} would do nothing: a streamed corpus has no validation and no test part"
         findings.append(Finding(message, request.asked("streaming", *given), changes=(without, NOT_STREAMED)))
     return findings
 

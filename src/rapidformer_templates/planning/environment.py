@@ -20,14 +20,18 @@ OPTIONAL_PACKAGES = (
     "fairscale",
     "flash_attn",
     "liger_kernel",
+    "mlflow",
     "onnx",
     "onnxruntime",
     "onnxscript",
     "peft",
+    "tensorboard",
     "torch_xla",
     "torchao",
+    "trackio",
     "triton",
     "tvm",
+    "wandb",
 )
 
 
@@ -44,6 +48,8 @@ class Environment:
         compute_capability: of the GPU, such as ``(8, 0)``; None on a CPU.
         packages: optional packages that can be imported, with their versions.
         cxx: the C++ compiler that torch's inductor would call; None where there is none.
+        device_origin: what says which devices those are; None where these are the ones of this machine.
+        device_kind: the key of ``DEVICE_KINDS`` of a machine that is not here.
     """
 
     template: str | None = "Trainer"
@@ -54,6 +60,8 @@ class Environment:
     compute_capability: tuple[int, int] | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     cxx: str | None = "g++"
+    device_origin: str | None = None
+    device_kind: str | None = None
 
     @property
     def white_box(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rapidformer_templates.planning.intervals import Interval
+from rapidformer_templates.planning.trackers import Trackers
 
 
 def flag(
@@ -118,6 +119,10 @@ class DataFlags:
     validation_fraction: float = flag(0.1, "share held out when the data has no validation part", minimum=0)
     max_train_samples: int | None = flag(None, "use the first N training samples", metavar="N", minimum=1)
     max_eval_samples: int | None = flag(None, "use the first N validation samples", metavar="N", minimum=1)
+    eval_data_name: tuple[str, ...] | None = flag(
+        None, "fine-tuning: further validation sets, each told as NAME/metric; SET as --data-name", metavar="NAME=SET"
+    )
+    evaluate_test: bool = flag(False, "evaluate the test part, once, with the weights that are exported")
     text_unit: Literal["paragraph", "line", "file"] = flag(
         "paragraph", "pretraining: what a document is in a .txt file; blank lines stand between paragraphs"
     )
@@ -291,6 +296,17 @@ class TrainingFlags:
     )
     early_stopping_patience: int | None = flag(
         None, "end after N evaluations in a row without a better one by --metric-for-best", metavar="N", minimum=1
+    )
+    report_to: Trackers | None = flag(
+        None, "trackers that get the curves, besides metrics.jsonl: tensorboard,wandb,mlflow,trackio", metavar="NAMES"
+    )
+    run_name: str | None = flag(
+        None, "what trackers call the run (default: the folder of --save)", only_with=("report_to", "tensorboard")
+    )
+    project_name: str | None = flag(
+        None,
+        "project or experiment of the trackers (default: their environment's, else rapidformer)",
+        only_with=("report_to", "tensorboard"),
     )
     export_model: bool = flag(True, "write export/, a folder for from_pretrained, at the end")
     seed: int = flag(1234, "seed of weights, data order and dropout", minimum=0, maximum=2**32 - 1)

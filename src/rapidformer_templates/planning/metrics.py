@@ -38,6 +38,19 @@ TURNED = {"neg", "negative", "minus", "inverse"}
 _KNOWN: Mapping[str, Direction] = {**dict.fromkeys(LEAST, "min"), **dict.fromkeys(MOST, "max")}
 
 
+TEST = "test"
+"""What the test part is called among the sets that are evaluated."""
+
+
+def metric_name(of: str, metric: str) -> str:
+    """What a metric of an evaluated set is called; the validation part of the data, without a name, has the bare ones.
+
+    >>> metric_name("", "eval_loss"), metric_name("hard", "eval_loss"), metric_name("test", "f1")
+    ('eval_loss', 'hard/loss', 'test/f1')
+    """
+    return f"{of}/{metric.removeprefix('eval_')}" if of else metric
+
+
 def direction_of(name: str) -> Direction | None:
     """Whether the least or the most of a metric is the best, by the end of its name; None where that does not tell.
 

@@ -70,8 +70,8 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("precision dtype torch-dtype", "--mixed-precision bf16", "or fp16; without it: fp32"),
     ("use-tf32 allow-tf32", "--tf32", ""),
     # Memory.
-    ("gradient-checkpointing activation-checkpointing use-gradient-checkpointing recompute-granularity "
-     "recompute-method", "--checkpoint-activations", ""),
+    ("gradient-checkpointing activation-checkpointing use-gradient-checkpointing", "--checkpoint-activations", ""),
+    ("recompute-method", "--recompute-num-layers", "the first N blocks, Megatron-LM's method block; without it: all"),
     ("fsdp use-fsdp fully-shard", "--fsdp-memory-optimization", ""),
     ("fsdp-config fsdp-transformer-layer-cls-to-wrap fsdp-auto-wrap-policy", "--fsdp-memory-optimization",
      "it shards each block by itself"),
@@ -154,8 +154,12 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("eval-strategy evaluation-strategy", "--eval-interval", _INTERVAL),
     ("limit-val-batches eval-batches", "--eval-iters", ""),
     ("logging-steps log-every-n-steps log-every steps-per-print", "--log-interval", ""),
-    ("report-to with-tracking wandb wandb-project tensorboard-dir", "", "the curves are in --save: metrics.jsonl"),
-    ("do-train do-eval do-predict run-name disable-tqdm remove-unused-columns prediction-loss-only", "",
+    ("with-tracking log-with loggers", "--report-to tensorboard", ""),
+    ("wandb use-wandb", "--report-to wandb", ""),
+    ("tensorboard-dir", "--report-to tensorboard", "which lies in --save"),
+    ("wandb-project trackio-project experiment-name", "--project-name", "with --report-to"),
+    ("wandb-exp-name", "--run-name", "with --report-to"),
+    ("do-train do-eval do-predict disable-tqdm remove-unused-columns prediction-loss-only", "",
      "leave it out"),
 )  # fmt: skip
 

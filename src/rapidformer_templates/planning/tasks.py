@@ -52,6 +52,7 @@ READ_BY = {
     "validation_fraction": _FINE_TUNING,
     "max_train_samples": _FINE_TUNING,
     "max_eval_samples": _FINE_TUNING,
+    "eval_data_name": _FINE_TUNING,
     "label_column": tuple(task for task in _FINE_TUNING if task not in ("masked_lm", "preference", "reward")),
     "pair_column": ("sequence_classification", "question_answering"),
 }

@@ -12,6 +12,9 @@ from rapidformer_templates.planning.optimizers import betas_reach_one, has_no_be
 from rapidformer_templates.planning.schedules import SHAPING, STYLES, warmup_steps
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
 from rapidformer_templates.planning.tasks import SMOOTHED, metrics_of
+from rapidformer_templates.planning.trackers import INSTALL as TRACKERS_INSTALL
+from rapidformer_templates.planning.trackers import PACKAGES as TRACKERS
+from rapidformer_templates.planning.trackers import Trackers, chosen_trackers
 
 
 def _best_is_known(request: Request) -> list[Finding]:
@@ -148,7 +151,13 @@ def _adam_fits(request: Request) -> list[Finding]:
     return [*has_no_betas(request), *betas_reach_one(request)]
 
 
-IN_A_FOLDER = {"overwrite": False, "async_save": False, "save_interval": None, "keep_best": None}
+IN_A_FOLDER = {
+    "overwrite": False,
+    "async_save": False,
+    "save_interval": None,
+    "keep_best": None,
+    "report_to": None,
+}
 """Flags that act on a run folder alone, with their values when off."""
 
 
@@ -172,6 +181,24 @@ def _leaves_something(request: Request) -> list[Finding]:
         nothing = Change(spelling("no_save"), REPLACE, {"no_save": True}, note="trains, and throws the model away")
         return [Finding("nothing says where the trained model goes", changes=(folder, nothing))]
     return []
+
+
+def _trackers_are_there(request: Request) -> list[Finding]:
+    asked, installed = request.config.training.report_to, request.environment.packages
+    off = drop({"report_to": None, "run_name": None, "project_name": None})
+    if asked == "all" and not chosen_trackers(asked, installed):
+        message = f"no tracker is installed: {TRACKERS_INSTALL['tensorboard']}"
+        return [Finding(message, request.asked("report_to"), changes=(off,))]
+    missing = [name for name in chosen_trackers(asked, installed) if TRACKERS[name] not in installed]
+    there = ",".join(name for name in chosen_trackers(asked, installed) if name not in missing)
+    return [
+        Finding(
+            f"{name} is not installed: {TRACKERS_INSTALL[name]}",
+            request.asked("report_to"),
+            changes=(replace({"report_to": Trackers(there)}) if there else off,),
+        )
+        for name in missing
+    ]
 
 
 TRAINING_RULES = (
@@ -238,5 +265,13 @@ TRAINING_RULES = (
         "[torch]",
         _adam_fits,
         Example("--optimizer adafactor --adam-beta2 0.99"),
+    ),
+    Rule(
+        "RF160",
+        "The trackers of a run are installed.",
+        "a curve that is missed is missed when the run is over",
+        "[accelerate]",
+        _trackers_are_there,
+        Example("--report-to wandb"),
     ),
 )

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.planning.metrics import TEST
+
+SET_NAME = re.compile(r"[\w.-]+")
+"""Names that validation sets may have."""
+
+
+def named_sets(words: Sequence[str] | None, flag: str) -> dict[str, str]:
+    """The set of each name, of words such as ``hard=FILE``; a set without a name is called what it is.
+
+    Raises:
+        DataError: a name is no name, stands twice, or is that of the test part.
+    """
+    sets: dict[str, str] = {}
+    for word in words or ():
+        name, equals, of = word.partition("=")
+        if not SET_NAME.fullmatch(name) or (equals and not of):
+            raise DataError(f"'{word}' names no set", where=flag, hint="write NAME=SET, as in hard=hard.jsonl")
+        if name == TEST:
+            hint = "--evaluate-test evaluates the test part, at the end; give another set another name"
+            raise DataError("a validation set is called test", where=flag, hint=hint)
+        if name in sets:
+            raise DataError(f"two sets are called {name}", where=flag, hint="give each a name of its own: NAME=SET")
+        sets[name] = of or name
+    return sets
 
 
 def weighted(words: Sequence[str], flag: str) -> list[tuple[str, str]]:

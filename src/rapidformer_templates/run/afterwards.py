@@ -17,8 +17,9 @@ from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.run.evaluation import Evaluator, evaluating
-from rapidformer_templates.run.fit import build_data, build_engine
+from rapidformer_templates.run.building import build_engine
+from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluating
+from rapidformer_templates.run.fit import build_data
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
 from rapidformer_templates.run.predictions import part_of_samples, predict_samples
 from rapidformer_templates.system import launch
@@ -74,7 +75,7 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
     Raises:
         DataError: there are no data, or a row cannot be used.
     """
-    samples = template.data.valid if data is None else _samples_of(template, data)
+    samples = template.data.validation_sets() if data is None else _samples_of(template, data)
     if samples is None or not len(samples):
         raise DataError(
             "there are no data to evaluate on",
@@ -82,8 +83,9 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
             hint="hand them over: evaluate(data), or give the template a validation part",
         )
     with kept_process_state(), _planned_alone(template):
-        limit = template.config.training.eval_iters if data is None else None
-        return Evaluator(template, engine, samples, engine.workers, limit).evaluate()
+        if data is None:
+            return Validation(template, engine, engine.workers).evaluate()
+        return Evaluator(template, engine, samples, engine.workers).evaluate()
 
 
 def predict(

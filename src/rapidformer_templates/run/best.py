@@ -6,17 +6,21 @@ A direction that is not known is asked about: the wrong one keeps and exports th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, spelling
-from rapidformer_templates.planning.metrics import Direction, direction_of
+from rapidformer_templates.planning.metrics import Direction, direction_of, metric_name
 from rapidformer_templates.planning.tasks import metrics_of
+from rapidformer_templates.planning.weights import named_sets
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
+
+
+LOSS = "eval_loss"
 
 
 @dataclass(frozen=True)
@@ -33,19 +37,25 @@ class BestMetric:
         return value < best["value"] if self.direction == "min" else value > best["value"]
 
 
-LOSS = BestMetric("eval_loss", "min")
+def loss_of(sets: Iterable[str]) -> BestMetric:
+    """The loss of the first of the sets that are evaluated."""
+    return BestMetric(metric_name(next(iter(sets)), LOSS), "min")
 
 
-def check_metric(config: RunConfig, *, of_task: bool = True) -> None:
+def check_metric(config: RunConfig, sets: Iterable[str] | None = None, *, of_task: bool = True) -> None:
     """Look at whether the metric of ``--metric-for-best`` is one that the library's own evaluation gives.
 
     Args:
+        sets: names of the validation sets; by default those that the flags name.
         of_task: whether the task's metrics are computed; else there is the loss alone.
 
     Raises:
         ConfigError: it is not.
     """
-    name, given = config.training.metric_for_best, metrics_of(config, of_task=of_task)
+    name = config.training.metric_for_best
+    if sets is None:
+        sets = ("", *named_sets(config.data.eval_data_name, "--eval-data-name"))
+    given = [metric_name(of, metric) for of in sets for metric in metrics_of(config, of_task=of_task)]
     if name is None or name in given:
         return
     near = difflib.get_close_matches(name, given, n=1)
@@ -64,10 +74,10 @@ def best_metric(template: Template) -> BestMetric | None:
         ConfigError: a best checkpoint is asked for, and there is nothing to evaluate on; or the metric is none of
             those that there are.
     """
-    config, training, valid = template.config, template.config.training, template.data.valid
+    config, training, sets = template.config, template.config.training, template.data.validation_sets()
     if not training.keeps_best:
         return None
-    if valid is None or len(valid) == 0:
+    if not sets:
         asked = next(
             (flag for flag in ("metric_for_best", "early_stopping_patience", "keep_best") if flag in config.origins),
             None,
@@ -80,8 +90,9 @@ def best_metric(template: Template) -> BestMetric | None:
             hint="give a validation part, or leave it out",
         )
     if not template.computes_own_metrics:
-        check_metric(config, of_task=template.uses_task)
-    name = training.metric_for_best or (template.task.best_metric if template.uses_task else LOSS.name)
+        check_metric(config, sets, of_task=template.uses_task)
+    default = metric_name(next(iter(sets)), template.task.best_metric if template.uses_task else LOSS)
+    name = training.metric_for_best or default
     direction = training.metric_for_best_mode or direction_of(name)
     assert direction is not None  # RF098, and a test of the tasks' own
     return BestMetric(name, direction)

@@ -18,12 +18,15 @@ from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.run.folder import RunFolder, read_metrics
+from rapidformer_templates.run.best import LOSS
+from rapidformer_templates.run.folder import RunFolder, is_of_test, read_metrics
 from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
-    from rapidformer_templates.run.loop import Loop
+    from rapidformer_templates.engines.contract import Engine
+    from rapidformer_templates.run.loop import Loop, Position
+    from rapidformer_templates.run.meter import Meter
     from rapidformer_templates.run.template import Template
 
 REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime")
@@ -74,38 +77,47 @@ def summarise(
     template: Template, loop: Loop, metrics: dict[str, float], receipts: dict[str, Any], workers: Workers
 ) -> dict[str, Any]:
     """The summary of a run; rank 0 writes it to ``summary.json``."""
-    position, plan = loop.position, template.plan
-    rates = loop.meter.totals()
-    memory = workers.gather(rates["peak_memory_mb"])
-    parameters, trainable = count_parameters(loop.engine.model, workers)
     summary = {
-        "template": plan.template,
-        "switches": list(plan.switches),
-        "steps": position.step,
+        **what_was_done(template.plan, loop.engine, loop.position, loop.meter, receipts),
         "epochs": loop.epoch,
-        "samples": position.samples,
-        "tokens": position.tokens,
         "metrics": metrics,
-        "best": position.best,
+        "best": loop.position.best,
         "stopped_early": loop.why_early,
-        "throughput": {name: value for name, value in rates.items() if "per_second" in name or name == "step_ms"},
-        "peak_memory_mb": max(memory),
-        "peak_memory_mb_by_rank": memory,
-        "wall_seconds": rates["wall_seconds"],
-        "parameters": parameters,
-        "trainable_parameters": trainable,
         "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
-        "receipts": receipts,
-        "versions": versions(),
     }
     if not loop.meter.steps and loop.folder and loop.folder.summary.exists():
         # A complete run was resumed: what it measured then is all that there is to say.
         earlier = loop.folder.read_summary()
         measured = ("throughput", "receipts", "wall_seconds", "peak_memory_mb", "peak_memory_mb_by_rank")
         summary |= {name: earlier[name] for name in measured}
+    summary["trackers"] = workers.broadcast(loop.curves.end(summary) if loop.curves else {})
     if workers.is_main and loop.folder:
         write_json(loop.folder.summary, summary)
     return summary
+
+
+def what_was_done(
+    plan: Plan, engine: Engine, position: Position, meter: Meter, receipts: dict[str, Any]
+) -> dict[str, Any]:
+    """What a run and a session have to tell alike; every rank must call it."""
+    rates = meter.totals()
+    memory = engine.workers.gather(rates["peak_memory_mb"])
+    parameters, trainable = count_parameters(engine.model, engine.workers)
+    return {
+        "template": plan.template,
+        "switches": list(plan.switches),
+        "steps": position.step,
+        "samples": position.samples,
+        "tokens": position.tokens,
+        "throughput": {name: value for name, value in rates.items() if "per_second" in name or name == "step_ms"},
+        "peak_memory_mb": max(memory),
+        "peak_memory_mb_by_rank": memory,
+        "wall_seconds": rates["wall_seconds"],
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "receipts": receipts,
+        "versions": versions(),
+    }
 
 
 def count_parameters(model: nn.Module, workers: Workers) -> tuple[int, int]:
@@ -146,6 +158,8 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
         for name, path in (("metrics", folder.metrics), ("curves", folder.curves), ("exported model", folder.export)):
             if path.exists():
                 table.add_row(name, str(path))
+    for name, told in summary["trackers"].items():
+        table.add_row(name, f"failed: {told['failed']}" if told["failed"] else told["where"])
     console = Console(force_jupyter=False)  # plain text in a notebook, too
     with console.capture() as captured:
         console.print(table)
@@ -162,13 +176,16 @@ def draw_curves(folder: RunFolder) -> None:
 
     lines = read_metrics(folder.metrics)
     steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "eval_loss" in line]
+    evaluations = [line for line in lines if "loss" not in line and not is_of_test(line)]
+    losses = dict.fromkeys(name for line in evaluations for name in line if name == LOSS or name.endswith("/loss"))
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True)
     upper.plot([s["step"] for s in steps], [s["loss"] for s in steps], label="training", linewidth=1)
-    if evaluations:
-        upper.plot([e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations], "o-", label="validation")
+    for name in losses:
+        points = [(line["step"], line[name]) for line in evaluations if name in line]
+        label = "validation" if name == LOSS else name.removesuffix("/loss")
+        upper.plot(*zip(*points, strict=True), "o-", label=label)
     upper.set_ylabel("loss")
     upper.legend()
     lower.plot([s["step"] for s in steps], [s["samples_per_second"] for s in steps], color="tab:green", linewidth=1)

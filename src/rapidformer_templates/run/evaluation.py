@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.data.loader import MicroBatch, eval_requests, load, sample_lengths
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.planning.metrics import metric_name
 from rapidformer_templates.run.hooks import checked_count, checked_metrics, checked_predictions
 from rapidformer_templates.system.random_state import capture, restore
 from rapidformer_templates.system.workers import Workers
@@ -35,9 +36,19 @@ class Evaluator:
     Args:
         samples: the data set.
         limit: batches an evaluation (micro batch × ranks samples each); None is all.
+        name: of the set; its metrics are told as ``NAME/metric``, those of a set without a name as they are called.
     """
 
-    def __init__(self, template: Template, engine: Engine, samples: Any, workers: Workers, limit: int | None) -> None:
+    def __init__(
+        self,
+        template: Template,
+        engine: Engine,
+        samples: Any,
+        workers: Workers,
+        limit: int | None = None,
+        name: str = "",
+    ) -> None:
+        self.name = name
         self.template = template
         self.engine = engine
         self.samples = samples
@@ -58,6 +69,8 @@ class Evaluator:
 
         Training is not disturbed: mode and random states are as before afterwards.
         """
+        if self.template.uses_task:
+            self.template.task.begin_evaluation(self.name)
         with evaluating(self.engine), self.engine.averaged():
             if self.template.uses_task and self.template.task.looks_ahead:
                 self.template.task.look_ahead(self.engine.eval_batch, self._microbatches(), self.workers)
@@ -71,7 +84,7 @@ class Evaluator:
             gathered.sort(key=lambda entry: entry[0])
             task_metrics = self.template.compute_metrics([e[1] for e in gathered], [e[2] for e in gathered])
             metrics |= checked_metrics(task_metrics)
-        return metrics
+        return {metric_name(self.name, metric): value for metric, value in metrics.items()}
 
     def _microbatches(self) -> Iterator[MicroBatch]:
         return load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False)
@@ -93,3 +106,19 @@ class Evaluator:
             targets += microbatch.targets
             results += zip(microbatch.samples, predictions, references, strict=True)
         return total, targets, results
+
+
+class Validation:
+    """Evaluates the engine's model on each validation set of the run, one after another."""
+
+    def __init__(self, template: Template, engine: Engine, workers: Workers) -> None:
+        limit = template.config.training.eval_iters
+        sets = template.data.validation_sets()
+        self.evaluators = [Evaluator(template, engine, sets[name], workers, limit, name) for name in sets]
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of all sets, in their order."""
+        metrics: dict[str, float] = {}
+        for evaluator in self.evaluators:
+            metrics |= evaluator.evaluate()
+        return metrics

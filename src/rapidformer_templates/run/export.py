@@ -7,6 +7,7 @@ can be exported without the data that the labels come from, and without the scri
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from collections.abc import Mapping
 from importlib import import_module
@@ -18,7 +19,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import average_of
@@ -165,6 +166,11 @@ def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tenso
     skeleton = _empty(_class_of(model), _config_of(model))
     if model.can_generate():
         skeleton.generation_config = model.generation_config
-    logging.disable_progress_bar()  # its bar would stand among our own lines
-    skeleton.save_pretrained(folder, state_dict=dict(weights))
+    transformers_logging.disable_progress_bar()  # its bar would stand among our own lines
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # accelerate imports DeepSpeed here, which tells of itself
+    try:
+        skeleton.save_pretrained(folder, state_dict=dict(weights))
+    finally:
+        logging.disable(before)
     _mark(folder)

@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rapidformer_templates.data.checks import checked_data
-from rapidformer_templates.data.loader import load
-from rapidformer_templates.data.order import Order, Request
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.embedding_noise import add_noise
-from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.traces import without_trace
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.label_use import can_be_tried, label_use
+from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
-from rapidformer_templates.planning.registry import REGISTRY, load_object
+from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.tasks import check_data_flags
+from rapidformer_templates.planning.trackers import chosen_trackers
 from rapidformer_templates.run import calls
 from rapidformer_templates.run import out_of_memory as ladder
 from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
+from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.callbacks import take_back, tell
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
-from rapidformer_templates.run.evaluation import Evaluator
+from rapidformer_templates.run.curves import Curves
+from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
-from rapidformer_templates.run.folder import MetricsFile, RunFolder
-from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
+from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_of_test, read_metrics
+from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.lock import hold, try_folder
 from rapidformer_templates.run.loop import Loop, Position
@@ -45,14 +42,13 @@ from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
-from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model, provide_reference
+from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
+from rapidformer_templates.run.trackers import Called
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
-from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.system.process_state import kept_process_state
-from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.signals import StopRequest, stop_request
 from rapidformer_templates.system.workers import Workers, join
 
@@ -136,9 +132,7 @@ def _check(template: Template, folder: RunFolder | None) -> None:
         if not template.computes_own_metrics:
             check_metric(template.config)
         task.check()
-    for switch in (REGISTRY[name] for name in template.plan.switches):
-        if switch.prepare:
-            load_object(switch.prepare)(template.config, template.plan)
+    prepare_switches(template)
 
 
 def _check_overwritten(template: Template, folder: RunFolder) -> None:
@@ -161,8 +155,7 @@ def _check_overwritten(template: Template, folder: RunFolder) -> None:
 
 def join_and_train(template: Template, then: Then | None = None) -> dict[str, Any]:
     """Train as one of the workers, or as the only one; ``then`` is called before they part."""
-    if template.plan.device == "cpu":
-        _choose_allocation({REGISTRY[name].family for name in template.plan.switches})
+    choose_allocation(template.plan)
     with (
         stop_request(partial(_goes_on, template.config.training), alone=not launch.is_worker()) as stop,
         join(template.plan.device, template.plan.sizes) as workers,
@@ -170,14 +163,6 @@ def join_and_train(template: Template, then: Then | None = None) -> dict[str, An
         _run_folder(template, workers) as folder,
     ):
         return train(template, folder, workers, stop, then)
-
-
-def _choose_allocation(families: set[str | None]) -> None:
-    """Fast where memory is no matter, small where it is the point, and the system's own way between the two."""
-    if "offload" in families:
-        give_freed_memory_back()
-    elif "partitioning" not in families:
-        keep_freed_memory()
 
 
 @contextmanager
@@ -216,11 +201,11 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
         ladder.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
     ):
         build_data(template, workers)
-        engine, valid = build_engine(template, workers, reference), template.data.valid
-        if valid is None or not len(valid):
+        engine = build_engine(template, workers, reference)
+        if not template.data.validation_sets():
             hint = "name data with --data-dir and --data-name"
             raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
-        return Evaluator(template, engine, valid, workers, config.training.eval_iters).evaluate()
+        return Validation(template, engine, workers).evaluate()
 
 
 def train(
@@ -259,14 +244,15 @@ def train(
     if position.step >= loop.total:
         early = f" (stopped early {loop.why_early})" if loop.why_early else ""
         say(workers, f"nothing is left to train: {position.step:,} of {loop.total:,} steps are done{early}")
-    with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
-        metrics = loop.run(stop, progress)
+    with closing(loop.curves) if loop.curves else nullcontext():
+        with stop.loop(saves=folder is not None), Progress(loop.total, position.step, show=workers.is_main) as progress:
+            metrics = loop.run(stop, progress)
 
-    # 4. Best weights, export, summary.
-    summary = _finish(loop, metrics, workers)
-    if then:
-        then(engine, workers)
-    return summary
+        # 4. Best weights, the test part, export, summary.
+        summary = _finish(loop, metrics, workers)
+        if then:
+            then(engine, workers)
+        return summary
 
 
 def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
@@ -282,58 +268,10 @@ def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
         say(workers, "note       a stream is not divided: without a validation part the run is not evaluated")
     if samples is None or (not isinstance(samples, Endless) and len(samples) == 0):
         raise DataError("the training data set is empty", where="build_data()", hint="it must have at least one sample")
+    if template.config.data.evaluate_test and not template.data.test:
+        hint = "return Data(…, test=samples), or leave the flag out"
+        raise DataError("there is no test part", where="--evaluate-test", hint=hint)
     return samples
-
-
-def build_engine(template: Template, workers: Workers, build: Callable[[], nn.Module] | None = None) -> Engine:
-    """The model, changed by the active switches in the order of their stages; the engine comes last.
-
-    Args:
-        build: makes the model that preferences are measured against, where that is not this one at its start.
-    """
-    config, plan = template.config, template.plan
-    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
-    model = _seeded_model(template, engine)
-    template.model_was_built(model)
-    tried = can_be_tried(model)
-    if tried:
-        _try_labels(template, model, workers)
-    if template.uses_task:
-        template.task.check_model(model)
-    model = _transformed(template, model, workers)
-    if config.training.neftune_alpha:
-        add_noise(model, config.training.neftune_alpha, config.training.seed)
-    recipe = checked_optimizer(template.build_optimizer())
-    template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
-    engine.setup(model, recipe, template.compute_loss)
-    if config.training.ema_decay is not None:
-        engine.keep_average(config.training.ema_decay)
-    template.model = engine.model
-    again = build or (lambda: _transformed(template, _seeded_model(template, engine), workers))
-    provide_reference(template, engine, again)
-    if not tried:
-        with engine.measuring() as whole:
-            _try_labels(template, whole, workers)
-    return engine
-
-
-def _seeded_model(template: Template, engine: Engine) -> nn.Module:
-    """The model as it is before training; each time the same."""
-    seed_all(template.config.training.seed)
-    with engine.build_context():
-        return checked_model(template.build_model())
-
-
-def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.Module:
-    """The model, changed by the active switches in the order of their stages."""
-    config, plan = template.config, template.plan
-    for switch in (REGISTRY[name] for name in plan.switches):
-        if switch.transform:
-            options = config.switches[switch.name]
-            building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
-            model = load_object(switch.transform)(model, building)
-            del building
-    return model
 
 
 def _precomputed(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
@@ -341,20 +279,6 @@ def _precomputed(template: Template, engine: Engine, workers: Workers) -> Precom
     if not (template.config.training.precompute_reference and compared_task(template)):
         return None
     return Precomputed(template, engine, identity_of_model(engine, workers), workers)
-
-
-def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
-    """Find out how the model takes labels, by which targets are counted and the task's loss is made."""
-    for note in template.labels_were_tried(label_use(model)):
-        say(workers, f"note       {note}")
-
-
-def _loss_of_one(template: Template, model: nn.Module) -> Any:
-    """The user's loss of the first sample."""
-    request = Request([0], (template.config.training.seed, Stream.TRIAL), [0])
-    (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
-    with without_trace(model):
-        return template.compute_loss(model, microbatch.batch)
 
 
 def _build_loop(
@@ -366,19 +290,18 @@ def _build_loop(
     metric: BestMetric | None,
     workers: Workers,
 ) -> Loop:
-    training, data = template.config.training, template.data
+    training = template.config.training
     total = training.train_iters or order.steps_per_epoch * (training.epochs or 1)
-    has_valid = data.valid is not None and len(data.valid) > 0
-    evaluator = Evaluator(template, engine, data.valid, workers, training.eval_iters) if has_valid else None
     epoch = order.steps_per_epoch if order.by_epochs else 0
     metrics = MetricsFile(folder.metrics, position.step) if folder and workers.is_main else None
     if metrics and metrics.garbled:
         say(workers, f"left out lines of metrics.jsonl that cannot be read: {_few(metrics.garbled)}", loud=True)
+    curves = _curves(template, folder, workers)  # before the clock starts
     return Loop(
         template=template,
         engine=engine,
         order=order,
-        evaluator=evaluator,
+        validation=Validation(template, engine, workers) if template.data.validation_sets() else None,
         schedule=checked_schedule(template.build_scheduler(total)),
         position=position,
         total=total,
@@ -399,7 +322,18 @@ def _build_loop(
         if folder and training.async_save
         else None,
         profile=_profile(template, folder, total - position.step, workers),
+        curves=curves,
     )
+
+
+def _curves(template: Template, folder: RunFolder | None, workers: Workers) -> Curves | None:
+    """The trackers of the main worker, if there are some."""
+    training = template.config.training
+    names = chosen_trackers(training.report_to, installed_packages()) if training.report_to else ()
+    if not names or folder is None or not workers.is_main:
+        return None
+    called = Called(training.run_name or folder.path.resolve().name, training.project_name)
+    return Curves(folder, names, called, template.plan, workers)
 
 
 def _few(numbers: Sequence[int]) -> str:
@@ -431,8 +365,10 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
         say(workers, f"left out {left_out} lines of the stream that cannot be read: {'; '.join(lines)}", loud=True)
     if _put_best_back(loop, workers):
         metrics = {}
-    if loop.evaluator and not metrics:  # other weights than the last evaluation's, or a run that was complete
-        metrics = loop.evaluator.evaluate()
+    if loop.validation and not metrics:  # other weights than the last evaluation's, or a run that was complete
+        metrics = loop.validation.evaluate()
+    if template.config.data.evaluate_test:
+        metrics |= _evaluate_test(loop)
     if folder and template.config.training.export_model:
         export_model(loop.engine, template, folder.export, workers)
     receipts = loop.receipts.measured_by_rank() if loop.meter.steps else {}
@@ -442,6 +378,18 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
     workers.barrier()
     tell(template, "on_train_end", summary)
     return summary
+
+
+def _evaluate_test(loop: Loop) -> dict[str, float]:
+    """The metrics of the test part, of the weights that are exported; written once, though a run may end twice."""
+    best, folder = loop.position.best, loop.folder
+    step = best["step"] if best and folder else loop.position.step
+    metrics = Evaluator(loop.template, loop.engine, loop.template.data.test, loop.workers, name=TEST).evaluate()
+    if loop.metrics and folder:
+        written = any(is_of_test(line) and line["step"] == step for line in read_metrics(folder.metrics))
+        if not written:
+            loop.record({"step": step, **metrics})
+    return metrics
 
 
 def _put_best_back(loop: Loop, workers: Workers) -> bool:

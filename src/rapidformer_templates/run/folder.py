@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.metrics import TEST, metric_name
 from rapidformer_templates.system.files import sync, write_json, write_text, writing
 
 CONTENTS = (
@@ -18,6 +19,7 @@ CONTENTS = (
     "deepspeed.json",
     "reference.safetensors",
     "metrics.jsonl",
+    "trackers",
     "summary.json",
     "curves.png",
     "profile",
@@ -35,6 +37,7 @@ class RunFolder:
         self.plan = self.path / "plan.json"
         self.metrics = self.path / "metrics.jsonl"
         self.reference = self.path / "reference.safetensors"
+        self.trackers = self.path / "trackers"
         self.summary = self.path / "summary.json"
         self.curves = self.path / "curves.png"
         self.checkpoints = self.path / "checkpoints"
@@ -161,3 +164,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a ``metrics.jsonl`` that can be read."""
     return [line for _, line in _lines(path) if line is not None]
+
+
+def is_of_test(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics is of the test part; its step is that of the exported weights."""
+    return any(name.startswith(metric_name(TEST, "")) for name in line)

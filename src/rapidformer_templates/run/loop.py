@@ -16,13 +16,14 @@ from rapidformer_templates.data.types import Bookmark
 from rapidformer_templates.engines.contract import Engine, StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
-from rapidformer_templates.run.best import LOSS, BestMetric
+from rapidformer_templates.run.best import LOSS, BestMetric, loss_of
 from rapidformer_templates.run.callbacks import states_of, tell
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.console import say
-from rapidformer_templates.run.evaluation import Evaluator, evaluating
+from rapidformer_templates.run.curves import Curves
+from rapidformer_templates.run.evaluation import Validation, evaluating
 from rapidformer_templates.run.folder import MetricsFile, RunFolder
 from rapidformer_templates.run.hooks import checked_count
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
@@ -68,6 +69,14 @@ class Position:
         return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
 
 
+def counted(template: Template, microbatch: MicroBatch) -> MicroBatch:
+    """A micro batch with all that is to be known of it on the host, before it leaves it."""
+    microbatch.targets = 0 if microbatch.idle else checked_count(template.count_targets(microbatch.batch))
+    microbatch.size = (microbatch.sample_count, microbatch.tokens)
+    microbatch.look()
+    return microbatch
+
+
 @dataclass
 class Loop:
     """A training run with all its parts; :meth:`run` is the loop.
@@ -80,13 +89,14 @@ class Loop:
         why_early: why it was ended before all steps were done.
         saver: saves in the background; None waits for each save.
         profile: records some steps of this worker.
+        curves: the trackers, on the main worker, where there are some.
         progress: what people see.
     """
 
     template: Template
     engine: Engine
     order: Order
-    evaluator: Evaluator | None
+    validation: Validation | None
     schedule: Schedule
     position: Position
     total: int
@@ -101,6 +111,7 @@ class Loop:
     patience: int | None = None
     saver: AsyncSaver | None = None
     profile: Profile | None = None
+    curves: Curves | None = None
     progress: Progress = field(init=False)
     why_early: str | None = field(init=False, default=None)
 
@@ -171,15 +182,21 @@ class Loop:
             since = before, self.position.counts
             if self.intervals.logs(done, self.total):
                 self._log(result, step)
-            if self.evaluator and self.intervals.due(EVALUATE, *since, self.total, int(clock)):
+            if self.validation and self.intervals.due(EVALUATE, *since, self.total, int(clock)):
                 metrics = self._evaluate()
                 self._stop_early(result)
-            if self.intervals.epoch and done % self.intervals.epoch == 0:
-                tell(self.template, "on_epoch_end", done // self.intervals.epoch)
+            self._step_is_over(done)
             if self.intervals.due(SAVE, *since, self.total, int(clock)) or asked or self._is_best:
                 self._save()
             self._end_if_asked(bool(asked), done)
         return metrics
+
+    def _step_is_over(self, done: int) -> None:
+        """Tell the trackers of a step, and the script of an epoch."""
+        if self.curves:
+            self.curves.flush()
+        if self.intervals.epoch and done % self.intervals.epoch == 0:
+            tell(self.template, "on_epoch_end", done // self.intervals.epoch)
 
     def _stop_early(self, result: StepResult) -> None:
         """What the last step of a run has, for one that becomes the last by its evaluation."""
@@ -230,13 +247,9 @@ class Loop:
         pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else on_gpu
         batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
         # Counted on the host, before they leave it; the next step's are on their way while this one is computed.
-        return on_device(map(self._counted, batches), self.workers.device, ahead=plan.sizes.accumulation)
-
-    def _counted(self, microbatch: MicroBatch) -> MicroBatch:
-        microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
-        microbatch.size = (microbatch.sample_count, microbatch.tokens)
-        microbatch.look()
-        return microbatch
+        return on_device(
+            (counted(self.template, batch) for batch in batches), self.workers.device, ahead=plan.sizes.accumulation
+        )
 
     def _part(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return self.profile.part(name) if self.profile else contextlib.nullcontext()
@@ -297,18 +310,23 @@ class Loop:
             "skipped": bool(result.skipped),
         }
         self.progress.logged(line)
+        self.record(line)
+
+    def record(self, line: Mapping[str, Any]) -> None:
+        """Write a line of metrics, and tell it to the trackers."""
         if self.metrics:
             self.metrics.write(line)
+        if self.curves:
+            self.curves.tell(line)
 
     def _evaluate(self) -> dict[str, float]:
-        assert self.evaluator is not None
+        assert self.validation is not None
         self._hear_all()
         with self.meter.paused():
-            metrics = self.evaluator.evaluate()
+            metrics = self.validation.evaluate()
         step = self.position.step
         self.progress.evaluated(step, metrics)
-        if self.metrics:
-            self.metrics.write({"step": step, "epoch": self.epoch, **metrics})
+        self.record({"step": step, "epoch": self.epoch, **metrics})
         if self.metric is not None:
             self._judge(self.metric, step, metrics)
         tell(self.template, "on_evaluate", step, metrics)
@@ -319,13 +337,13 @@ class Loop:
         best = self.position.best
         self.position.waited += 1
         if metric.name not in metrics:
-            names = ", ".join(name for name in metrics if name != LOSS.name) or "nothing"
+            names = ", ".join(name for name in metrics if name != LOSS) or "nothing"
             given = f"compute_metrics gives no '{metric.name}' (it gives {names})"
             if best is not None and best["metric"] == metric.name:
                 say(self.workers, f"{given}: step {step} is no best", loud=True)
                 return
-            say(self.workers, f"{given}: the best checkpoint is that of the least {LOSS.name}", loud=True)
-            self.metric = metric = LOSS
+            self.metric = metric = loss_of(self.template.data.validation_sets())
+            say(self.workers, f"{given}: the best checkpoint is that of the least {metric.name}", loud=True)
         value = metrics[metric.name]
         if not math.isfinite(value):
             say(self.workers, f"the {metric.name} of step {step} is {value}: no best", loud=True)

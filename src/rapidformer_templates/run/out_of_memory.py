@@ -24,6 +24,7 @@ PARTITIONING = ("oss", "oss_sdp", "fsdp", "zero_1", "zero_2", "zero_3")
 FIRST: tuple[Mapping[str, Any], ...] = (
     {"micro_batch_size": 1},
     {"checkpoint_activations": True},
+    {"recompute_granularity": "full"},
     {"mixed_precision": "bf16"},
 )
 """What needs less memory without other workers."""
@@ -76,11 +77,18 @@ def next_step(config: RunConfig, plan: Plan, resolve: Callable[[RunConfig], Plan
     return None
 
 
+def _has(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
+    """Whether a run has gone one of the first steps."""
+    ((name, value),) = step.items()
+    if name == "mixed_precision":
+        return plan.precision != "fp32"
+    if name == "recompute_granularity":
+        return bool(config.get(name) != "selective")  # there is none, or it is of whole blocks
+    return bool(config.get(name) == value)
+
+
 def _steps_ahead(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
-    for step in FIRST:
-        has = plan.precision != "fp32" if "mixed_precision" in step else config.get(next(iter(step))) in step.values()
-        if not has:
-            yield step
+    yield from (step for step in FIRST if not _has(step, config, plan))
     if plan.sizes.data > 1:  # a worker alone has nobody to share with
         yield from (step for step in SHARDING if _saved(step.get) > _saved(config.get))
 

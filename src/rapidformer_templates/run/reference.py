@@ -20,11 +20,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.tables import part_name
 from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks.preference import Preference
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.adapters import fingerprint, frozen_base_of, identity_of, without_adapters
+from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.run.evaluation import evaluating
 from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.system.files import sync, writing
@@ -68,7 +70,8 @@ class Precomputed:
     def __init__(self, template: Template, engine: Engine, identity: str, workers: Workers) -> None:
         self.template, self.engine, self.workers = template, engine, workers
         data = template.data
-        named: Mapping[str, Any] = {"train": data.train, "valid": data.valid}
+        evaluated = {part_name(name): samples for name, samples in data.validation_sets().items()}
+        named: Mapping[str, Any] = {"train": data.train, **evaluated, TEST: data.test}
         self.parts: dict[str, TokenizedSamples] = {name: part for name, part in named.items() if part}
         self.identity = {
             "model": identity,

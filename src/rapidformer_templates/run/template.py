@@ -10,7 +10,7 @@ from torch import nn
 
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.engines.contract import Engine, StepResult
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.planning.config import RunConfig
@@ -25,6 +25,7 @@ class Template(Protocol):
     config: RunConfig
     flags: Any
     data: Data
+    engine: Engine
     model: nn.Module
     peak_lr: float
     tokenizer: Any

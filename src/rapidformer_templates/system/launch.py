@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
@@ -173,3 +174,17 @@ def report_errors(body: Callable[[], T]) -> T:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def report_uncaught() -> None:
+    """From now on, tell an error that ends this worker as :func:`report_errors` does: nobody stands around its body."""
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def again() -> NoReturn:
+            raise error.with_traceback(trace)
+
+        if isinstance(error, Exception):
+            report_errors(again)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = tell

@@ -356,6 +356,7 @@ def _words(draw: np.random.Generator) -> str:
     return " ".join(draw.choice(WORDS, draw.integers(1, 6)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_black_box_run(tmp_path: Path, gpt_folder: Path, packed: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """The exported folder generates with the template that was trained on, and its loss is the one reported."""

@@ -17,6 +17,7 @@ from rapidformer_templates.errors import DataError
 from tests.support.indexed_sets import numbered
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9))
 @settings(max_examples=200, deadline=None)
 def test_every_prefix_is_exact_within_one_sample(weights: list[int]) -> None:

@@ -26,6 +26,7 @@ def _ask(root: Path, barrier: Any, results: Any) -> None:
     results.put((len(made), int(tables["a"].sum()), tables["b"].tolist()))
 
 
+@pytest.mark.slow
 def test_two_processes_make_one(tmp_path: Path) -> None:
     context = warm()
     barrier, results = context.Barrier(2), context.Queue()

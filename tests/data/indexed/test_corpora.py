@@ -201,6 +201,7 @@ def _tokens_of(config: RunConfig, barrier: Any, results: Any) -> None:
     results.put((len(written), tokens_of(corpus)))
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_cache(configure: Configure, flags: dict[str, Any]) -> None:
     context = warm()
     barrier, results = context.Barrier(2), context.Queue()

@@ -103,6 +103,7 @@ def test_the_asked_share_is_cut_and_by_the_seed() -> None:
     assert heads.mean() == pytest.approx(50, abs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "folder"), [("gpt2", "gpt_folder"), ("bert", "bert_folder")])
 def test_a_corpus_is_trained_on_document_by_document(
     model: str, folder: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -73,6 +73,7 @@ def test_a_state_is_where_the_stream_stood(shards: list[Path]) -> None:
         assert texts(other, 70 - stop) == texts(pickle.loads(pickle.dumps(rows)), 70 - stop) == whole[stop:]
 
 
+@pytest.mark.slow
 def test_lines_that_cannot_be_read_are_named_or_left_out(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text('{"text": "a"}\n{"text"\n{"text": "b"}\n[]\n')
@@ -100,6 +101,7 @@ class Pairs:
         return Made([tuple(all_rows[i : i + 2]) for i in range(0, even, 2)], all_rows[even:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [whole_rows, Pairs()], ids=["rows", "pairs"])
 @pytest.mark.parametrize("buffer", [0, 1, 3, 10, 60])
 def test_any_reader_from_any_bookmark_has_the_same_samples(shards: list[Path], make: Any, buffer: int) -> None:
@@ -204,6 +206,7 @@ def test_windows_are_those_of_the_text_in_a_row(
     assert data.collate(samples[:3])["input_ids"].shape == (3, 16)
 
 
+@pytest.mark.slow
 def test_the_column_and_the_unit_of_a_text(configure: Configure, gpt_folder: Path, tmp_path: Path) -> None:
     """Windows of one text as files of lines and as rows of another column."""
     text = documents(30)

@@ -41,6 +41,7 @@ def _hands_out_wrong_ids(number: int) -> Callable[..., Any]:
     return wrong
 
 
+@pytest.mark.slow
 @needs_gigatoken
 def test_a_fast_tokenizer_that_differs_is_not_used(corpus: Path, make: Callable[..., Made], recipe: Recipe) -> None:
     word_piece = json.dumps(json.loads(recipe.tokenizer) | {"model": {
@@ -70,6 +71,7 @@ def test_a_difference_is_found(recipe: Recipe, corpus: Path, monkeypatch: pytest
         )
 
 
+@pytest.mark.slow
 def test_a_difference_in_the_middle_starts_again(
     corpus: Path, make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +107,7 @@ def test_hard_texts_are_hard_and_the_same(recipe: Recipe) -> None:
     assert np.array_equal(fast(TEXTS)[0], reference(TEXTS)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["gpt_folder", "bert_folder"])
 def test_pieces_are_the_text_and_give_the_same_tokens(folder: str, request: pytest.FixtureRequest) -> None:
     description = (request.getfixturevalue(folder) / "tokenizer.json").read_text(encoding="utf-8")
@@ -120,6 +123,7 @@ def test_pieces_are_the_text_and_give_the_same_tokens(folder: str, request: pyte
         assert len(pieces.known) < 1500
 
 
+@pytest.mark.slow
 def test_pieces_are_not_used_where_words_run_together(gpt_folder: Path) -> None:
     description = json.loads((gpt_folder / "tokenizer.json").read_text(encoding="utf-8"))
     prepends = description | {"normalizer": {"type": "Prepend", "prepend": "a"}}
@@ -135,6 +139,7 @@ def test_pieces_are_not_used_where_words_run_together(gpt_folder: Path) -> None:
         proven("pieces", json.dumps(description))
 
 
+@pytest.mark.slow
 def test_tokens_that_never_come_of_a_text_do_not_matter(bert_folder: Path) -> None:
     description = json.loads((bert_folder / "tokenizer.json").read_text(encoding="utf-8"))
     description["model"]["vocab"]["[unused0]"] = len(description["model"]["vocab"])

@@ -35,6 +35,7 @@ def plain(megatron: Any, tokenizer_folder: Path, texts: list[str], prefix: Path)
     return [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx")]
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
     corpus: Path, make: Callable[..., Made], megatron: Any, gpt_folder: Path, tmp_path: Path
 ) -> None:  # fmt: skip
@@ -50,6 +51,7 @@ def test_bytes_are_those_of_a_plain_script_for_any_number_of_workers(
         assert files_of(made.prefix["text"])[2] == files_of(tmp_path / "way0_text_document")[2]
 
 
+@pytest.mark.slow
 def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable[..., Made]) -> None:
     texts = ["one tree\nsees a house\n", "a dog\n", "the river\n"]
     text = tmp_path / "a.txt"
@@ -65,6 +67,7 @@ def test_text_and_parquet_give_the_same_documents(tmp_path: Path, make: Callable
     assert raised.value.hint == "the columns are text, other"
 
 
+@pytest.mark.slow
 def test_several_keys_in_one_pass(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) -> None:
     rows = [{"text": "a dog", "title": "dog"}, {"text": "a cat", "title": " "}, {"text": "a tree", "title": "tree"}]
     corpus = write_jsonl(tmp_path / "c.jsonl", rows)
@@ -89,6 +92,7 @@ def test_sentences(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) ->
     assert made.empty == {"text": 1}
 
 
+@pytest.mark.slow
 def test_what_is_empty_is_left_out_and_counted(tmp_path: Path, make: Callable[..., Made]) -> None:
     texts = ["", "a dog", "  \n", "a cat", ""]
     made = make(write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in texts]))
@@ -112,6 +116,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_bad_lines_are_errors_or_listed(tmp_path: Path, recipe: Recipe, make: Callable[..., Made]) -> None:
     good = [json.dumps({"text": text}).encode() for text in TEXTS[:3]]
     file = tmp_path / "bad.jsonl"
@@ -143,6 +148,7 @@ def corpus_with(folder: Path, good: int, bad: bytes) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_line_of_50_mb(tmp_path: Path, make: Callable[..., Made], recipe: Recipe) -> None:
     file = tmp_path / "long.jsonl"
     small = json.dumps({"text": "a dog"})

@@ -56,6 +56,7 @@ def test_a_worker_that_is_killed(
     assert list(tmp_path.iterdir()) == [corpus]
 
 
+@pytest.mark.slow
 def test_of_several_sets_all_or_none_are_there(
     tmp_path: Path, recipe: Recipe, make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_of_several_sets_all_or_none_are_there(
     assert list(tmp_path.iterdir()) == [corpus]
 
 
+@pytest.mark.slow
 def test_workers_are_not_waited_for_after_an_error(recipe: Recipe) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError):
@@ -113,6 +115,7 @@ def words_for(corpus: Path, gpt_folder: Path, prefix: Path) -> list[str]:
              "--workers", "2", "--chunk-size", "3", "--tokenizer-backend", "transformers"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_interrupted_and_run_again(
     corpus: Path, recipe: Recipe, make: Callable[..., Made], gpt_folder: Path, tmp_path: Path, number: signal.Signals
@@ -152,6 +155,7 @@ def _wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_system_on_files(corpus: Path, gpt_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SLOW, "limit", *words_for(corpus, gpt_folder, tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

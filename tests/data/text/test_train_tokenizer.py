@@ -78,6 +78,7 @@ def test_the_same_text_gives_the_same_files(corpus: Path, tmp_path: Path, kind: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "corpus.jsonl", "d"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_preprocess_with_it_in_both_ways(corpus: Path, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "tokenizer"

@@ -110,6 +110,7 @@ def test_files_are_bounded_and_read_as_one(limit: int, tmp_path: Path, monkeypat
     assert [file.name for file in path.glob("optimizer-*")] == ["optimizer-00000-00000.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_part_goes_from_memory_before_the_next_is_brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An engine may bring its pieces from elsewhere, more of them than fit into memory."""
     monkeypatch.setattr(checkpoint, "PART_BYTES", 8000)
@@ -302,6 +303,7 @@ def test_newest_whole_one_is_found_and_others_are_named(tmp_path: Path) -> None:
     assert passed_over == ["step-100: state.json is missing"]
 
 
+@pytest.mark.slow
 def test_older_ones_go_only_when_the_newest_is_whole(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         saved(tmp_path, step)
@@ -318,6 +320,7 @@ def test_older_ones_go_only_when_the_newest_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-5", "step-4", "step-1"]
 
 
+@pytest.mark.slow
 def test_what_is_older_than_a_save_goes_and_what_is_later_stays(tmp_path: Path) -> None:
     """A later one was passed over by the resume, perhaps on account of a disk that is well again."""
     for step in (9, 3, 6):
@@ -326,6 +329,7 @@ def test_what_is_older_than_a_save_goes_and_what_is_later_stays(tmp_path: Path) 
     assert [path.name for path in checkpoint.candidates(tmp_path)] == ["step-9", "step-6"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -375,6 +379,7 @@ def test_a_file_that_fails_after_the_check_is_named(tmp_path: Path) -> None:
         checkpoint.Reader(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "step of a damaged one"])
 def test_a_death_at_any_moment_leaves_a_whole_checkpoint(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
     assert_holds(path, {})
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(0, 3 * PAGE), max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_blocks_end_anywhere(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:

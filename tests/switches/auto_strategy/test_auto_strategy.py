@@ -24,6 +24,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_best_layout_is_taken_and_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +69,7 @@ def test_the_switch_has_its_rules() -> None:
     assert {rule.code for rule in REGISTRY["auto-strategy"].rules} == {"RF060", "RF061"}
 
 
+@pytest.mark.slow
 def test_a_command_trains_in_the_layout_that_the_plan_puts_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
+from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.model_shapes import TRACED_SAMPLES, Variant
 from tests.support.model_shapes import shapes
 
@@ -32,9 +33,10 @@ def test_one_task_is_left_to_whoever_needs_it() -> None:
     assert in_forks([os.getpid]) == []
 
 
+@pytest.mark.slow
 def test_traces_made_together_are_those_made_alone() -> None:
     variants = [Variant(samples, recompute, tensor=tensor, sequence_parallel=tensor > 1)
-                for samples in TRACED_SAMPLES for recompute in (False, True) for tensor in (1, 2)]  # fmt: skip
+                for samples in TRACED_SAMPLES for recompute in RECOMPUTED for tensor in (1, 2)]  # fmt: skip
     together, alone = shapes("gpt2"), shapes("gpt2")
     together.prepare(variants)
     assert together._traces.keys() == set(variants)

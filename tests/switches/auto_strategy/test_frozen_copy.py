@@ -41,6 +41,7 @@ def measured(workers: Any, flags: list[str]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path) -> None:
     flags = make(tmp_path, gpt_folder, pairs(4))
     config = GPT2Config.from_pretrained(tmp_path / "model")

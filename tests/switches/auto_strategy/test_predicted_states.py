@@ -245,7 +245,7 @@ def _layout_of(plan: Plan) -> Layout:
         sizes.micro_batch,
         sizes.accumulation,
         next((name for name in PARTITIONINGS if name in plan.switches), "none"),
-        recompute="checkpoint-activations" in plan.switches,
+        recompute="full" if "checkpoint-activations" in plan.switches else "none",
         sequence_parallel="sequence-parallel" in plan.switches,
     )
 

@@ -16,7 +16,7 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import command
 from rapidformer_templates.switches.auto_strategy.hardware import GB, find_hardware
-from rapidformer_templates.switches.auto_strategy.layouts import SEARCHED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, SEARCHED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
@@ -36,6 +36,7 @@ def tiny() -> Subject:
     return Subject(plan_request(TINY.split())[0], gpu=False)
 
 
+@pytest.mark.slow
 def test_brute_force_agrees_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --global-batch-size 4 --device cpu"
     search = search_of(flags, monkeypatch, 0.8 + 0.045)  # between the least and the most that a layout needs
@@ -53,7 +54,7 @@ def all_layouts(world: int, batch: int) -> list[Layout]:
     sizes = [(t, p, world // (t * p)) for t in range(1, world + 1) for p in range(1, world + 1) if world % (t * p) == 0]
     return [
         Layout(t, p, d, micro, batch // (micro * d), partitioning, recompute, sequence_parallel=t > 1)
-        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), SEARCHED, (False, True))
+        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), SEARCHED, RECOMPUTED)
         if batch % (micro * d) == 0 and (d > 1 or partitioning == "none")
     ]
 
@@ -70,6 +71,7 @@ def fits(search: Search, layout: Layout) -> bool:
     return memory.total * (1 + ALLOWANCE) / GB + search.hardware.context_gb <= search.hardware.memory_gb
 
 
+@pytest.mark.slow
 def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     base = f"{TINY} --world-size 4 --local-world-size 2 --device cpu"
     found = search_of(f"{base} --auto-strategy --max-global-batch-size 8", monkeypatch, 4).run()
@@ -80,11 +82,13 @@ def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch)
         sizes = (plan.sizes.tensor, plan.sizes.pipeline, plan.sizes.data, plan.sizes.micro_batch)
         assert sizes == (layout.tensor, layout.pipeline, layout.data, layout.micro_batch)
         assert (plan.sizes.global_batch, plan.sizes.accumulation) == (layout.global_batch, layout.accumulation)
-        assert ("checkpoint-activations" in plan.switches) is layout.recompute
+        assert ("checkpoint-activations" in plan.switches) is (layout.recompute != "none")
+        assert (config.get("recompute_granularity") == "selective") is (layout.recompute == "selective")
         assert layout.partitioning == "none" or layout.partitioning in plan.switches
         assert layout.global_batch <= 8
 
 
+@pytest.mark.slow
 def test_every_rejected_layout_names_its_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 8 --local-world-size 8 --global-batch-size 4 --device cpu"
     rejected = search_of(flags, monkeypatch, 4).run().rejected
@@ -100,7 +104,7 @@ def test_what_the_user_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     found = search_of(f"{flags} {given}", monkeypatch, 4).run()
     assert found.layouts
     assert {(c.layout.micro_batch, c.layout.partitioning, c.layout.recompute) for c in found.layouts} == {
-        (2, "zero-1", True)
+        (2, "zero-1", "full")
     }
 
 
@@ -109,9 +113,10 @@ def test_layouts_stand_in_the_order_of_their_speed(monkeypatch: pytest.MonkeyPat
     layouts = search_of(flags, monkeypatch, 4).run().layouts
     for better, worse in itertools.pairwise(layouts):
         assert better.samples_per_second * 1.031 > worse.samples_per_second
-    plain = next(c for c in layouts if c.layout.partitioning == "none" and not c.layout.recompute)
-    again = next(c for c in layouts if c.layout == Layout(**{**vars(plain.layout), "recompute": True}))
-    assert again.samples_per_second < plain.samples_per_second
+    plain = next(c for c in layouts if c.layout.partitioning == "none" and c.layout.recompute == "none")
+    again = next(c for c in layouts if c.layout == Layout(**{**vars(plain.layout), "recompute": "full"}))
+    some = next(c for c in layouts if c.layout == Layout(**{**vars(plain.layout), "recompute": "selective"}))
+    assert again.samples_per_second < some.samples_per_second < plain.samples_per_second
 
 
 PUBLISHED = {  # jobs that must get a layout
@@ -122,6 +127,7 @@ PUBLISHED = {  # jobs that must get a layout
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "gigabytes"), [("22 B", 80), ("1.3 B", 32)])
 def test_published_jobs_get_a_layout(
     job: str, gigabytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -156,6 +162,7 @@ def test_nothing_fits_is_said_with_its_reason(
         command.best_layout(config, place)
 
 
+@pytest.mark.slow
 def test_the_doubt_covers_what_two_traces_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near the limit the exact trace decides, so an approximation must not be further off than that."""
     search = search_of(f"{TINY} --auto-strategy --world-size 2 --device cpu", monkeypatch, 4)
@@ -181,6 +188,7 @@ def told_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return found
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def memory(flags: str) -> dict[str, float]:
         best: dict[str, float] = told_of(flags, monkeypatch, capsys)["layouts"][0]["memory_gb"]
@@ -200,6 +208,7 @@ def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert halves[0]["memory_gb"]["optimizer"] == pytest.approx(8 * 50304 * 32 / 1e9, rel=0.001)  # the table whole
 
 
+@pytest.mark.slow
 def test_what_is_not_predicted_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert told_of("--device cpu", monkeypatch, capsys)["not_predicted"] == []
     told = told_of("--device cpu --torch-compile", monkeypatch, capsys)["not_predicted"]

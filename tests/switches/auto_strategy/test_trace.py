@@ -15,13 +15,14 @@ from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.system.workers import Workers
-from tests.support.model_shapes import MODELS, batch, shapes
+from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
 
 
 def real_step(model: Any, variant: Variant) -> None:
@@ -33,12 +34,16 @@ def real_step(model: Any, variant: Variant) -> None:
 
 def real_model(name: str, blocks: int, variant: Variant) -> Any:
     model = MODELS[name](blocks)
-    for block in find_blocks(model).values() if variant.recompute else ():
-        block.forward = Checkpointed(block.forward)
+    for block in find_blocks(model).values() if variant.recompute != "none" else ():
+        block.forward = Checkpointed(block.forward, selective=variant.recompute == "selective")
     return model
 
 
-@pytest.mark.parametrize("variant", [Variant(4), Variant(4, recompute=True), Variant(2, precision="bf16")], ids=str)
+VARIANTS = [Variant(samples, how, kind) for samples, kind in ((4, "fp32"), (2, "bf16")) for how in RECOMPUTED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Variant) -> None:
     predicted = shapes(name).trace(variant)
@@ -67,9 +72,10 @@ def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
     assert live.peak == pytest.approx(peak, abs=4096)
 
 
+@pytest.mark.slow
 def test_every_micro_batch_follows_from_two() -> None:
     model = shapes("gpt2")
-    for recompute in (False, True):
+    for recompute in RECOMPUTED:
         for samples in (3, 8):
             variant = Variant(samples, recompute)
             exact, between = model.trace(variant), model.trace(variant, exact=False)
@@ -77,6 +83,7 @@ def test_every_micro_batch_follows_from_two() -> None:
             assert between.flops == pytest.approx(exact.flops, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_operations_are_those_that_torch_counts() -> None:
     model = real_model("llama", 5, Variant(2))
     with FlopCounterMode(display=False) as counter:
@@ -84,13 +91,25 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert shapes("llama").trace(Variant(2)).flops == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_recomputation_repeats_a_forward_and_keeps_less() -> None:
     model = shapes("gpt2")
-    plain, again = model.trace(Variant(4)), model.trace(Variant(4, recompute=True))
+    plain, again = model.trace(Variant(4)), model.trace(Variant(4, recompute="full"))
     blocks = sum(phase.flops for phase in plain.phases if phase.name == "forward")
     assert again.flops == plain.flops + blocks
     assert again.kept < plain.kept / 4
     assert again.peak < plain.peak
+
+
+@pytest.mark.slow
+def test_selective_recomputation_repeats_no_product_with_weights() -> None:
+    """What is repeated of matrix products are the two of attention."""
+    model = shapes("gpt2")
+    plain, selective, full = (model.trace(Variant(4, recompute)) for recompute in RECOMPUTED)
+    attention = 4 * 5 * 2 * (2 * LENGTH * LENGTH * 32)
+    assert selective.flops == plain.flops + attention
+    assert full.kept < selective.kept < plain.kept
+    assert full.peak < selective.peak < plain.peak
 
 
 def test_blocks_that_differ_are_traced_one_by_one() -> None:
@@ -100,6 +119,7 @@ def test_blocks_that_differ_are_traced_one_by_one() -> None:
     assert not model._repeats
 
 
+@pytest.mark.slow
 def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
     """With a vocabulary much wider than the model the head decides the peak, and it divides by the workers."""
     model = shapes("llama")
@@ -112,6 +132,7 @@ def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
     assert shared.peak < 0.75 * whole.peak
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
     model = shapes("llama")
     plain = model.trace(Variant(4, tensor=2))
@@ -121,6 +142,7 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> 
 SWITCHED = [("gpt2", {"num_experts": 4}), ("llama", {"fused_linear_cross_entropy": True})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "values"), SWITCHED, ids=["experts", "fused loss"])
 def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict[str, Any]) -> None:
     config = REGISTRY.complete(RunConfig()).replace("test", **values)

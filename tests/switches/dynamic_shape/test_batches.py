@@ -261,6 +261,7 @@ def _train(folder: Path, *flags: str) -> tuple[dict[str, Any], list[dict[str, An
     return summary, [{name: line[name] for name in wanted} for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_it_padded_and_goes_on_where_it_was(tmp_path: Path) -> None:
     summary, whole = _train(tmp_path / "whole", "--train-iters", "9")
     receipts = summary["receipts"]

@@ -24,6 +24,7 @@ STEPS = "--train-iters 20 --global-batch-size 8 --micro-batch-size 8 --eval-inte
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["causal", "masked", "llama"])
 def test_twenty_steps_are_those_of_plain_eager(job: str, tmp_path: Path) -> None:
     expected = train(job, False, STEPS, str(tmp_path / "plain"))
@@ -38,6 +39,7 @@ def test_twenty_steps_are_those_of_plain_eager(job: str, tmp_path: Path) -> None
     assert "attention_kernels" not in expected["summary"]["receipts"]
 
 
+@pytest.mark.slow
 def test_fp64_and_recomputation(tmp_path: Path) -> None:
     expected = train("causal", True, STEPS, str(tmp_path / "plain"))
     run = train("causal", True, f"{STEPS} --use-flash-attn --checkpoint-activations", str(tmp_path / "flash"))
@@ -45,6 +47,7 @@ def test_fp64_and_recomputation(tmp_path: Path) -> None:
     assert run["summary"]["receipts"]["attention_kernels"] == {FORWARD: 4, f"{FORWARD}_backward": 2}
 
 
+@pytest.mark.slow
 def test_bf16_within_its_rounding(tmp_path: Path) -> None:
     steps = STEPS.replace("20", "5") + " --mixed-precision bf16"
     expected = train("llama", False, steps, str(tmp_path / "plain"))
@@ -57,6 +60,7 @@ def _small(kind: str, **more: Any) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "why"),
     [

@@ -278,6 +278,7 @@ def _assert_follows(actual: Any, expected: Any, *, double: bool) -> None:
         torch.testing.assert_close(actual["weights"][name], weight, **close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("job", RUNS)
 def test_twenty_steps_are_those_without(job: str, double: bool, references: Any, tmp_path: Path) -> None:
@@ -289,6 +290,7 @@ def test_twenty_steps_are_those_without(job: str, double: bool, references: Any,
     assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1
 
 
+@pytest.mark.slow
 def test_the_receipt_would_see_whole_logits(tmp_path: Path) -> None:
     """Break the switch on purpose: the receipt must not say what it says when it works."""
 
@@ -301,6 +303,7 @@ def test_the_receipt_would_see_whole_logits(tmp_path: Path) -> None:
     assert receipts["logits_rows"] == receipts["logits_rows_without"]
 
 
+@pytest.mark.slow
 def test_bf16_follows_bf16_without(tmp_path: Path) -> None:
     flags = f"{ALONE} --mixed-precision bf16"
     plain, fused = (train("causal", False, f"{flags} {more}", str(tmp_path / f"x{more}")) for more in ("", FUSED))

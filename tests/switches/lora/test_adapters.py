@@ -13,36 +13,19 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, Lla
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
-from tests.support.jobs import CausalJob, ClassJob, result_of
+from tests.support.jobs import ClassJob, PretrainedJob, result_of
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
 STEPS = "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --log-interval 1 --lora-rank 4"
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a small pretrained model."""
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(3)
-    CausalJob(["--lr", "1", "--train-iters", "1"]).make().save_pretrained(folder)  # type: ignore[operator]
-    return folder
-
-
-class _Pretrained(CausalJob):
-    folder = ""
-
-    def make(self) -> torch.nn.Module:
-        model: torch.nn.Module = GPT2LMHeadModel.from_pretrained(self.folder, dtype=torch.float32)
-        return model
-
-
-def run(base: Path, folder: Path, flags: str = "", job: type = _Pretrained, **more: Any) -> dict[str, Any]:
+def run(base: Path, folder: Path, flags: str = "", job: type = PretrainedJob, **more: Any) -> dict[str, Any]:
     kind = type("Job", (job,), {"folder": str(base)})
     return result_of(kind([*STEPS.split(), *flags.split(), "--save", str(folder)], **more), str(folder))
 
 
-class _Recorded(_Pretrained):
+class _Recorded(PretrainedJob):
     """Keeps the batches that it trains on."""
 
     def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -55,6 +38,7 @@ _BATCHES: list[dict[str, torch.Tensor]] = []
 PLAIN = "--micro-batch-size 8 --clip-grad 0 --weight-decay 0 --lr-decay-style constant"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
 def test_trains_as_a_loop_over_peft_does(base: Path, tmp_path: Path, variant: str) -> None:
     flags = f"--lora-variant {variant} --lora-alpha 12 {PLAIN}"
@@ -99,6 +83,7 @@ def test_only_adapters_are_kept_and_what_is_frozen_stays(
     assert sum(weight.numel() for weight in found["weights"].values()) == receipts["trained_parameters"]
 
 
+@pytest.mark.slow
 def test_a_base_in_half_the_bytes_trains_to_the_same_bits(base: Path, tmp_path: Path) -> None:
     """Autocast rounds the same weights to the same bits before each product."""
     whole = run(base, tmp_path / "whole", "--mixed-precision bf16")
@@ -126,6 +111,7 @@ def test_merged_model_is_the_adapted_one(base: Path, tmp_path: Path, capsys: pyt
     assert "holds no adapters" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(base: Path, tmp_path: Path) -> None:
     whole = run(base, tmp_path / "whole", "--lora-dropout 0.3")
     run(base, tmp_path / "parts", "--lora-dropout 0.3 --train-iters 2 --lr-decay-iters 4 --keep-checkpoints 1")
@@ -135,6 +121,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(base: Path, tmp_path: Path) -> N
         assert torch.equal(parts["weights"][name], weight), name
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     run(base, tmp_path / "run", "--train-iters 2")
     other = GPT2LMHeadModel.from_pretrained(base)
@@ -147,9 +134,10 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
         run(tmp_path / "other", tmp_path / "new", f"--load {tmp_path / 'run'} --weights-only")
 
 
+@pytest.mark.slow
 def test_a_whole_model_and_adapters_do_not_go_on_from_each_other(base: Path, tmp_path: Path) -> None:
     run(base, tmp_path / "adapters", "--train-iters 2")
-    kind = type("Job", (_Pretrained,), {"folder": str(base)})
+    kind = type("Job", (PretrainedJob,), {"folder": str(base)})
     flags = "--train-iters 4 --global-batch-size 8 --lr 1e-2"
     with pytest.raises(CheckpointError, match="holds adapters, and this model has none"):
         kind([*flags.split(), "--save", str(tmp_path / "adapters"), "--resume"]).fit()

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import RapidformerError
-from tests.support.jobs import CausalJob, result_of, weights_apart
+from tests.support.jobs import CausalJob, PretrainedJob, result_of, weights_apart
 from tests.support.parallel_jobs import train_all
 from tests.support.worker_group import run_in_workers
 
@@ -117,31 +117,15 @@ def test_a_layer_computes_with_the_read_weight_and_keeps_its_bytes(coding: str, 
 # Runs.
 
 
-class _Pretrained(CausalJob):
-    folder = ""
-
-    def make(self) -> torch.nn.Module:
-        model: torch.nn.Module = GPT2LMHeadModel.from_pretrained(self.folder, dtype=torch.float32)
-        return model
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a small pretrained model."""
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(3)
-    CausalJob(["--lr", "1", "--train-iters", "1"]).make().save_pretrained(folder)  # type: ignore[operator]
-    return folder
-
-
 def run(base: Path, folder: Path, flags: str) -> dict[str, Any]:
-    kind = type("Job", (_Pretrained,), {"folder": str(base)})
+    kind = type("Job", (PretrainedJob,), {"folder": str(base)})
     return result_of(kind([*STEPS.split(), *flags.split(), "--save", str(folder)]), str(folder))
 
 
 LAYERS = [16 * 48, 16 * 16, 16 * 64, 64 * 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coding", FORMATS)
 def test_adapters_train_as_beside_the_read_weights(
     coding: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

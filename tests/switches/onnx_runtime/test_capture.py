@@ -97,6 +97,7 @@ class Branching(Plain):
         return super().forward(x) if x.sum() > 0 else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "named"),
     [

@@ -39,6 +39,7 @@ class Dropped(nn.Module):
         return self.dropout(self.linear(x))
 
 
+@pytest.mark.slow
 def test_graph_drops_as_eager_does_and_its_backward_alike() -> None:
     plain = Dropped()
     other = copy.deepcopy(plain)

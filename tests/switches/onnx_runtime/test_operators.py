@@ -69,6 +69,7 @@ def both() -> tuple[list[torch.Tensor], list[list[torch.Tensor | None]]]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_values(both: tuple) -> None:
     for actual, expected in zip(both[0][0], both[1][0], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

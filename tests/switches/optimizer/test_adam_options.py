@@ -47,6 +47,7 @@ def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], *, rtol: fl
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=rtol, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_with_the_flags_is_torchs_with_its_options(tmp_path: Path) -> None:
     flags = f"{STEPS} --micro-batch-size 8 --optimizer adamw_torch"
     wanted = reference(tmp_path / "hook")
@@ -116,6 +117,7 @@ def test_two_workers_follow_torchs_adam_of_one(tmp_path: Path) -> None:
             assert_same(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_new_ones_and_keeps_the_moments(tmp_path: Path) -> None:
     """Against torch's class, whose groups are changed between two steps."""
     flags = f"{STEPS} --micro-batch-size 8 --optimizer adamw_torch"

@@ -140,6 +140,7 @@ def test_workers_share_the_state(case: tuple[str, str], alone: Any, runs: Any) -
     assert abs(sum(shares) - whole) <= tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEW)
 def test_resumed_run_is_bitwise_the_whole_one(name: str, tmp_path: Path) -> None:
     with WITH_JOB:
@@ -160,6 +161,7 @@ def test_two_workers_resume_bitwise(case: tuple[str, str], folder: Path) -> None
     assert all(torch.equal(values, actual[entry]) for entry, values in expected.items())
 
 
+@pytest.mark.slow
 def test_quantized_states_go_to_the_checkpoint_as_codes_and_scales(alone: Any, folder: Path) -> None:
     for name, codes, scales in (
         ("adamw_torch_8bit", "exp_avg.codes", "exp_avg.scale"),

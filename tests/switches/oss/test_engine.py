@@ -257,6 +257,7 @@ def test_loss_that_is_not_finite_on_one_worker_stops_all_with_their_weights(name
     assert [results["spoiled", name] for results in runs] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHES)
 def test_one_worker_runs_as_without_and_is_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--train-iters 4 --micro-batch-size 2 --global-batch-size 4"

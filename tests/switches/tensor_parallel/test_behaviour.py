@@ -149,6 +149,7 @@ def _behave(workers: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_vocabulary_are_errors(found: Any) -> None:
     for on_rank in found:
         assert len(on_rank["beyond"]) == 12

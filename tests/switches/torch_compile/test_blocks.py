@@ -144,6 +144,7 @@ def test_shapes_that_vary_share_a_graph(tmp_path: Path) -> None:
     assert _report(run)["graphs"] <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "regions", "graphs", "breaks", "limited"),
     [("breaking", 2, 1, 1, False), ("restless", 2, AUTOMATIC, 0, True), ("whole", 1, 1, 0, False)],
@@ -192,6 +193,7 @@ def _gradients(model: nn.Module, precision: torch.dtype | None) -> list[torch.Te
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_dropout_draws_the_same_numbers_in_a_recomputed_graph(precision: torch.dtype | None) -> None:
     expected = _gradients(_grown(0.2), precision)

@@ -171,6 +171,7 @@ def test_half_written_library_does_not_count(root: Path) -> None:
     assert builds(root) == 2
 
 
+@pytest.mark.slow
 def test_stale_lock_is_explained_and_removed(root: Path) -> None:
     parts.build(["cpu_adam"], "cpu")
     lock = root / "cpu_adam" / "lock"
@@ -182,6 +183,7 @@ def test_stale_lock_is_explained_and_removed(root: Path) -> None:
     assert builds(root) == 1
 
 
+@pytest.mark.slow
 def test_lock_of_a_living_process_is_respected(root: Path) -> None:
     parts.build(["cpu_adam"], "cpu")
     lock = root / "cpu_adam" / "lock"
@@ -202,6 +204,7 @@ def test_lock_of_a_living_process_is_respected(root: Path) -> None:
     assert said == [f"waiting for {lock} (process {os.getpid()})"]
 
 
+@pytest.mark.slow
 def test_lock_in_a_folder_of_the_user_is_refused_not_removed(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +228,7 @@ def test_lock_in_a_folder_of_the_user_is_refused_not_removed(
     assert lock.exists()
 
 
+@pytest.mark.slow
 def test_two_builders_at_once(root: Path) -> None:
     starters = [start(FAKE_SECONDS="2") for _ in range(2)]
     told = [starter.communicate(timeout=60)[1] for starter in starters]
@@ -234,6 +238,7 @@ def test_two_builders_at_once(root: Path) -> None:
     assert sum("another process is building DeepSpeed's parts; waiting for it" in text for text in told) == 1
 
 
+@pytest.mark.slow
 def test_killed_starter_leaves_a_build_that_the_next_one_waits_for(root: Path) -> None:
     first = start(FAKE_SECONDS="2")
     wait_until((root / "cpu_adam" / "lock").exists)
@@ -259,6 +264,7 @@ def test_killed_build_leaves_no_lock(root: Path) -> None:
     assert parts.is_built("cpu_adam", root)
 
 
+@pytest.mark.slow
 def test_interrupt_ends_the_build_and_leaves_no_lock(root: Path) -> None:
     starter = start(FAKE_SECONDS="60")
     processes = [compiler(root), int((root.parent / "builds").read_text())]

@@ -37,12 +37,13 @@ from rapidformer_templates.data.text.files import ROW_READERS, BadLines, nearest
 from rapidformer_templates.errors import DataError, RapidformerError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import DataFlags
-from rapidformer_templates.planning.weights import mixture_of
+from rapidformer_templates.planning.metrics import TEST
+from rapidformer_templates.planning.weights import mixture_of, named_sets
 
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
 SHARD = re.compile(r"-\d+-of-\d+$")
 READ = ("train", "valid")
-"""The parts that a run uses."""
+"""The parts that a run uses, besides the test part that ``--evaluate-test`` asks for."""
 
 SAVED = ("dataset_dict.json", "state.json")
 """Files by which ``datasets`` marks a folder that it saved."""
@@ -80,10 +81,15 @@ def locate(flags: DataFlags) -> Located:
         folder, name = folder / name, None
     if name is None and any((folder / mark).is_file() for mark in SAVED):
         return folder
-    return _locate(folder, name)
+    return _locate(folder, name, parts_read(flags))
 
 
-def _locate(folder: Path, name: str | None) -> dict[str, list[Path]]:
+def parts_read(flags: DataFlags) -> tuple[str, ...]:
+    """The parts that are read."""
+    return (*READ, TEST) if flags.evaluate_test else READ
+
+
+def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:
     """The files of each part, by the rules at the head of this module."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in ROW_READERS)
     parts: dict[str, list[Path]] = {}
@@ -96,12 +102,12 @@ def _locate(folder: Path, name: str | None) -> dict[str, list[Path]]:
         if whole:
             parts["train"] = whole
     for part, fitting in parts.items():
-        if part in READ and len(fitting) > 1 and not all(SHARD.search(path.stem) for path in fitting):
+        if part in read and len(fitting) > 1 and not all(SHARD.search(path.stem) for path in fitting):
             hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in fitting)
             raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
     parts = parts or _folders_of_parts(folder, name) or _described(folder, name)
     if not parts and name is None and (folder / "data").is_dir():
-        return _locate(folder / "data", name)
+        return _locate(folder / "data", name, read)
     if not parts:
         there = sorted(p.name for p in folder.iterdir())
         what = f"there is no data set '{name}' in {folder}" if name else f"there is no data file in {folder}"
@@ -188,6 +194,57 @@ def each_of(flags: DataFlags) -> list[DataFlags]:
     """
     mixture = mixture_of(flags.data_name)
     return [replace(flags, data_name=name) for _, name in mixture] if mixture else [flags]
+
+
+def evaluated_sets(flags: DataFlags) -> dict[str, DataFlags]:
+    """The flags of each further validation set of ``--eval-data-name``, by its name.
+
+    A set is a folder or a file, in ``--data-dir`` or where it is run; else what ``--data-name`` may be.
+
+    Raises:
+        DataError: a name cannot be used.
+    """
+    return {name: _named(flags, of) for name, of in named_sets(flags.eval_data_name, "--eval-data-name").items()}
+
+
+def _named(flags: DataFlags, of: str) -> DataFlags:
+    alone = replace(flags, eval_data_name=None, evaluate_test=False)
+    for path in (Path(flags.data_dir or ".") / of, Path(of)):
+        if path.is_dir():
+            return replace(alone, data_dir=str(path), data_name=None)
+        if path.is_file():
+            return replace(alone, data_dir=str(path.parent), data_name=path.name)
+    return replace(alone, data_name=of)
+
+
+def locate_evaluated(name: str, flags: DataFlags) -> tuple[Located, list[Path]]:
+    """Where a further validation set is, and its files: those of its validation part, else of its only one.
+
+    Raises:
+        DataError: nothing is there, or it has several parts, and none of them is for validation.
+    """
+    try:
+        located = locate(flags)
+        files = parts_of(located)
+    except DataError as error:
+        raise DataError(error.message, where=f"--eval-data-name, {name}", hint=error.hint) from None
+    if "valid" in files or len(files) == 1:
+        return located, files["valid"] if "valid" in files else next(iter(files.values()))
+    hint = "name one of its files: " + ", ".join(str(path) for paths in files.values() for path in paths)
+    raise DataError(f"the set {name} has no validation part", where="--eval-data-name", hint=hint)
+
+
+def check_evaluated(flags: DataFlags) -> None:
+    """Look at whether the sets are there that are evaluated besides the validation part.
+
+    Raises:
+        DataError: a further validation set, or the test part, is not there.
+    """
+    for name, one in evaluated_sets(flags).items():
+        locate_evaluated(name, one)
+    if flags.evaluate_test and all(TEST not in parts_of(locate(one)) for one in each_of(flags)):
+        hint = "name a file or a folder of it test, or leave the flag out"
+        raise DataError("the data set has no test part", where="--evaluate-test", hint=hint)
 
 
 def training_samples(config: RunConfig) -> int | None:

@@ -6,7 +6,7 @@ Which set each sample is of is decided as in a blend for pretraining
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,9 @@ class ShuffledEpochs(Sequence[Any]):
 
 
 def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Data:
-    """The data of several sets as one: a weighted mixture to train on, and all validation parts together.
+    """The data of several sets as one: a weighted mixture to train on; validation and test parts are put together.
+
+    Further validation sets, by name, are those of the first.
 
     Args:
         sources: the data of each set by its name; batches of all of them are made alike.
@@ -89,7 +91,18 @@ def mixed(sources: Mapping[str, Data], weights: Sequence[str], seed: int) -> Dat
         ShuffledEpochs(data.train, seed, number, name)  # type: ignore[arg-type]
         for number, (name, data) in enumerate(sources.items())
     ]
-    held_out: list[Any] = [data.valid for data in sources.values() if data.valid is not None]
     first = next(iter(sources.values()))
-    valid: Any = ConcatDataset(held_out) if held_out else None
-    return Data(Blend(trained, weights, flag="--data-name"), valid, None, first.collate, first.augment)
+    valid = _together(data.validation_sets().get("") for data in sources.values())
+    named = {name: samples for name, samples in first.validation_sets().items() if name}
+    return Data(
+        Blend(trained, weights, flag="--data-name"),
+        ({"": valid} if valid is not None else {}) | named if named else valid,
+        _together(data.test for data in sources.values()),
+        first.collate,
+        first.augment,
+    )
+
+
+def _together(parts: Iterable[Any]) -> Any:
+    there = [part for part in parts if part is not None]
+    return ConcatDataset(there) if there else None

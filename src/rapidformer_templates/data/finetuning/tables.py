@@ -1,8 +1,8 @@
 """Reading of a fine-tuning data set from ``--data-dir`` and ``--data-name``.
 
 Where it is looked for stands in :mod:`rapidformer_templates.data.finetuning.locating`.
-Without a validation part, ``--validation-fraction`` of the training part is held out. A test part is not read:
-no run uses it.
+Without a validation part, ``--validation-fraction`` of the training part is held out. A test part is read with
+``--evaluate-test``, and the sets of ``--eval-data-name`` beside it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,22 @@ import pyarrow as pa
 
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
 from rapidformer_templates.data.finetuning.hub_cache import Cached
-from rapidformer_templates.data.finetuning.locating import READ, cannot_be_read, held_out_rows, locate, parts_of
+from rapidformer_templates.data.finetuning.locating import (
+    Located,
+    cannot_be_read,
+    evaluated_sets,
+    held_out_rows,
+    locate,
+    locate_evaluated,
+    parts_of,
+    parts_read,
+)
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
 from rapidformer_templates.data.text.files import NUMBERED_BY_LINE, BadLines, Row, nearest
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import DataFlags
+from rapidformer_templates.planning.metrics import TEST
 
 FIRST = 100
 """Rows of a stream that are looked at for its columns."""
@@ -32,7 +42,7 @@ FIRST = 100
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of the training or the validation part.
+    """The rows of one part.
 
     Attributes:
         table: the rows.
@@ -81,7 +91,8 @@ class Raw:
     """A data set as it was read.
 
     Attributes:
-        train, valid: its parts.
+        train, valid, test: its parts.
+        named: further validation sets, by name.
         held_out: the validation part was held out of the training part here.
         skipped: ``file:line: reason`` of the lines that were left out.
         stream: the rows of the training part where they are streamed; ``train`` is the first of them.
@@ -89,13 +100,22 @@ class Raw:
 
     train: Part
     valid: Part | None = None
+    test: Part | None = None
+    named: dict[str, Part] = field(default_factory=dict)
     stream: RowStream | None = None
     held_out: bool = False
     skipped: list[str] = field(default_factory=list)
 
     def parts(self) -> dict[str, Part]:
-        """The parts that are there, by name."""
-        return {"train": self.train} if self.valid is None else {"train": self.train, "valid": self.valid}
+        """The parts that are there, by name: :func:`part_name` of the sets that are evaluated."""
+        evaluated = {"": self.valid, **self.named, TEST: self.test}
+        there = {part_name(name): part for name, part in evaluated.items() if part is not None}
+        return {"train": self.train, **there}
+
+
+def part_name(evaluated: str) -> str:
+    """What the part is called that a set is made of; the name of the validation part itself is empty."""
+    return {"": "valid", TEST: TEST}.get(evaluated, f"valid {evaluated}")
 
 
 def read_dataset(config: RunConfig) -> Raw:
@@ -119,6 +139,8 @@ def read_dataset(config: RunConfig) -> Raw:
     return Raw(
         train=_first(train, flags.max_train_samples),
         valid=valid and _first(valid, flags.max_eval_samples),
+        test=parts.get(TEST),
+        named=_read_named(flags, bad),
         held_out=held_out,
         skipped=bad.skipped,
     )
@@ -174,7 +196,8 @@ def _streamed(config: RunConfig) -> Raw:
     files, bad = streamed_files(flags), BadLines(skip=flags.skip_bad_lines)
     seed = None if flags.shuffle_buffer == 0 else config.training.seed
     stream = RowStream(files["train"], seed, skip=flags.skip_bad_lines)
-    valid = read_files(files["valid"], bad) if "valid" in files else None
+    whole = {name: read_files(files[name], bad) for name in parts_read(flags)[1:] if name in files}
+    valid = whole.get("valid")
     beginning = stream.state()
     rows = [row for row in (next(stream) for _ in range(FIRST)) if row.row is not None]
     if not rows:
@@ -183,6 +206,8 @@ def _streamed(config: RunConfig) -> Raw:
     return Raw(
         train=part_of_stream(rows),
         valid=valid and _first(valid, flags.max_eval_samples),
+        test=whole.get(TEST),
+        named=_read_named(flags, bad),
         stream=stream,
         skipped=bad.skipped,
     )
@@ -214,12 +239,22 @@ def _with_training(files: dict[str, list[Path]], flags: DataFlags) -> dict[str, 
 def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
     parts = locate(flags)
     files = _with_training(parts_of(parts), flags)
-    read = {name: paths for name, paths in files.items() if name in READ}
-    if isinstance(parts, Path):
-        return {name: _read_saved(folder) for name, (folder,) in read.items()}
-    if isinstance(parts, Cached):
-        return {name: _read_cached(paths) for name, paths in read.items()}
-    return {name: read_files(paths, bad) for name, paths in read.items()}
+    return {name: _read_part(parts, paths, bad) for name, paths in files.items() if name in parts_read(flags)}
+
+
+def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
+    """The further validation sets."""
+    sets = {}
+    for name, one in evaluated_sets(flags).items():
+        part = _read_part(*locate_evaluated(name, one), bad)
+        sets[name] = _first(part, flags.max_eval_samples)
+    return sets
+
+
+def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> Part:
+    if isinstance(located, Path):
+        return _read_saved(files[0])
+    return _read_cached(files) if isinstance(located, Cached) else read_files(files, bad)
 
 
 def _read_saved(folder: Path) -> Part:

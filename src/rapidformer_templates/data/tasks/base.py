@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.locating import each_of, locate
+from rapidformer_templates.data.finetuning.locating import check_evaluated, each_of, locate
 from rapidformer_templates.data.finetuning.mixtures import mixed
 from rapidformer_templates.data.finetuning.tables import Part, Raw, read_dataset, read_part, streamed_files
 from rapidformer_templates.data.generation import Generation
@@ -27,6 +27,7 @@ from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.models.loading import build_config, build_model, seq_length_of
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.weights import mixture_of
 from rapidformer_templates.system.workers import Workers
 
@@ -117,6 +118,7 @@ class Task(ABC):
         Raises:
             RapidformerError: one of them is missing or cannot be used.
         """
+        check_evaluated(self.config.data)
         if self.config.data.streaming:
             streamed_files(self.config.data)
         else:
@@ -135,14 +137,15 @@ class Task(ABC):
         mixture = mixture_of(self.config.data.data_name)
         if not mixture:
             return self.read_data()
-        sources = [(weight, name, self._of_one(name)) for weight, name in mixture]
+        sources = [(weight, name, self._of_one(name, i == 0)) for i, (weight, name) in enumerate(mixture)]
         data = {name: task.build_data() for _, name, task in sources}
         self.take_over([task for _, _, task in sources])
         return mixed(data, [weight for weight, _, _ in sources], self.config.training.seed)
 
-    def _of_one(self, name: str) -> Task:
-        """This task for one data set of a mixture."""
-        task = type(self)(self.config.replace(self.config.origin("data_name"), data_name=name))
+    def _of_one(self, name: str, is_first: bool) -> Task:
+        """This task for one data set of a mixture; the first one reads the further validation sets."""
+        config = self.config.replace(self.config.origin("data_name"), data_name=name)
+        task = type(self)(config if is_first else config.replace("a mixture", eval_data_name=None))
         task.tokenizer = self.tokenizer
         return task
 
@@ -230,6 +233,9 @@ class Task(ABC):
     def measured(self, workers: Workers) -> dict[str, torch.Tensor]:
         """Values of the last step's global batch for the metrics, the same on every worker; every one must call it."""
         return {}
+
+    def begin_evaluation(self, name: str) -> None:  # noqa: B027 - most tasks need not
+        """Hear which set is evaluated next: a name of ``Data.validation_sets()``, or that of the test part."""
 
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
         """One generated text a sample; only tasks with ``generates`` have it."""
@@ -378,7 +384,9 @@ def as_data(
     augment: Callable[[Any, np.random.Generator], Any] | None = None,
 ) -> Data:
     """What :meth:`Task.build_data` returns, of the parts that are there."""
-    return Data(sets["train"], sets.get("valid"), None, collate, augment, sets["train"].lengths)
+    named = {name.removeprefix("valid").strip(): samples for name, samples in sets.items() if name.startswith("valid")}
+    valid = named if set(named) - {""} else named.get("")
+    return Data(sets["train"], valid, sets.get(TEST), collate, augment, sets["train"].lengths)
 
 
 def padding_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:

@@ -110,7 +110,7 @@ class CausalLM(Task):
         return columns.kind != "text" and self.config.data.loss_on != "all"
 
     def _packed(self, name: str, samples: TokenizedSamples) -> PackedRows:
-        stream = {"train": Stream.PACKED_TRAINING, "valid": Stream.PACKED_VALIDATION}[name]
+        stream = Stream.PACKED_TRAINING if name == "train" else Stream.PACKED_VALIDATION
         generator = np.random.default_rng((self.config.training.seed, stream))
         packed = PackedRows(samples, self.seq_length, generator)
         self.notes.append(

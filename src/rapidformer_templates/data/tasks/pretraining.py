@@ -58,6 +58,10 @@ class Pretraining(Task):
 
     def check(self) -> None:
         check_corpora(self.config)
+        data = self.config.data
+        if data.evaluate_test and not data.streaming and split_shares(data.split)[2] == 0:
+            hint = "give the test part a share: --split 90,5,5"
+            raise DataError("the corpus has no test part", where=f"--split {data.split}", hint=hint)
         self.objective.check()
 
     def check_model(self, model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from rapidformer_templates.data.finetuning.squad import (
     flattened,
     read_examples,
 )
-from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.finetuning.tables import Part, part_name
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, padding_of, texts_of
 from rapidformer_templates.data.types import Data
@@ -50,7 +50,7 @@ class QuestionAnswering(Task):
         raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
         self.may_be_null = self.is_decided and self.may_be_null
-        sets = {}
+        sets, self._read = {}, {}
         for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
             question, context = self._text_columns(part)
             answers = part.column("label_column", flags.label_column, ("answers",))
@@ -58,8 +58,9 @@ class QuestionAnswering(Task):
             self.may_be_null |= any(not example.answers for example in examples)
             samples, features = self._samples(part, examples)
             sets[name] = samples
-            if name == "valid":
-                self.features, self.examples = features, examples
+            self._read[name] = features, examples
+        if part_name("") in sets:
+            self.begin_evaluation("")
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
     def _text_columns(self, part: Part) -> tuple[str, str]:
@@ -120,6 +121,9 @@ class QuestionAnswering(Task):
             message = f"the question has {tokens} tokens and leaves no room for its context"
             raise DataError(message, where=where, hint="use a greater --seq-length")
 
+    def begin_evaluation(self, name: str) -> None:
+        self.features, self.examples = self._read[part_name(name)]
+
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """The best starts and ends of each window; the true answers are known by the window's place in the data."""
         padding = batch["attention_mask"].cpu() == 0
@@ -131,7 +135,7 @@ class QuestionAnswering(Task):
         return candidates, [None] * len(candidates)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        """Over the examples of the first windows of the validation part, as many as there are predictions."""
+        """Over the examples of the first windows of the set that is evaluated, as many as there are predictions."""
         answers = best_answers(predictions, self.features, self.examples, may_be_null=self.may_be_null)
         truths = {number: [text for text, _ in self.examples[number].answers] for number in answers}
         count = max(1, len(answers))

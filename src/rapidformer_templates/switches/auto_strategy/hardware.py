@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.device_kinds import DEVICE_KINDS, DEVICE_MEMORY
 from rapidformer_templates.planning.environment import Environment
 
 GB = 10**9
@@ -44,7 +45,7 @@ ASSUMED = {
 }
 
 GIVEN = {
-    "memory_gb": "DEVICE_MEMORY_GB",
+    "memory_gb": DEVICE_MEMORY,
     "tflops": "DEVICE_TFLOPS",
     "memory_bandwidth": "DEVICE_BANDWIDTH_GBS",
     "intra_node": "INTRA_NODE_GBS",
@@ -79,7 +80,9 @@ class Hardware:
 
     def lines(self) -> list[str]:
         """What is assumed, for people."""
+        named = [f"GPUs ({self.sources['device']})"] if "device" in self.sources else []
         return [
+            *named,
             f"device memory {self.memory_gb:g} GB a worker ({self.sources['memory_gb']}), "
             f"{self.context_gb:g} GB of it for contexts and libraries",
             f"{self.tflops:g} TFLOP/s of {self.precision} products ({self.sources['tflops']}), "
@@ -90,7 +93,7 @@ class Hardware:
 
 
 def find_hardware(environment: Environment, precision: str) -> Hardware:
-    """The devices of this machine, or those that the environment variables of ``GIVEN`` describe.
+    """The devices of this machine, or those that ``--device-kind`` or the environment variables of ``GIVEN`` describe.
 
     Raises:
         ConfigError: a variable is not a positive number, or nothing says how much memory there is.
@@ -103,12 +106,34 @@ def find_hardware(environment: Environment, precision: str) -> Hardware:
         "inter_node": assumed.inter_node,
     }
     sources = dict.fromkeys(values, "assumed")
+    if environment.device_origin:
+        sources["device"] = environment.device_origin
+    if environment.device_kind:
+        known = _sustained(environment.device_kind, precision)
+        values |= known
+        sources |= dict.fromkeys(known, DEVICE_KINDS[environment.device_kind].source)
     for name, variable in GIVEN.items():
         if variable in os.environ:
             values[name], sources[name] = _positive(variable), variable
     if "memory_gb" not in values:
         values["memory_gb"], sources["memory_gb"] = _measured_gb(environment), "measured"
     return Hardware(environment.device, precision, **values, context_gb=assumed.context_gb, sources=sources)
+
+
+TENSOR_SHARE, FP32_SHARE, MEMORY_SHARE, LINK_SHARE = 0.45, 0.8, 0.8, 2 / 3
+"""What training reaches of a data sheet's peaks: products in 16 bits and in fp32, memory, links in a node."""
+
+
+def _sustained(name: str, precision: str) -> dict[str, float]:
+    """What can be expected of a kind of GPU."""
+    kind = DEVICE_KINDS[name]
+    peak: float = getattr(kind, f"{precision}_tflops")
+    return {
+        "memory_gb": kind.memory_gb,
+        "tflops": round(peak * (FP32_SHARE if peak == kind.fp32_tflops else TENSOR_SHARE), 1),
+        "memory_bandwidth": round(kind.memory_bandwidth * MEMORY_SHARE, 1),
+        "intra_node": round(kind.link * LINK_SHARE, 1),
+    }
 
 
 def _positive(variable: str) -> float:
@@ -128,7 +153,7 @@ def _measured_gb(environment: Environment) -> float:
         raise ConfigError(
             "no GPU can be seen from here, so its memory is not known",
             where="--auto-strategy",
-            hint="DEVICE_MEMORY_GB=80 rapidformer plan --auto-strategy … says how much each device has",
+            hint="rapidformer plan --auto-strategy --device-kind a100-80gb …, or DEVICE_MEMORY_GB=80, says how much",
         )
     return round(gigabytes, 1)
 

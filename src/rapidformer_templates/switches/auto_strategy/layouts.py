@@ -20,6 +20,9 @@ PARTITIONINGS: Mapping[str, str | None] = {
 }
 """Ways to divide the model's states over the replicas, each with its flag; the fastest first [D]."""
 
+RECOMPUTED = ("none", "selective", "full")
+"""What is computed again in the backward; the fastest first."""
+
 SEARCHED = ("none", "zero-1", "zero-2", "fsdp", "zero-3")
 """Those that the search tries where none is asked for: the others divide the same states in other ways."""
 
@@ -35,7 +38,7 @@ class Layout:
         micro_batch: samples of a forward.
         accumulation: micro batches of an optimizer step on each replica.
         partitioning: a key of ``PARTITIONINGS``.
-        recompute: activation checkpointing.
+        recompute: of each block's activations: ``RECOMPUTED``.
         sequence_parallel: norms and dropout are divided along the sequence, too.
     """
 
@@ -45,7 +48,7 @@ class Layout:
     micro_batch: int = 1
     accumulation: int = 1
     partitioning: str = "none"
-    recompute: bool = False
+    recompute: str = "none"
     sequence_parallel: bool = False
 
     @property
@@ -76,19 +79,23 @@ class Layout:
             "sequence_parallel": self.sequence_parallel,
             "micro_batch_size": self.micro_batch,
             "global_batch_size": self.global_batch,
-            "checkpoint_activations": self.recompute,
+            "checkpoint_activations": self.recompute != "none",
+            "recompute_granularity": "selective" if self.recompute == "selective" else None,
             **flags,
         }
 
     def values_that_act(self, given: Container[str] = ()) -> dict[str, Any]:
         """Those of :meth:`values` that differ from a plain run, and that the user has not given."""
         batches = ("micro_batch_size", "global_batch_size")
-        acting = {name: v for name, v in self.values().items() if name in batches or v is True or v > 1}
+        acting = {n: v for n, v in self.values().items() if n in batches or v is True or v not in (None, False, 1)}
         return {name: value for name, value in acting.items() if name not in given}
 
     def flags(self) -> list[str]:
         """What to put on the training command."""
         words: list[str] = []
-        for name, value in self.values_that_act().items():
+        acting = self.values_that_act()
+        if "recompute_granularity" in acting:
+            del acting["checkpoint_activations"]  # which it says, too
+        for name, value in acting.items():
             words += [spelling(name)] if value is True else [spelling(name), str(value)]
         return words

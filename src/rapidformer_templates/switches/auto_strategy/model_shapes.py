@@ -17,6 +17,7 @@ from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
+from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts
 from rapidformer_templates.switches.auto_strategy.tensor_shares import divide, ends_of, local_parameters, silent_group
 from rapidformer_templates.switches.auto_strategy.trace import (
@@ -43,7 +44,7 @@ class Variant:
 
     Attributes:
         micro_batch: samples.
-        recompute: activation checkpointing.
+        recompute: one of ``layouts.RECOMPUTED``.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         narrow_parameters: whether the parameters are of that type themselves, as ZeRO and FSDP have them.
         tensor: workers that share each block's matrices.
@@ -51,7 +52,7 @@ class Variant:
     """
 
     micro_batch: int
-    recompute: bool = False
+    recompute: str = "none"
     precision: str = "fp32"
     narrow_parameters: bool = False
     tensor: int = 1
@@ -227,7 +228,7 @@ class ModelShapes:
 
     def prepare(self, variants: Iterable[Variant]) -> None:
         """Trace at one time what inexact predictions for these take; otherwise each is when it is asked for."""
-        together = {replace(variant, micro_batch=TRACED_SAMPLES[0], recompute=False) for variant in variants}
+        together = {replace(variant, micro_batch=TRACED_SAMPLES[0], recompute="none") for variant in variants}
         tasks = [partial(self._trace_apart, variant) for variant in together if variant not in self._traces]
         for traces, gradients in in_forks(tasks):
             self._traces.update(traces)
@@ -244,7 +245,7 @@ class ModelShapes:
     def _traced(self, variant: Variant) -> Trace:
         if variant not in self._traces:
             # Those that are compared with one another are traced on one model: to build and divide it takes as long.
-            together = [replace(variant, micro_batch=n, recompute=r) for n in TRACED_SAMPLES for r in (False, True)]
+            together = [replace(variant, micro_batch=n, recompute=r) for n in TRACED_SAMPLES for r in RECOMPUTED]
             self._trace(together if variant in together else [variant])
         return self._traces[variant]
 

@@ -21,7 +21,7 @@ from rapidformer_templates.planning.request import build_request, model_facts
 from rapidformer_templates.planning.resolve import plan_of
 from rapidformer_templates.planning.switch import FORECAST, ModelFacts, Request
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
-from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, SEARCHED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, SEARCHED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
@@ -167,7 +167,7 @@ class Search:
                     continue
                 data = world // (tensor * pipeline)
                 for partitioning in self._partitionings(data, parallel=tensor * pipeline > 1):
-                    for recompute in self._allowed("checkpoint_activations", [False, True]):
+                    for recompute in self._recomputed():
                         yield Layout(
                             tensor,
                             pipeline,
@@ -176,6 +176,12 @@ class Search:
                             recompute=recompute,
                             sequence_parallel=tensor > 1,
                         )
+
+    def _recomputed(self) -> list[str]:
+        if "checkpoint_activations" not in self.config.origins:
+            return list(RECOMPUTED)
+        asked = self.config.get("recompute_granularity") or "full"
+        return [asked if self.config.get("checkpoint_activations") else "none"]
 
     def _allowed(self, name: str, values: list[T]) -> list[T]:
         """The values of a field: the user's, if there is one."""
@@ -273,7 +279,7 @@ class Search:
             return (
                 slower,
                 list(PARTITIONINGS).index(layout.partitioning),
-                layout.recompute,
+                RECOMPUTED.index(layout.recompute),
                 layout.pipeline,
                 layout.tensor if in_a_node else -layout.tensor,
                 layout.micro_batch if not in_a_node else 0,

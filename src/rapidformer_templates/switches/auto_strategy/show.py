@@ -38,7 +38,8 @@ def _sizes(layout: Layout) -> dict[str, Any]:
         "global_batch_size": layout.global_batch,
         "accumulation": layout.accumulation,
         "partitioning": layout.partitioning,
-        "checkpoint_activations": layout.recompute,
+        "checkpoint_activations": layout.recompute != "none",
+        "recompute": layout.recompute,
     }
 
 
@@ -80,7 +81,7 @@ def show(result: SearchResult, hardware: Hardware) -> None:
 def _table(result: SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
     for name in ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=len("selective") if name == "recompute" else None)
     for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
     for candidate in result.layouts[:SHOWN]:
@@ -89,7 +90,7 @@ def _table(result: SearchResult) -> Table:
             *(str(n) for n in (layout.tensor, layout.pipeline, layout.data, layout.micro_batch, layout.accumulation)),
             str(layout.global_batch),
             layout.partitioning,
-            "yes" if layout.recompute else "no",
+            "" if layout.recompute == "none" else layout.recompute,
             f"{(memory.parameters + memory.gradients + memory.optimizer) / GB:.2f}",
             f"{(memory.activations + memory.buffers) / GB:.2f}",
             f"{candidate.needed_gb:.2f}",
@@ -148,8 +149,7 @@ def _comparisons(result: SearchResult) -> list[str]:
         if other:
             share = other.samples_per_second / best.samples_per_second - 1
             value = getattr(other.layout, name)
-            shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-            lines.append(f"best with another {words} ({shown}): {share:+.0%} samples/s, {other.needed_gb:.1f} GB")
+            lines.append(f"best with another {words} ({value}): {share:+.0%} samples/s, {other.needed_gb:.1f} GB")
     return lines
 
 

@@ -114,10 +114,11 @@ class Stage:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
         layout, held = self.layout, self.held()
         trace = self.model.trace(variant, self.blocks if layout.pipeline > 1 else None, exact=exact)
-        # Later stages have a hidden state that came in the place of the embedding; and one is on its way each way.
-        given = 0 if self.is_first else trace.hidden - trace.phases[0].end
-        others = (self.in_flight - 1) * (trace.kept + given)
-        if layout.pipeline > 1:
+        given, kept = 0, trace.kept
+        if not self.is_first:  # a hidden state came in the place of the embedding
+            given, kept = trace.hidden - trace.phases[0].end, kept + trace.hidden - trace.phases[0].kept
+        others = (self.in_flight - 1) * kept
+        if layout.pipeline > 1:  # one is on its way each way
             others += (1 if self.is_last or self.is_first else 2) * trace.hidden
         moments = []
         for phase in trace.phases:

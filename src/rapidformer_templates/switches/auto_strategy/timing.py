@@ -82,7 +82,7 @@ def predict_seconds(layout: Layout, trace: Trace, facts: Facts, hardware: Hardwa
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
 
     # Two sums over the tensor group a block in the forward, two in the backward; recomputation repeats the forward's.
-    sums = (6 if layout.recompute else 4) * facts.blocks / layout.pipeline
+    sums = (4 if layout.recompute == "none" else 6) * facts.blocks / layout.pipeline
     ring = 2 * (layout.tensor - 1) / layout.tensor
     tensor = sums * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
 

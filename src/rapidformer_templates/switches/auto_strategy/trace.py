@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,7 @@ class Phase:
         flops: operations of the matrix products in it.
         traffic: bytes that its other operations read and write.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
+        kept: bytes made in it that are alive when the backward begins.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Phase:
     flops: int
     traffic: int
     after_first_gradient: bool = False
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,9 @@ class Trace:
 
     @property
     def kept(self) -> int:
-        """Bytes that the forward leaves for the backward."""
+        """Bytes that the forward leaves for the backward, up to the last block."""
         forwards = [i for i, phase in enumerate(self.phases) if phase.name == "forward"]
-        return self.phases[forwards[-1]].end if forwards else 0
+        return sum(phase.kept for phase in self.phases[: forwards[-1] + 1]) if forwards else 0
 
     def at(self, micro_batch: int, other: Trace, traced: tuple[int, int]) -> Trace:
         """The trace of another micro batch, from this one and another's: every amount is affine in the samples.
@@ -110,7 +113,7 @@ class Trace:
             amounts = {
                 name: getattr(a, name)
                 + (getattr(b, name) - getattr(a, name)) * (micro_batch - first) // (second - first)
-                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic")
+                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept")
             }
             phases.append(replace(a, **amounts))
         hidden = self.hidden + (other.hidden - self.hidden) * (micro_batch - first) // (second - first)
@@ -139,10 +142,14 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
     if missing == 0 or len(forward) < TRACED_BLOCKS:
         return phases
     first, middle, last = forward
-    kept = missing * (phases[middle].end - phases[first].end)
+    turn = next(i for i, phase in enumerate(phases) if phase.name == "turn")
+    # Autocast's copies of weights live until the forward ends, also where nobody keeps them for the backward.
+    in_forward = missing * (phases[middle].end - phases[first].end)
+    in_backward = missing * phases[middle].kept
     gradients *= missing
     deeper = []
     for i, phase in enumerate(phases):
+        kept = in_forward if i < turn else in_backward
         alive = kept if last <= i <= backward[0] else 0
         finished = gradients if i > backward[1] else 0
         times = 1
@@ -157,6 +164,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 end=phase.end + (alive if i < backward[0] else 0),
                 flops=phase.flops * times,
                 traffic=phase.traffic * times,
+                kept=phase.kept * times,
             )
         )
     return tuple(deeper)
@@ -173,10 +181,11 @@ class _Watch(LiveStorages):
     """Live storages, operations and finished gradients, phase by phase."""
 
     def __init__(self, model: nn.Module, *, dense: bool) -> None:
+        self.phases: list[Phase] = []
+        self._made_in: dict[int, int] = {}
         super().__init__([*model.parameters(), *model.buffers()])
         self.finished = 0
         self.hidden = 0
-        self.phases: list[Phase] = []
         self._dense = dense
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
         self._without = 0
@@ -218,6 +227,22 @@ class _Watch(LiveStorages):
         self.restart()
         self._without = now
         self._flops = self._traffic = 0
+
+    def turn(self) -> None:
+        """End the forward: what is alive now is kept for the backward."""
+        kept = Counter[int]()
+        for key, phase in self._made_in.items():
+            kept[phase] += self._sizes[key]
+        self.enter("turn")
+        self.phases = [replace(phase, kept=kept[i]) for i, phase in enumerate(self.phases)]
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        super()._watch(storage, size)
+        self._made_in[id(storage)] = len(self.phases)
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        del self._made_in[key]
 
     def finish(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
@@ -266,7 +291,7 @@ def trace(
     batch: Batch,
     *,
     compute_type: torch.dtype | None = None,
-    recompute: bool = False,
+    recompute: str = "none",
     gpu: bool = False,
     compute_loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None,
 ) -> Trace:
@@ -276,7 +301,7 @@ def trace(
         model: on fake tensors, as :func:`fake.fake_tensors` makes them.
         batch: fake tensors, shapes as in training.
         compute_type: of autocast; None computes in the type of the parameters.
-        recompute: activation checkpointing, a block at a time.
+        recompute: one of ``layouts.RECOMPUTED``, a block at a time.
         gpu: whether the run is for a GPU.
         compute_loss: by default the loss that the model puts out.
     """
@@ -296,7 +321,7 @@ def trace(
             loss = compute_loss(model, batch) if compute_loss else model(**batch).loss
             weighted = loss * 2.0  # as an engine does
         del loss
-        watch.enter("turn")
+        watch.turn()
         weighted.backward()
         watch.enter("done")
     for parameter in model.parameters():
@@ -316,15 +341,16 @@ def without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: bool, gpu: bool) -> None:
+def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: str, gpu: bool) -> None:
     """Hooks that begin the phases; and, if asked, recomputation, taken back at the end."""
     positions = stacks_of(model)
     final = {name: number for name, number in positions.values()}  # noqa: C416 - the last place of each stack
     for name, position in positions.items():
         block = model.get_submodule(name)
-        if recompute:
+        if recompute != "none":
             before = vars(block).get("forward")  # tensor parallelism may have put one there
-            block.forward = Checkpointed(_on_gpu(block.forward) if gpu else block.forward)
+            forward = _on_gpu(block.forward) if gpu else block.forward
+            block.forward = Checkpointed(forward, selective=recompute == "selective")
             stack.callback(_restore_forward, block, before)
 
         def enter(module: nn.Module, args: Any, *, position: tuple[str, int] = position) -> None:

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from rapidformer_templates.planning.changes import replace
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.switch import Measured, Precedence, Prediction, Switch
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Reasons,
+    Request,
+    Rule,
+    Switch,
+)
 
 
 @dataclass(frozen=True)
@@ -13,10 +27,53 @@ class CheckpointActivationsFlags:
     """Acceleration"""
 
     checkpoint_activations: bool = flag(
-        False,
-        "keep each block's input only and recompute the rest (about 20 % slower)",
-        aliases={"recompute-activations": None},
+        False, "keep each block's input only and recompute the rest (about 20 % slower)"
     )
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None,
+        "with recomputation: full recomputes all of a block; selective keeps its products with weights and recomputes "
+        "what is cheap for its size: attention, norms, activations, dropout (default: full)",
+        aliases={"recompute-activations": "selective"},
+        only_with=("checkpoint_activations", True),
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        "recompute only the first N blocks that a worker has, of a pipeline its stage's",
+        metavar="N",
+        minimum=1,
+        only_with=("checkpoint_activations", True),
+    )
+
+
+def _adopt(config: RunConfig) -> RunConfig:
+    """How to recompute says that there is recomputation."""
+    for name in ("recompute_granularity", "recompute_num_layers"):
+        if config.get(name) is not None and "checkpoint_activations" not in config.origins:
+            config = config.replace(config.origin(name), checkpoint_activations=True)
+    return config
+
+
+def _unknown(request: Request) -> Reasons:
+    if request.config.get("recompute_num_layers") is None:
+        return {}
+    return dict.fromkeys(("activations", "time"), "all blocks are taken to be recomputed, not the first ones only")
+
+
+def _notes(request: Request) -> Sequence[str]:
+    blocks = request.config.get("recompute_num_layers")
+    which = "every block" if blocks is None else f"the first {blocks} blocks of a worker"
+    selective = request.config.get("recompute_granularity") == "selective"
+    what = "all but its products with weights" if selective else "everything after its input"
+    return (f"checkpoint-activations: {which} recomputes {what}",)
+
+
+def _one_piece(request: Request) -> list[Finding]:
+    graph = "onnx-runtime"
+    if graph not in request.active or request.config.get("recompute_granularity") != "selective":
+        return []
+    message = "ONNX Runtime runs a block as one piece, of which nothing can be kept"
+    asked = (*request.asked("recompute_granularity"), *request.asked_for(graph))
+    return [Finding(message, asked, switches=(graph,), changes=(replace({"recompute_granularity": "full"}),))]
 
 
 def _acted(measured: Measured) -> str | None:
@@ -33,12 +90,25 @@ SWITCHES = (
         source="[R, M, S]",
         precedence=Precedence.CHECKPOINT,
         options=CheckpointActivationsFlags,
+        adopt=_adopt,
+        notes=_notes,
         predicts=Prediction(
-            {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"}
+            {"activations": "one hidden state a block, and those of the block at work", "time": "another forward"},
+            _unknown,
         ),
         transform="rapidformer_templates.switches.checkpoint_activations.transform:checkpoint_activations",
         receipt_hooks="rapidformer_templates.switches.checkpoint_activations.receipt:SavedTensors",
         receipt=("saved_tensor_bytes", "saved_tensor_bytes_without"),
         acted=_acted,
+        rules=(
+            Rule(
+                "RF200",
+                "Selective recomputation needs blocks that run operation by operation, or that torch compiles.",
+                "what it keeps are results inside of a block, and a captured graph hands out nothing but its outputs",
+                "[M]",
+                _one_piece,
+                Example("--checkpoint-activations --recompute-granularity selective --onnx-runtime-training"),
+            ),
+        ),
     ),
 )

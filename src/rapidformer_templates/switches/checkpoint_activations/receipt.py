@@ -1,32 +1,37 @@
-"""What is kept for the backward of one micro batch, with checkpointing and without."""
+"""What is kept for the backward of one micro batch, with recomputation and without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
+from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS, Checkpointed
 
 
 class SavedTensors(Receipt):
     """``saved_tensor_bytes`` and ``saved_tensor_bytes_without``."""
 
     def before_step(self, probe: Probe) -> dict[str, int]:
-        checkpointed = list(_checkpointed(probe.engine.model))
-        with_it = _kept_by_forward(probe)
+        model = probe.engine.model
+        with _kept_products(model) as products:
+            with_it = _kept_by_forward(probe, products)
+        checkpointed = list(_checkpointed(model))
         for forward in checkpointed:
             forward.enabled = False
         try:
             # Not compiled: a graph for the sake of a measurement would cost more than it tells.
             with torch.compiler.set_stance("force_eager"):
-                without = _kept_by_forward(probe)
+                without = _kept_by_forward(probe, {})
         finally:
             for forward in checkpointed:
                 forward.enabled = True
@@ -43,17 +48,84 @@ def _checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
             yield forward
 
 
-def _kept_by_forward(probe: Probe) -> int:
+Storages = dict[int, tuple[StorageWeakRef, int]]
+"""Bytes of storages, each with what holds its identity, which is not given to another then, but no data."""
+
+
+def _note(tensor: torch.Tensor, storages: Storages) -> None:
+    storage = local_part(tensor).untyped_storage()
+    reference = StorageWeakRef(storage)
+    storages[reference.cdata] = (reference, storage.nbytes())
+
+
+class _Products(TorchDispatchMode):
+    """Notes what a selective recomputation keeps: torch holds it apart from what autograd saves.
+
+    Attributes:
+        kept: each product with a copy of it.
+    """
+
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()
+        self._storages = storages
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            _note(result, self._storages)
+            self.kept.append((result.detach(), result.detach().clone()))
+        return result
+
+    def check(self, block: str) -> None:
+        """torch sees what its own operations write in place, and not what collectives or foreign kernels do.
+
+        Raises:
+            ModelError: what is kept for the backward is not what was computed.
+        """
+        for product, copy in self.kept:
+            now, before = local_part(product), local_part(copy)
+            if not ((now == before) | before.isnan()).all():
+                raise ModelError(
+                    f"a product that is kept for the backward is written over in {block}",
+                    where="--recompute-granularity selective",
+                    hint="compute that out of place, or use --recompute-granularity full",
+                )
+
+
+def _noting(forward: Callable[..., Any], storages: Storages) -> Callable[..., Any]:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        with _Products(storages) as products:
+            result = forward(*args, **kwargs)
+        products.check(getattr(forward, "__qualname__", type(forward).__name__))
+        return result
+
+    return noting
+
+
+@contextmanager
+def _kept_products(model: nn.Module) -> Iterator[Storages]:
+    """The products that blocks keep in a forward. Those of a compiled block are among what autograd saves."""
+    storages: Storages = {}
+    forwards: list[Any] = [block.forward for block in find_blocks(model).values()]
+    plain = {f: f.forward for f in forwards if isinstance(f, Checkpointed) and f.keeps}
+    for checkpointed, forward in plain.items():
+        checkpointed.forward = _noting(forward, storages)
+    try:
+        yield storages
+    finally:
+        for checkpointed, forward in plain.items():
+            checkpointed.forward = forward
+
+
+def _kept_by_forward(probe: Probe, kept: Storages) -> int:
+    """Bytes that a forward leaves for its backward, those that it has put into ``kept`` by itself among them."""
     weights = {StorageWeakRef(local_part(p).untyped_storage()).cdata for p in probe.engine.model.parameters()}
-    kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def pack(tensor: torch.Tensor) -> None:
         """Count and let go: nothing is ever computed from this graph, so its memory is not needed."""
-        storage = local_part(tensor).untyped_storage()
-        reference = StorageWeakRef(storage)  # holds the identity, which is not given to another, but no data
-        if reference.cdata not in weights:
-            kept[reference.cdata] = (reference, storage.nbytes())
+        _note(tensor, kept)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
         probe.forward()
-    return sum(size for _, size in kept.values())
+    return sum(size for identity, (_, size) in kept.items() if identity not in weights)

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import functools
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from rapidformer_templates.engines.kept_products import keeping_products
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 
+PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten.convolution.default,
+    }
+)
+"""Products with weights. Those of attention, of one activation with another, are batched ones or a fused kernel."""
+
 
 def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
-    """Keep only the inputs of each block and compute its activations again in the backward pass.
+    """Keep only the inputs of each block, selectively also its products, and compute the rest again in the backward.
 
     The block's ``forward`` is replaced on the instance: its parameters keep their names, and hooks
-    of a sharding engine stay outside of what is computed again. Chen et al., 2016.
+    of a sharding engine stay outside of what is computed again. Chen et al., 2016; of the selective
+    way Korthikanti et al., 2022 ("Reducing Activation Recomputation in Large Transformer Models").
 
     Raises:
         ModelError: the model has no repeated blocks.
@@ -29,20 +42,39 @@ def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
             where=type(model).__name__,
             hint="keep the blocks in an nn.ModuleList, or leave --checkpoint-activations out",
         )
-    for block in blocks.values():
-        block.forward = Checkpointed(block.forward)
+    options = building.options
+    selective = options.recompute_granularity == "selective"
+    for block in islice(blocks.values(), options.recompute_num_layers):
+        block.forward = Checkpointed(block.forward, selective=selective)
     return model
 
 
-class Checkpointed:
-    """A forward that computes its activations twice; ``enabled`` is for measuring without."""
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(self, forward: Any) -> None:
+
+_KEEP_PRODUCTS = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+
+
+class Checkpointed:
+    """A forward that computes its activations twice; ``enabled`` is for measuring without.
+
+    Args:
+        selective: whether products with weights are kept, and everything else is computed again.
+    """
+
+    def __init__(self, forward: Any, *, selective: bool = False) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.enabled = True
+        self.keeps: dict[str, Any] = _KEEP_PRODUCTS if selective else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.enabled or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        forward = self._keeping if self.keeps and not torch.compiler.is_compiling() else self.forward
+        return checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
+
+    def _keeping(self, *args: Any, **kwargs: Any) -> Any:
+        with keeping_products():
+            return self.forward(*args, **kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rapidformer_templates.engines.kept_products import products_are_kept
 from rapidformer_templates.system.workers import all_gather, reduce_scatter
 
 
@@ -115,7 +116,7 @@ class _EnterAll(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, peers: Peers) -> torch.Tensor:
-        return peers.sum(x.detach())
+        return peers.sum(x.detach().clone() if products_are_kept() else x.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -173,7 +174,7 @@ def enter_all(tensors: Sequence[torch.Tensor], peers: Peers) -> tuple[torch.Tens
 
 
 def sum_partial(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """The whole tensor that a partial one stands for. ``x`` is used up: its memory takes the result."""
+    """The whole tensor that a partial one stands for, in the memory of ``x``, unless a backward reads that again."""
     result: torch.Tensor = _Sum.apply(x, peers)
     return result
 

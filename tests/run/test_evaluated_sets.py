@@ -1,0 +1,253 @@
+"""Further validation sets by name, and the test part: exact over each, in every layout, and told under their names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rapidformer_templates import Data, Finetuner, Trainer
+from rapidformer_templates.errors import ConfigError, DataError, RapidformerError, Refused
+from rapidformer_templates.run.folder import read_metrics
+from tests.support.texts import WORDS, write_jsonl
+from tests.support.tracked import Tracked
+from tests.support.worker_group import run_in_workers
+
+SIZES = {"train": 24, "validation": 9, "test": 7, "hard": 5}
+MODEL = "--model-type gpt2 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --dropout 0 --seq-length 24"
+TRAINING = "--task causal_lm --train-iters 4 --lr 1e-2 --global-batch-size 4 --eval-interval 2 --evaluate-test"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    generator = np.random.default_rng(0)
+    for name, count in SIZES.items():
+        rows = [{"text": " ".join(generator.choice(WORDS, int(generator.integers(3, 15))))} for _ in range(count)]
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    (folder / "other").mkdir()
+    shutil.copy(folder / "train.jsonl", folder / "other" / "train.jsonl")
+    shutil.copy(folder / "hard.jsonl", folder / "other" / "validation.jsonl")
+    return folder
+
+
+def flags_of(texts: Path, tokenizer: Path, save: Path, *more: str) -> list[str]:
+    where = ["--data-dir", str(texts), "--tokenizer-path", str(tokenizer), "--save", str(save)]
+    return [*MODEL.split(), *TRAINING.split(), *where, "--eval-data-name", "hard.jsonl", "other=other", *more]
+
+
+def train(workers: Any, flags: list[str]) -> dict[str, Any]:
+    return Trainer(flags).fit()
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rapidformer_templates.run.console.draw_curves", lambda folder: None)
+
+
+@pytest.fixture(scope="module")
+def alone(texts: Path, gpt_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The run folder and the summary of a run in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, train(None, flags_of(texts, gpt_folder, folder))
+
+
+def mean_loss(folder: Path, texts: Path, tokenizer: Path, name: str) -> float:
+    """By the formula, with the exported model and transformers alone: the mean over all tokens that are predicted."""
+    model, tokens = (
+        AutoModelForCausalLM.from_pretrained(folder / "export").eval(),
+        AutoTokenizer.from_pretrained(tokenizer),
+    )
+    total = count = 0.0
+    for line in (texts / f"{name}.jsonl").read_text().splitlines():
+        row = torch.tensor([[*tokens(json.loads(line)["text"])["input_ids"], tokens.eos_token_id][:24]])
+        with torch.no_grad():
+            total += float(model(row, labels=row).loss) * (row.shape[1] - 1)
+        count += row.shape[1] - 1
+    return total / count
+
+
+def test_each_set_has_the_mean_over_its_own_targets(
+    alone: tuple[Path, dict[str, Any]], texts: Path, gpt_folder: Path
+) -> None:
+    folder, summary = alone
+    metrics = summary["metrics"]
+    names = ("loss", "perplexity", "token_accuracy")
+    named = [f"{of}/{name}" for of in ("hard.jsonl", "other", "test") for name in names]
+    assert list(metrics) == ["eval_loss", *names[1:], *named]
+    for name, file in (("eval_loss", "validation"), ("hard.jsonl/loss", "hard"), ("test/loss", "test")):
+        assert metrics[name] == pytest.approx(mean_loss(folder, texts, gpt_folder, file), rel=1e-5), name
+    assert {n: metrics[f"other/{n}"] for n in names} == {n: metrics[f"hard.jsonl/{n}"] for n in names}
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if "hard.jsonl/loss" in line] == [2, 4]
+    (of_test,) = [line for line in lines if "test/loss" in line]
+    assert of_test == {"step": 4, **{name: value for name, value in metrics.items() if name.startswith("test/")}}
+
+
+LAYOUTS = {
+    "replicas": (2, ""),
+    "FSDP": (2, "--fsdp-memory-optimization"),
+    "pipeline": (2, "--pipeline-model-parallel-size 2 --pipeline-stages 1,1 --micro-batch-size 2"),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_evaluates_every_sample_once(
+    layout: str, alone: tuple[Path, dict[str, Any]], texts: Path, gpt_folder: Path, tmp_path: Path
+) -> None:
+    workers, more = LAYOUTS[layout]
+    summaries = run_in_workers(workers, train, flags_of(texts, gpt_folder, tmp_path, *more.split()))
+    wanted = alone[1]["metrics"]
+    for summary in summaries:
+        assert list(summary["metrics"]) == list(wanted)
+        assert summary["metrics"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_exported_weights_are_tested(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
+    """The best by one of the sets, which is not the last: its step is the test line's, and a second end adds none."""
+    flags = flags_of(texts, gpt_folder, tmp_path, "--metric-for-best", "other/loss", "--metric-for-best-mode", "max")
+    for more in ([], ["--resume"]):
+        summary = train(None, [*flags, *more])
+        assert (summary["best"]["metric"], summary["best"]["step"], summary["steps"]) == ("other/loss", 2, 4)
+        loss = mean_loss(tmp_path, texts, gpt_folder, "test")
+        assert summary["metrics"]["test/loss"] == pytest.approx(loss, rel=1e-5)
+        (line,) = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "test/loss" in line]
+        assert (line["step"], line["test/loss"]) == (2, pytest.approx(loss, rel=1e-5))
+
+
+def test_a_script_gives_its_sets_by_name(tmp_path: Path) -> None:
+    """The first of them is the one by which the best checkpoint is kept."""
+    job = Tracked(["--lr", "0.1", "--train-iters", "6", "--eval-interval", "2", "--keep-best", "--save", str(tmp_path)])
+    summary = job.fit()
+    assert summary["best"]["metric"] == "near/loss"
+    weight, bias = (parameter.detach().numpy().item() for parameter in job.model.parameters())
+    for name, samples in job.data.valid.items():
+        wanted = np.mean([(weight * s["x"] + bias - s["y"]) ** 2 for s in samples])
+        assert summary["metrics"][f"{name}/loss"] == pytest.approx(float(wanted), rel=1e-4)
+    assert summary["metrics"]["near/samples@1"] == 5
+    assert summary["metrics"]["far/samples@1"] == 7
+    assert "test/loss" not in summary["metrics"]
+
+
+def answer(context: str) -> dict[str, list[Any]]:
+    return {"text": [context.split()[5]], "answer_start": [context.index("sees ") + 5]}
+
+
+def test_an_answer_is_looked_up_in_its_own_set(bert_folder: Path, tmp_path: Path) -> None:
+    """Question answering knows the true answers by their places, which are others in each set."""
+    for name, count in (("train", 8), ("validation", 3), ("test", 5), ("far", 4)):
+        contexts = [f"number {i} the cat sees {word} today" for i, word in enumerate(WORDS[:count])]
+        rows = [
+            {
+                "question": "what",
+                "context": c,
+                "answers": {"text": [c.split()[5]], "answer_start": [c.index("sees ") + 5]},
+            }
+            for c in contexts
+        ]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    seen: dict[str, list[list[str]]] = {}
+
+    class Spy(Finetuner):
+        def compute_metrics(self, predictions: Any, references: Any) -> Any:
+            task: Any = self.task
+            seen[str(len(seen))] = [[text for text, _ in example.answers] for example in task.examples]
+            assert len(predictions) == len(task.features)
+            return super().compute_metrics(predictions, references)
+
+    flags = f"--task question_answering {MODEL.replace('gpt2', 'bert')} --no-save --train-iters 1 --lr 1e-3".split()
+    flags += ["--data-dir", str(tmp_path), "--tokenizer-path", str(bert_folder), "--eval-data-name", "far"]
+    metrics = Spy([*flags, "--evaluate-test"]).fit()["metrics"]
+    assert {"f1", "far/f1", "test/f1"} <= metrics.keys()
+    assert list(seen.values()) == [[[word] for word in WORDS[:count]] for count in (3, 4, 5)]
+
+
+REFUSED = {
+    "no test part": (["--data-name", "hard"], "the data set has no test part", "name a file or a folder of it test"),
+    "a set that is not there": (
+        ["--eval-data-name", "x=harb"],
+        "there is no data set 'harb'",
+        "where  --eval-data-name, x",
+    ),
+    "the name of the test part": (["--eval-data-name", "test"], "a validation set is called test", "--evaluate-test"),
+    "a name twice": (["--eval-data-name", "a=hard", "a=other"], "two sets are called a", "a name of its own"),
+    "no name": (["--eval-data-name", "=hard"], "'=hard' names no set", "hard=hard.jsonl"),
+    "another metric": (["--metric-for-best", "hart.jsonl/loss"], "has no metric 'hart.jsonl/loss'", "hard.jsonl/loss"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_a_worker_starts(case: str, texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
+    more, message, hint = REFUSED[case]
+    flags = flags_of(texts, gpt_folder, tmp_path, *more)
+    with pytest.raises((ConfigError, DataError)) as refused:
+        Trainer([*flags, "--nproc-per-node", "64"]).fit()
+    assert message in refused.value.render()
+    assert hint in refused.value.render()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Data([{"x": 1}]), "there is no test part"),
+        (Data([{"x": 1}], valid={"a b": [1]}), "a validation set of build_data is called 'a b'"),
+        (Data([{"x": 1}], valid={"a": 3}), "the valid a samples of build_data are an int"),  # type: ignore[dict-item]
+    ],
+)
+def test_refused_of_a_script(data: Data, message: str) -> None:
+    class Own(Tracked):
+        def build_data(self) -> Data:
+            return data
+
+    with pytest.raises(RapidformerError) as refused:
+        Own(["--lr", "0.1", "--train-iters", "1", "--no-save", "--evaluate-test"]).fit()
+    assert message in refused.value.render()
+
+
+def test_a_corpus_has_a_test_part_by_its_shares(flags: dict[str, Any]) -> None:
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if name != "data_path"]
+    given += ["--data-path", *flags["data_path"], "--no-save", "--train-iters", "1", "--lr", "1e-3", "--evaluate-test"]
+    summary = Trainer([*given, "--split", "70,15,15"]).fit()
+    assert summary["metrics"].keys() >= {"eval_loss", "test/loss", "test/perplexity", "test/token_accuracy"}
+    with pytest.raises(DataError, match="the corpus has no test part"):
+        Trainer([*given, "--split", "80,20,0"]).fit()
+    with pytest.raises(Refused, match="no validation and no test part"):
+        Trainer([*given, "--streaming"]).fit()
+
+
+def losses_of(texts: Path, tokenizer: Path, tmp_path: Path, *more: str) -> dict[str, float]:
+    """What an untrained model has on each set: a rate of zero leaves it as it was made."""
+    flags = flags_of(texts, tokenizer, tmp_path, *more, "--lr", "0", "--keep-best", "--export-model")
+    return {name: value for name, value in train(None, flags)["metrics"].items() if name.endswith("loss")}
+
+
+def test_streams_and_mixtures_have_the_same_sets(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
+    """Of a mixture of a set with its like all parts are there twice, and the sets by name once."""
+    wanted = losses_of(texts, gpt_folder, tmp_path / "whole")
+    assert losses_of(texts, gpt_folder, tmp_path / "stream", "--streaming") == pytest.approx(wanted, rel=1e-6)
+    for name in ("a", "b"):
+        for part in ("train", "validation", "test"):
+            shutil.copy(texts / f"{part}.jsonl", texts / f"{name}-{part}.jsonl")
+    mixed = losses_of(texts, gpt_folder, tmp_path / "mixed", "--data-name", "0.5 a 0.5 b")
+    assert mixed == pytest.approx(wanted, rel=1e-6)
+
+
+def test_the_reference_is_computed_once_for_each_set(gpt_folder: Path, tmp_path: Path) -> None:
+    """Preferences beside a frozen copy and beside what was computed before: the same on every set."""
+    for name, count in (("train", 6), ("validation", 3), ("test", 2), ("far", 2)):
+        rows = [{"prompt": WORDS[i], "chosen": WORDS[i + 1], "rejected": WORDS[i + 3]} for i in range(count)]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    flags = (
+        f"--task preference {MODEL} --no-save --train-iters 2 --lr 1e-2 --evaluate-test --eval-data-name far".split()
+    )
+    flags += ["--data-dir", str(tmp_path), "--tokenizer-path", str(gpt_folder)]
+    computed, beside = (Trainer([*flags, *more]).fit()["metrics"] for more in (["--precompute-reference"], []))
+    assert {"far/loss", "test/rewards/margins"} <= computed.keys()
+    assert computed == pytest.approx(beside, rel=1e-5)

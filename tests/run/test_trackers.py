@@ -1,0 +1,211 @@
+"""Trackers are told each step once, by their own stores: over a kill -9 and a resume, and when one of them fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sqlite3
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates.run import curves as curves_module
+from rapidformer_templates.run.folder import is_of_test, read_metrics
+from rapidformer_templates.run.trackers import KINDS, TensorBoard
+from tests.support.tracked import Tracked, train
+from tests.support.warm_processes import warm
+from tests.support.worker_group import run_in_workers
+
+KILLED_AT, STEPS = 7, 10
+QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "MLFLOW_TRACKING_URI": ""}
+Curve = list[tuple[str, int, float]]
+"""(name, step, value) of everything that a store holds of a run."""
+
+
+def of_tensorboard(run: Path) -> Curve:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "trackers" / "tensorboard" / "run"), size_guidance={"scalars": 0}).Reload()
+    return [(tag, e.step, e.value) for tag in events.Tags()["scalars"] for e in events.Scalars(tag)]
+
+
+def of_mlflow(run: Path) -> Curve:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.parent}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'rapidformer'")
+    (one,) = client.search_runs([experiment.experiment_id])
+    assert one.info.run_name == "run"
+    assert one.data.params["lr"] == "0.1"
+    histories = [client.get_metric_history(one.info.run_id, name) for name in one.data.metrics]
+    return [(metric.key, metric.step, metric.value) for history in histories for metric in history]
+
+
+def of_wandb(run: Path) -> Curve:
+    """By a second reader of LevelDB's log, which looks for every record and holds no state."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    held: Curve = []
+    for path in sorted((run / "trackers" / "wandb").glob("offline-run-*/*.wandb")):
+        data, entry = path.read_bytes(), b""
+        blocks = [data[i : i + 32768] for i in range(0, len(data), 32768)]
+        for number, block in enumerate(blocks):
+            at = 7 if number == 0 else 0
+            while len(block) - at > 7 and (length := struct.unpack_from("<H", block, at + 4)[0]) <= len(block) - at - 7:
+                kind, piece = block[at + 6], block[at + 7 : at + 7 + length]
+                entry, at = (b"" if kind in (1, 2) else entry) + piece, at + 7 + length
+                if kind in (1, 4):
+                    record = Record.FromString(entry)
+                    row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+                    held += [(name, row["_step"], value) for name, value in row.items() if not name.startswith("_")]
+    return held
+
+
+def of_trackio(run: Path) -> Curve:
+    with sqlite3.connect(run.parent / "trackio" / "rapidformer.db") as store:
+        rows = store.execute("SELECT step, metrics FROM metrics WHERE run_name = 'run'").fetchall()
+    told = [(step, json.loads(metrics)) for step, metrics in rows]
+    return [(name, step, value) for step, row in told for name, value in row.items() if name != "timestamp"]
+
+
+READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}
+if find_spec("trackio"):  # whose dependencies are not those of the others
+    READERS["trackio"] = of_trackio
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was killed after step 7, which its checkpoint of step 4 lies behind, and resumed."""
+    folder = tmp_path_factory.mktemp("tracked")
+    flags = ["--report-to", ",".join(READERS), "--train-iters", str(STEPS)]
+    environment = {**QUIET, "TRACKIO_DIR": str(folder / "trackio")}
+    for more, dies_after, ends in (([], KILLED_AT, -signal.SIGKILL), (["--resume"], None, 0)):
+        process = warm().Process(target=train, args=(str(folder), [*flags, *more], environment, dies_after))
+        process.start()
+        process.join()
+        assert process.exitcode == ends
+    return folder / "run"
+
+
+def told_of(run: Path) -> Iterator[tuple[str, int, float]]:
+    """What is to be told, by metrics.jsonl."""
+    for line in read_metrics(run / "metrics.jsonl"):
+        numbers = {name: v for name, v in line.items() if isinstance(v, int | float) and not is_of_test(line)}
+        yield from ((name, line["step"], float(value)) for name, value in numbers.items() if name != "step")
+
+
+CLOCKS = ("samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", READERS)
+def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_and_resumed: Path) -> None:
+    held = READERS[tracker](killed_and_resumed)
+    assert [which for which, times in Counter((name, step) for name, step, _ in held).items() if times > 1] == []
+    assert sorted(step for name, step, _ in held if name == "loss") == list(range(1, STEPS + 1))
+    curves = {(name.replace("@", "_"), step): value for name, step, value in held}
+    wanted = {(name.replace("@", "_"), step): value for name, step, value in told_of(killed_and_resumed)}
+    assert wanted.keys() <= curves.keys()
+    assert {name for name, _ in curves.keys() - wanted.keys() if not name.startswith(("summary/", "test/"))} == set()
+    for (name, step), value in wanted.items():
+        if name not in CLOCKS:  # those of a step that was trained twice are of the first time
+            assert curves[name, step] == pytest.approx(value, rel=1e-6), (name, step)
+    assert {(name, step) for name, step in wanted if name == "near/samples_1"} == {
+        ("near/samples_1", step) for step in (4, 8, 10)
+    }
+
+
+@pytest.mark.slow
+def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: Path) -> None:
+    summary = json.loads((killed_and_resumed / "summary.json").read_text())
+    assert {name: told["failed"] for name, told in summary["trackers"].items()} == dict.fromkeys(READERS)
+    assert (
+        summary["trackers"]["tensorboard"]["where"] == f"tensorboard --logdir {killed_and_resumed}/trackers/tensorboard"
+    )
+    for tracker in READERS.keys() - {"wandb"}:  # which has a place of its own for that
+        held = {(name, step): value for name, step, value in READERS[tracker](killed_and_resumed)}
+        assert held["test/loss", STEPS] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
+        assert held["summary/parameters", STEPS] == 2
+        assert any(name.startswith("summary/receipts/") for name, _ in held)
+    (line,) = [line for line in read_metrics(killed_and_resumed / "metrics.jsonl") if is_of_test(line)]
+    assert line == {"step": STEPS, "test/loss": summary["metrics"]["test/loss"], "test/samples@1": 3.0}
+
+
+@pytest.mark.distributed
+def test_only_one_of_several_workers_tells(tmp_path: Path) -> None:
+    run_in_workers(2, tracked_by_two, str(tmp_path))
+    steps = [step for name, step, _ in of_tensorboard(tmp_path / "run") if name == "loss"]
+    assert steps == list(range(1, 5))
+    assert len(list((tmp_path / "run/trackers/tensorboard/run").glob("events.*"))) == 1
+
+
+def tracked_by_two(workers: Any, folder: str) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    train(folder, ["--report-to", "tensorboard", "--train-iters", "4"], QUIET)
+    assert torch.get_num_threads() == threads
+
+
+class Fails(TensorBoard):
+    """A tracker whose disk is full from step 3 on."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if step == 3:
+            raise OSError(28, "No space left on device")
+        super().log(values, step)
+
+
+def test_a_tracker_that_fails_ends_no_run_and_catches_up_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--lr 0.1 --micro-batch-size 4 --log-interval 1 --report-to tensorboard --run-name run --save"
+    with monkeypatch.context() as patched:
+        patched.setattr(curves_module, "KINDS", {**KINDS, "tensorboard": Fails})
+        summary = Tracked([*flags.split(), str(tmp_path), "--train-iters", "5"]).fit()
+    reason = "[Errno 28] No space left on device"
+    assert summary["trackers"] == {"tensorboard": {"where": None, "failed": f"{reason} (at step 3)"}}
+    err = capsys.readouterr().err
+    assert err.count("tensorboard failed") == 1
+    assert f"warning: tensorboard failed: {reason}; the run goes on without it" in err
+    Tracked([*flags.split(), str(tmp_path), "--train-iters", "6", "--resume"]).fit()
+    assert [step for name, step, _ in of_tensorboard(tmp_path) if name == "loss"] == [1, 2, 3, 4, 5, 6]
+    held = of_tensorboard(tmp_path)
+    Tracked([*flags.split(), str(tmp_path), "--train-iters", "6", "--resume"]).fit()  # nothing is left to train
+    assert of_tensorboard(tmp_path) == held
+
+
+def test_a_step_is_told_before_the_next_one_and_with_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, bool]] = []
+
+    class Notes(TensorBoard):
+        def log(self, values: Mapping[str, float], step: int) -> None:
+            told.append((step, "near/loss" in values))
+
+    class Looks(Tracked):
+        def on_step_end(self, step: int, result: Any) -> None:
+            assert [number for number, _ in told] == list(range(1, step))
+
+    monkeypatch.setattr(curves_module, "KINDS", {"tensorboard": Notes})
+    flags = "--lr 0.1 --train-iters 4 --eval-interval 2 --log-interval 1 --report-to tensorboard --save"
+    Looks([*flags.split(), str(tmp_path)]).fit()
+    assert told[:4] == [(1, False), (2, True), (3, False), (4, True)]
+
+
+def test_a_tracker_that_does_not_open_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(self: Any) -> Any:
+        raise ConnectionError("no route to host\nand many lines more")
+
+    monkeypatch.setattr(TensorBoard, "_open", no_network)
+    flags = ["--lr", "0.1", "--train-iters", "2", "--report-to", "tensorboard", "--save", str(tmp_path)]
+    summary = Tracked(flags).fit()
+    assert summary["trackers"]["tensorboard"]["failed"] == "no route to host (at step 0)"
+    assert math.isfinite(summary["metrics"]["near/loss"])

@@ -1,0 +1,50 @@
+"""A small run that trackers are told of, and that may be killed, also while it tells them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+
+from rapidformer_templates import Data, Trainer
+
+
+class Tracked(Trainer):
+    """Fits y = 2x + 1 with dropout, evaluated on two sets."""
+
+    dies_after: int | None = None
+
+    def build_data(self) -> Data:
+        x = np.random.default_rng(0).normal(size=(80, 1)).astype(np.float32)
+        samples = [{"x": row, "y": 2 * row + 1} for row in x]
+        return Data(train=samples, valid={"near": samples[:5], "far": samples[5:12]}, test=samples[12:15])
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+    def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
+        return {"samples@1": float(len(predictions))}
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        if step == self.dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: str, flags: Sequence[str], environment: Mapping[str, str], dies_after: int | None = None) -> None:
+    """In a process of its own."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    common = "--lr 0.1 --micro-batch-size 4 --eval-interval 4 --save-interval 4 --log-interval 1 --evaluate-test"
+    job = Tracked([*common.split(), *flags, "--save", f"{folder}/run"])
+    job.dies_after = dies_after
+    with mock.patch("rapidformer_templates.run.console.draw_curves"):  # half of the time of so short a run
+        job.fit()

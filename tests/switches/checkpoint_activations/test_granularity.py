@@ -1,0 +1,127 @@
+"""What is recomputed: bit for bit what a run without it computes, in every engine, and no more kept than is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rapidformer_templates.errors import ModelError, Refused
+from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from tests.support.jobs import VOCABULARY, DeepJob
+from tests.support.worker_group import run_in_workers
+
+STEPS = "--train-iters 3 --global-batch-size 8 --log-interval 1 --lr 1e-2"
+SELECTIVE = "--recompute-granularity selective"
+ENGINES = {
+    "ddp": "--micro-batch-size 2",
+    "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
+    "distributed": "--micro-batch-size 4 --use-distributed-optimizer",
+    "tensor": "--micro-batch-size 8 --tensor-model-parallel-size 2",
+    "sequence": "--micro-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel",
+    "pipeline": "--micro-batch-size 2 --pipeline-model-parallel-size 2",
+    "compiled": "--micro-batch-size 4 --torch-compile aot_eager",
+}
+if "deepspeed" in installed_packages():
+    ENGINES["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
+if "fairscale" in installed_packages():
+    ENGINES["sdp"] = "--micro-batch-size 4 --oss-sdp-memory-optimization"
+
+
+class Watched(DeepJob):
+    """Notes the shape of the first micro batch, and which blocks compute twice."""
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.tokens = getattr(self, "tokens", batch["input_ids"].numel())
+        return super().compute_loss(model, batch)
+
+    def on_train_start(self) -> None:
+        self.again = [isinstance(block.forward, Checkpointed) for block in self.model.transformer.h]
+
+
+class Dropping(Watched):
+    """Draws masks in every part of a block."""
+
+    def make(self) -> torch.nn.Module:
+        sizes = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=self.layers, n_head=2)
+        return GPT2LMHeadModel(sizes)
+
+
+def run(flags: str, job: type[Watched] = Watched) -> dict[str, Any]:
+    made = job([*f"{STEPS} {flags}".split()])
+    summary = made.fit()
+    receipts = summary["receipts"]
+    return {"curve": made.curve, "receipts": receipts, "tokens": made.tokens, "again": made.again}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["", "--mixed-precision bf16"])
+def test_dropout_draws_the_same_masks(precision: str) -> None:
+    curves = [run(f"--micro-batch-size 4 {precision} {how}", Dropping)["curve"] for how in ("", SELECTIVE)]
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.slow
+def test_what_is_kept_beside_the_inputs_are_the_products_with_weights() -> None:
+    """Of a block of GPT-2: three widths of keys, queries and values, one, four of the feed-forward, and one."""
+    full, selective, some = (
+        run(f"--micro-batch-size 8 {how}")
+        for how in ("--recompute-granularity full", "--recompute-activations", f"{SELECTIVE} --recompute-num-layers 3")
+    )
+    assert full["curve"] == selective["curve"] == some["curve"]
+    kept = {name: found["receipts"]["saved_tensor_bytes"] for name, found in (("full", full), ("selective", selective))}
+    layers, width = Watched.layers, 16
+    assert kept["selective"] - kept["full"] == layers * full["tokens"] * 9 * width * 4
+    whole = selective["receipts"]["saved_tensor_bytes_without"]
+    a_block = (whole - kept["selective"]) // layers
+    assert a_block > 0
+    assert some["receipts"]["saved_tensor_bytes"] == pytest.approx(kept["selective"] + (layers - 3) * a_block, rel=0.02)
+    assert some["again"] == [True] * 3 + [False] * (layers - 3)
+
+
+class Overwriting(Watched):
+    """Writes into a product where torch does not see it, as a collective does."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda module, args, output: output.data.mul_(1.5))
+        return model
+
+
+@pytest.mark.slow
+def test_a_product_that_is_written_over_is_told() -> None:
+    assert run("--micro-batch-size 8 --recompute-granularity full", Overwriting)
+    with pytest.raises(ModelError, match="a product that is kept for the backward is written over in GPT2Block"):
+        run(f"--micro-batch-size 8 {SELECTIVE}", Overwriting)
+
+
+def _engines(workers: Any, names: list[str]) -> dict[str, Any]:
+    return {name: run(f"{ENGINES[name]} {SELECTIVE}") for name in names}
+
+
+@pytest.mark.distributed
+def test_every_engine_trains_as_one_process_does() -> None:
+    wanted = run("--micro-batch-size 8")
+    found = run_in_workers(2, _engines, list(ENGINES))
+    for name in ENGINES:
+        curve, receipts = found[0][name]["curve"], found[0][name]["receipts"]
+        torch.testing.assert_close(
+            torch.tensor(curve),
+            torch.tensor(wanted["curve"]),
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+        assert receipts["saved_tensor_bytes"] < receipts["saved_tensor_bytes_without"], name
+
+
+def test_how_to_recompute_says_that_there_is_recomputation() -> None:
+    for flags in (SELECTIVE, "--recompute-num-layers 2", "--recompute-activations"):
+        assert "checkpoint-activations" in Watched([*f"{STEPS} {flags}".split()]).plan.switches
+    note = "checkpoint-activations: the first 2 blocks of a worker recomputes all but its products with weights"
+    assert note in Watched([*f"{STEPS} {SELECTIVE} --recompute-num-layers 2".split()]).plan.notes
+    with pytest.raises(Refused, match="--recompute-granularity acts only together with --checkpoint-activations"):
+        _ = Watched([*f"{STEPS} --no-checkpoint-activations {SELECTIVE}".split()]).plan
