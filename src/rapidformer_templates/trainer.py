@@ -87,7 +87,7 @@ class Trainer:
 
     def __init__(self, argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (), **flags: Any) -> None:
         frame = _caller()
-        where = program.place_of(frame)
+        where = program.line_of(frame)
         if argv is None:
             asks = not flags and not callbacks and frame.f_globals.get("__name__") == "__main__"
             argv = program.arguments() if asks else []

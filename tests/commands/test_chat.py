@@ -60,6 +60,7 @@ def said(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
+@pytest.mark.slow
 def test_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     first = reference(folder, said("the cat"))
     second = reference(folder, said("the cat", first.strip(), "a dog"))
@@ -77,6 +78,7 @@ def test_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
     assert capsys.readouterr().out == reference(folder, [system, *said("the cat")]) + "\n"
 
 
+@pytest.mark.slow
 def test_a_conversation_that_grows_too_long(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)

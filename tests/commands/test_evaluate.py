@@ -99,6 +99,7 @@ def evaluate_all(workers: Any, runs: Mapping[str, list[str]]) -> dict[str, dict[
     return told
 
 
+@pytest.mark.distributed
 def test_the_numbers_of_every_task(tmp_path: Path, bert_folder: Path, gpt_folder: Path, capsys: Any) -> None:
     wanted: dict[str, dict[str, float]] = {}
     given: dict[str, list[str]] = {}
@@ -116,6 +117,7 @@ def test_the_numbers_of_every_task(tmp_path: Path, bert_folder: Path, gpt_folder
             alike(metrics, wanted[name], f"{name}, 2 workers")
 
 
+@pytest.mark.slow
 def test_what_is_refused(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
     job = type("Job", (Scored,), {"scores": [1.0]})
     job(["--train-iters", "2", "--lr", "0.1", "--save", str(tmp_path / "run"), "--no-export-model"]).fit()
@@ -133,6 +135,7 @@ def test_what_is_refused(tmp_path: Path, capsys: Any, bert_folder: Path) -> None
     assert "the run's script has a build_data of its own" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_from_elsewhere(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
@@ -152,6 +155,7 @@ def test_a_folder_from_elsewhere(tmp_path: Path, capsys: Any, bert_folder: Path)
         assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS * 6])
     flags = f"{FLAGS} --task pretraining --model-type gpt2 --tokenizer-path {gpt_folder} --data-path {corpus}"

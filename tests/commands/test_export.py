@@ -58,6 +58,7 @@ def same(folder: Path, other: Path) -> None:
         assert told == wanted, f"{other}: {name}"
 
 
+@pytest.mark.distributed
 def test_every_engine_of_a_checkpoint(tmp_path: Path, gpt_folder: Path) -> None:
     given = [*FLAGS.split(), *make(tmp_path / "data", gpt_folder, [])]
     given.remove("--no-export-model")
@@ -86,6 +87,7 @@ def test_every_engine_of_a_checkpoint(tmp_path: Path, gpt_folder: Path) -> None:
             same(run / f"merged-step-{best}", run / "merged")
 
 
+@pytest.mark.slow
 def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, capsys: Any) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"text": words(3 + i % 9, i), "label": "abc"[i % 3]} for i in range(12)])
     model = "--model-type bert --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
@@ -122,6 +124,7 @@ def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, ca
     assert "was made by an earlier version" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_models_of_a_script(tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = type("Job", (Scored,), {"scores": [1.0]})

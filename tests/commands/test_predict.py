@@ -57,6 +57,7 @@ def predict_all(workers: Any, runs: Mapping[str, list[str]]) -> None:
             main(["predict", *given, "--output", output])
 
 
+@pytest.mark.distributed
 def test_files_of_every_kind_and_any_number_of_workers(tmp_path: Path, bert: Path, gpt_folder: Path) -> None:
     rows = [{"text": text, "number": i, "note": "é №"} for i, text in enumerate(TEXTS)]
     jsonl = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -114,6 +115,7 @@ def test_what_is_refused(tmp_path: Path, bert: Path, capsys: Any) -> None:
     assert "--input is missing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters(tmp_path: Path, gpt_folder: Path) -> None:
     start = pretrained(tmp_path / "start", gpt_folder)
     source = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in TEXTS])

@@ -181,7 +181,7 @@ def test_keyword_arguments_that_are_none(flags: dict[str, Any], message: str, hi
 
 def test_keyword_arguments_of_any_kind() -> None:
     config = Coloured(micro_batch_size=2, colour="red", save=Path("runs/a"), **{"train-iters": 3}).config
-    assert (config.training.micro_batch_size, config.user.colour) == (2, "red")
+    assert (config.data.micro_batch_size, config.user.colour) == (2, "red")
     assert (config.training.save, config.training.train_iters) == ("runs/a", 3)
 
 

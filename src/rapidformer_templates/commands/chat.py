@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.commands.predict import GenerationFlags, precision
-from rapidformer_templates.commands.words import Parser, parser_of_saved, words_of_saved
+from rapidformer_templates.commands.words import parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import some_of
 from rapidformer_templates.planning.environment import detect
@@ -49,7 +50,7 @@ OPTIONS = (
 )
 
 
-def build_parser() -> Parser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of its words."""
     return parser_of_saved("chat", DESCRIPTION, OPTIONS)
 
@@ -63,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model or a flag cannot be used.
     """
-    words = sys.argv[1:] if argv is None else argv
-    path, given = words_of_saved(build_parser(), words)
+    path, given = words_of_saved(build_parser(), argv)
 
     from rapidformer_templates.run.saved_model import find_saved, load_saved_task
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rapidformer_templates.commands.words import Parser, in_workers, parser_of_saved, words_of_saved
+from rapidformer_templates.commands.words import in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, some_of
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
@@ -66,11 +66,11 @@ OF_ITS_DATA = (
 )
 """Those that say which its own validation part is."""
 
-OWN_METRICS = ("build_data", "compute_loss", "count_targets", "read_outputs", "compute_metrics")
+OWN_METRICS = ("build_data", "compute_loss", "count_targets", "predict", "compute_metrics")
 """Hooks by which a script makes other metrics than those of the task."""
 
 
-def build_parser() -> Parser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of its words."""
     return parser_of_saved("evaluate", DESCRIPTION, OPTIONS)
 
@@ -84,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the data or a flag cannot be used.
     """
-    words = sys.argv[1:] if argv is None else argv
-    path, given = words_of_saved(build_parser(), words)
+    path, given = words_of_saved(build_parser(), argv)
 
     from rapidformer_templates.run.fit import evaluate
     from rapidformer_templates.run.saved_model import find_saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer_templates.commands.words import Parser, in_workers, parser_of_saved, words_of_saved
+from rapidformer_templates.commands.words import in_workers, parser_of_saved, words_of_saved
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig, some_of
 from rapidformer_templates.planning.environment import detect
@@ -79,7 +80,7 @@ OPTIONS = (
 )
 
 
-def build_parser() -> Parser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of its words."""
     return parser_of_saved("predict", DESCRIPTION, OPTIONS)
 
@@ -93,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RapidformerError: the model, the input or a flag cannot be used.
     """
-    words = sys.argv[1:] if argv is None else argv
-    path, given = words_of_saved(build_parser(), words)
+    path, given = words_of_saved(build_parser(), argv)
 
     from rapidformer_templates.run.saved_model import find_saved, load_saved_task
     from rapidformer_templates.system import launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint=f"{self.prog} --help lists what there is")
 
 
-def parser_of_saved(name: str, description: str, options: Iterable[type]) -> Parser:
+def parser_of_saved(name: str, description: str, options: Iterable[type]) -> argparse.ArgumentParser:
     """The parser of a command that uses a saved model.
 
     Args:
@@ -42,16 +43,16 @@ def parser_of_saved(name: str, description: str, options: Iterable[type]) -> Par
     return parser
 
 
-def words_of_saved(parser: Parser, words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def words_of_saved(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[str, dict[str, Any]]:
     """The saved model that a command is to use, and the flags that are given, by field name.
 
     Args:
-        words: those after the command's name.
+        argv: the words after the name of the command; by default those of this process.
 
     Raises:
         ConfigError: a word that it does not take.
     """
-    given = vars(parser.parse_args(dashed(words)))
+    given = vars(parser.parse_args(dashed(sys.argv[1:] if argv is None else argv)))
     return given.pop("run"), given
 
 

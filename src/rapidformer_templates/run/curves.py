@@ -120,7 +120,7 @@ class Curves:
             call()
         except Exception as error:
             self._open.pop(name, None)
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            reason = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
             self.failed[name] = f"{reason} (at step {self._step})"
             say(
                 self.workers,

@@ -20,7 +20,7 @@ def is_script() -> bool:
     return getattr(program, "__spec__", None) is not None or (file is not None and Path(file).is_file())
 
 
-def place_of(frame: FrameType) -> str:
+def line_of(frame: FrameType) -> str:
     """Where the code of a frame stands: ``train.py:8``, or ``In[3]:8`` of the third cell that a notebook has run."""
     shell = sys.modules.get("IPython")
     cell = shell.get_ipython() if shell is not None else None
