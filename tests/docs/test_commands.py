@@ -25,7 +25,7 @@ from tests.support.manual import PAGES, ROOT, commands, name
 ELSEWHERE = {
     r"pip install": "needs a package index; tests/docs/test_docs.py holds the extras",
     r"(\.venv/bin/)?python -m pytest": "the tests themselves",
-    r"python3 -m venv|\. \.venv/bin/activate|case \$\?": "the shell's",
+    r"cat |head |python3 -m venv|\. \.venv/bin/activate|case \$\?": "the shell's",
     r"make |\.ci/run": "what runs the tests; tests/docs/test_docs.py holds the targets",
     r"python -m benchmarks": "tests/benchmarks",
     r"python scripts/gpu_check": "needs a GPU; tests/scripts/test_gpu_check.py",
