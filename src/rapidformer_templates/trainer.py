@@ -332,7 +332,8 @@ class Trainer:
             samples: one, or a list of them: a text or a mapping of a task's columns; with a ``build_data`` of your own
                 what an item of ``Data.valid`` is.
             batch_size: samples at once.
-            max_new_tokens, temperature: of tasks that generate text.
+            max_new_tokens: of tasks that generate text, the most tokens of an answer.
+            temperature: of the same, how much they draw; 0 takes the likeliest token.
 
         Returns:
             A record a sample (docs/after-training.md), or what ``read_outputs`` makes of it; of one sample, its own.

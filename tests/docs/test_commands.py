@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.commands.bench.cli import _command_first
-from rapidformer_templates.commands.bench.cli import _parser as bench_parser
-from rapidformer_templates.commands.data import _parser as data_parser
-from rapidformer_templates.commands.demo import _parser as demo_parser
+from rapidformer_templates.commands.bench.cli import build_parser as bench_parser
+from rapidformer_templates.commands.data import build_parser as data_parser
+from rapidformer_templates.commands.demo import build_parser as demo_parser
 from rapidformer_templates.commands.export import build_parser as export_parser
 from rapidformer_templates.commands.main import plan_request
+from rapidformer_templates.commands.new import build_parser as new_parser
 from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.manual import PAGES, ROOT, commands, name
@@ -31,12 +32,15 @@ ELSEWHERE = {
     r"python scripts/promises": "tests/scripts/test_promises.py",
     r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",
     r"python smoothed.py": "the flags of the black box, tests/docs/test_examples.py",
+    r"python my_task.py": "tests/commands/test_new.py",
+    r"rapidformer (evaluate|predict) ": "tests/commands/test_predict.py",
+    r"rapidformer chat ": "tests/commands/test_chat.py",
     r"rapidformer doctor": "tests/commands/test_doctor.py",
     r"rapidformer --task TASK": "a form, not a command",
 }
 """Commands that are not tried here, by how they begin, with who does or what they need."""
 
-PARSERS = {"bench": bench_parser, "data": data_parser, "demo": demo_parser, "export": export_parser}
+PARSERS = {"bench": bench_parser, "data": data_parser, "demo": demo_parser, "export": export_parser, "new": new_parser}
 TRAINING = r"(?:\w+=\S+ )*(?:rapidformer (?:plan )?(?=-|…)|torchrun .*? -m rapidformer_templates )"
 COMMANDS = sorted({(command.strip(), name(page)) for page in PAGES for command in commands(page)})
 WORKERS = re.compile(r"--nnodes (\d+).*--nproc-per-node (\d+)")
