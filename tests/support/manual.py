@@ -22,6 +22,12 @@ def blocks(page: Path, language: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[str]:
-    """The commands of its shell blocks, each on one line."""
-    for block in (*blocks(page, "bash"), *blocks(page, "console")):
-        yield from (line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines() if line.strip())
+    """The commands of its shell blocks, each on one line; of a terminal's what stands after a prompt."""
+    typed = [line for block in blocks(page, "bash") for line in _lines(block)]
+    shown = [line for block in blocks(page, "console") for line in _lines(block)]
+    yield from (line.removeprefix("$ ") for line in typed if line.strip())
+    yield from (line.removeprefix("$ ") for line in shown if line.startswith("$ "))
+
+
+def _lines(block: str) -> list[str]:
+    return block.replace("\\\n", " ").splitlines()
