@@ -53,7 +53,7 @@ class MyTask(Finetuner):
     def build_optimizer(self) -> OptimizerSpec:
         return OptimizerSpec(torch.optim.AdamW, {"lr": self.config.training.lr})
 
-    def predict(self, outputs: Tensor, batch: dict[str, Tensor]) -> tuple[list[int], list[int]]:
+    def read_outputs(self, outputs: Tensor, batch: dict[str, Tensor]) -> tuple[list[int], list[int]]:
         return [0], [1]
 
     def compute_metrics(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:

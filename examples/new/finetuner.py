@@ -32,7 +32,7 @@ class MyTask(Finetuner):
     def compute_loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         return cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"].long())
 
-    def predict(self, outputs: Any, batch: dict[str, Tensor]) -> tuple[list[int], list[int]]:
+    def read_outputs(self, outputs: Any, batch: dict[str, Tensor]) -> tuple[list[int], list[int]]:
         return outputs.logits.argmax(-1).tolist(), batch["labels"].tolist()
 
     def compute_metrics(self, predictions: Sequence[int], references: Sequence[int]) -> Mapping[str, float]:

@@ -38,9 +38,9 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _, _, alone, predicted, evaluated, together, one, mistake = cells[kind]
         for cell, workers in ((alone, 1), (together, 2)):
             assert f"{workers} × cpu, fp32" in said(cell, "stderr")
-            assert "step 48/48  eval_loss" in said(cell, "stderr")
+            assert "step 80/80  eval_loss" in said(cell, "stderr")
             assert "results" in said(cell, "stdout")
-            first, last = re.findall(r"48 steps, loss (\S+) to (\S+)", said(cell, "stdout"))[0]
+            first, last = re.findall(r"80 steps, loss (\S+) to (\S+)", said(cell, "stdout"))[0]
             assert float(last) < float(first) / 2
         assert [record["label"] for record in ast.literal_eval(said(predicted, "value"))] == ["bad", "good"]
         assert said(evaluated, "stdout") == "BertForSequenceClassification\n"

@@ -63,10 +63,11 @@ OF_THE_RUN = (
 OF_ITS_DATA = (
     *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples", "eval_iters", "streaming"),
     "shuffle_buffer",
+    "eval_data_name",
 )
 """Those that say which its own validation part is."""
 
-OWN_METRICS = ("build_data", "compute_loss", "count_targets", "predict", "compute_metrics")
+OWN_METRICS = ("build_data", "compute_loss", "count_targets", "read_outputs", "compute_metrics")
 """Hooks by which a script makes other metrics than those of the task."""
 
 
