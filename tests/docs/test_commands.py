@@ -25,7 +25,7 @@ from tests.support.manual import PAGES, ROOT, commands, name
 ELSEWHERE = {
     r"pip install": "needs a package index; tests/docs/test_docs.py holds the extras",
     r"(\.venv/bin/)?python -m pytest": "the tests themselves",
-    r"python3 -m venv|\. \.venv/bin/activate|case \$\?": "the shell's",
+    r"cat |head |python3 -m venv|\. \.venv/bin/activate|case \$\?": "the shell's",
     r"make |\.ci/run": "what runs the tests; tests/docs/test_docs.py holds the targets",
     r"python -m benchmarks": "tests/benchmarks",
     r"python scripts/gpu_check": "needs a GPU; tests/scripts/test_gpu_check.py",
@@ -33,7 +33,8 @@ ELSEWHERE = {
     r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",
     r"python smoothed.py": "the flags of the black box, tests/docs/test_examples.py",
     r"python my_task.py": "tests/commands/test_new.py",
-    r"rapidformer (evaluate|predict) ": "tests/commands/test_predict.py",
+    r"rapidformer evaluate ": "tests/commands/test_evaluate.py",
+    r"rapidformer predict ": "tests/commands/test_predict.py",
     r"rapidformer chat ": "tests/commands/test_chat.py",
     r"rapidformer doctor": "tests/commands/test_doctor.py",
     r"rapidformer --task TASK": "a form, not a command",
