@@ -26,7 +26,7 @@ EVERYDAY = {"optimizer"}
 
 FLOORS = (
     {"errors"}, {"planning"}, {"system"}, {"models"}, {"data"}, {"engines"}, {"switches"}, {"run"}, {"trainer"},
-    {"pretrainer", "finetuner"}, {"commands"}, {"__init__", "__main__"},
+    {"pretrainer", "finetuner"}, {"compat"}, {"commands"}, {"__init__", "__main__"},
 )  # fmt: skip
 """Rooms of the source from the lowest up; what a room imports lies below it. What is above is named by strings."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -12,27 +12,33 @@ if TYPE_CHECKING:
     from rapidformer_templates.finetuner import Finetuner as Finetuner
     from rapidformer_templates.planning.flags import flag as flag
     from rapidformer_templates.pretrainer import Pretrainer as Pretrainer
+    from rapidformer_templates.run.callbacks import Callback as Callback
     from rapidformer_templates.switches.mixture_of_experts.exported import load_mixture as load_mixture
     from rapidformer_templates.trainer import Trainer as Trainer
+    from rapidformer_templates.trainer import compose as compose
 
 _HOME = {
+    "Callback": "rapidformer_templates.run.callbacks",
     "Data": "rapidformer_templates.data.types",
     "Finetuner": "rapidformer_templates.finetuner",
     "OptimizerSpec": "rapidformer_templates.engines.recipe",
     "Pretrainer": "rapidformer_templates.pretrainer",
     "RapidformerError": "rapidformer_templates.errors",
     "Trainer": "rapidformer_templates.trainer",
+    "compose": "rapidformer_templates.trainer",
     "flag": "rapidformer_templates.planning.flags",
     "load_mixture": "rapidformer_templates.switches.mixture_of_experts.exported",
 }
 
 __all__ = [
+    "Callback",
     "Data",
     "Finetuner",
     "OptimizerSpec",
     "Pretrainer",
     "RapidformerError",
     "Trainer",
+    "compose",
     "flag",
     "load_mixture",
 ]

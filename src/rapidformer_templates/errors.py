@@ -40,6 +40,10 @@ class RapidformerError(Exception):
     def __str__(self) -> str:
         return self.render()
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in the place of a stack: IPython asks for it."""
+        return self.render().splitlines()
+
 
 class ConfigError(RapidformerError):
     """A flag, a YAML key or a value that cannot be used."""
@@ -108,11 +112,16 @@ class WorkerFailed(RapidformerError):
 
 
 class ReportedError(RapidformerError):
-    """An error of a worker, already put into words there; shown as it is."""
+    """An error of a worker, already put into words there; shown as it is.
 
-    def __init__(self, text: str, exit_status: int) -> None:
+    Args:
+        rank: of the worker.
+    """
+
+    def __init__(self, text: str, exit_status: int, rank: int = 0) -> None:
         super().__init__(text)
         self.exit_status = exit_status
+        self.rank = rank
 
     def render(self) -> str:
         return self.message

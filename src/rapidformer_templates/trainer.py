@@ -9,19 +9,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.targets import count_targets, samples_in
 from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.engines.contract import ComputeLoss, Engine, StepResult
+from rapidformer_templates.engines.given_optimizer import TAKES_OPTIONS, as_recipe, as_schedule
 from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
 from rapidformer_templates.engines.recipe import (
     GroupOptions,
@@ -34,17 +38,21 @@ from rapidformer_templates.engines.recipe import (
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError
 from rapidformer_templates.models.label_smoothing import smoothed_labels
 from rapidformer_templates.models.label_use import LabelUse
-from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import load_object
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
 from rapidformer_templates.planning.tasks import metrics_of
-from rapidformer_templates.run import configure
+from rapidformer_templates.run import afterwards, configure, sent
 from rapidformer_templates.run import fit as run
+from rapidformer_templates.run.callbacks import Callback, checked_callbacks
 from rapidformer_templates.run.handover import at_the_door, is_asked_for
 from rapidformer_templates.run.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook
+from rapidformer_templates.run.session import Session, open_session, same_weights
 from rapidformer_templates.system import program
+from rapidformer_templates.system.launch import is_worker
+from rapidformer_templates.system.workers import Workers
 
 
 class Trainer:
@@ -55,10 +63,10 @@ class Trainer:
     ``self.data``, and after ``build_model`` ``self.model``, as the engine left it.
 
     Args:
-        argv: the command line without the program's name. Without it and without flags it is that of the
-            script that runs; in a notebook, at a prompt or with flags, none is read.
-        flags: values that this script prefers, by field name (``train_iters=100``). YAML and the
-            command line win over them.
+        argv: the command line without the program's name. A template that is made with nothing at all, by the code
+            of the script that runs, reads that script's; no other one reads any.
+        callbacks: objects that are told what the callbacks of the template are told.
+        flags: values by field name (``train_iters=100``). YAML and ``argv`` win over them.
 
     Raises:
         ConfigError: an unknown flag, or a value that cannot be used.
@@ -68,7 +76,7 @@ class Trainer:
     """A frozen dataclass of your own flags, declared with :func:`rapidformer_templates.flag`."""
 
     data: Data
-    model: nn.Module
+    engine: Engine
     peak_lr: float
 
     tokenizer: Any = None
@@ -77,12 +85,15 @@ class Trainer:
     uses_task = False
     """Whether the data come from ``--task``, so that its predictions and metrics fit them."""
 
-    def __init__(self, argv: Sequence[str] | None = None, **flags: Any) -> None:
-        where = _caller()
+    def __init__(self, argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = (), **flags: Any) -> None:
+        frame = _caller()
+        where = program.place_of(frame)
         if argv is None:
-            argv = [] if flags else program.arguments()
+            asks = not flags and not callbacks and frame.f_globals.get("__name__") == "__main__"
+            argv = program.arguments() if asks else []
+        self.callbacks = checked_callbacks(callbacks)
         self.config: RunConfig = configure.read_config(
-            type(self), argv, {name: (value, where) for name, value in flags.items()}
+            type(self), argv, {name.replace("-", "_"): (value, where) for name, value in flags.items()}
         )
         self.flags: Any = self.config.user
 
@@ -134,7 +145,7 @@ class Trainer:
     # The hooks of the evaluation.
 
     @hook()
-    def predict(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]:
+    def read_outputs(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]:
         """(predictions, references) of an evaluated batch, one entry a sample, on the host."""
         if not self.uses_task:
             return [None] * samples_in(batch), [None] * samples_in(batch)
@@ -144,7 +155,7 @@ class Trainer:
 
     @hook()
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]:
-        """Metrics of a whole validation set, from what :meth:`predict` gave for each sample, in its order."""
+        """Metrics of a whole validation set, from what :meth:`read_outputs` gave for each sample, in its order."""
         return self.task.compute_metrics(list(predictions), list(references)) if self.uses_task else {}
 
     # Callbacks; they do nothing by default and run on every rank.
@@ -214,10 +225,13 @@ class Trainer:
         """Take flags from the process that started this worker; the library calls it before anything is built."""
         if values:
             several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-            self.config = self.config.replace("the process that started the workers", **{**values, **several})
-            self.flags = self.config.user
-            for name in ("plan", "task"):
-                self.__dict__.pop(name, None)
+            self._take("the process that started the workers", {**values, **several})
+
+    def _take(self, origin: str, values: Mapping[str, Any]) -> None:
+        self.config = self.config.replace(origin, **values)
+        self.flags = self.config.user
+        for name in ("plan", "task"):
+            self.__dict__.pop(name, None)
 
     _labels_are_shifted = False
     _groups: GroupOptions = staticmethod(undecayed)
@@ -250,11 +264,14 @@ class Trainer:
                 notes.append(f"{use.model} does not shift labels, nor does this task here: your compute_loss must")
         return notes
 
-    def fit(self) -> dict[str, Any]:
-        """Train, starting local workers first if ``--nproc-per-node`` asks for them.
+    def fit(self, workers: int | None = None) -> dict[str, Any]:
+        """Train; afterwards the program goes on as it was, with :attr:`model`.
 
-        Such a worker runs the script again up to this call and ends after it: what stands before the call
-        happens in each worker, what follows happens once.
+        Args:
+            workers: local processes that train together. This template is sent to them by cloudpickle, with its class;
+                nothing of the program around it is run again. Without it ``--nproc-per-node`` counts: its workers
+                run the script again up to this call and end after it, so that what stands before the call happens
+                in each of them; where there is no script, the template is sent to them, too.
 
         Returns:
             What ``summary.json`` holds.
@@ -262,8 +279,87 @@ class Trainer:
         Raises:
             RapidformerError: a mistake that you can mend; nothing was started if it could be seen before.
         """
+        sends = workers is not None or not program.is_script()
+        if workers is not None:
+            where = "fit(workers=…)"
+            self._take(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
         at_the_door(self)
-        return run.fit(self)
+        self._model = self._weights = self._engine = None
+        if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
+            summary, self._weights = sent.fit(self)
+            return summary
+        return run.fit(self, self._keep)
+
+    _model: nn.Module | None = None
+    _weights: afterwards.Weights | None = None
+    _engine: Engine | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model: in hooks as the engine left it; after ``fit`` trained, whole and plain, in this process.
+
+        Raises:
+            AttributeError: there is none yet.
+        """
+        if self._model is None and self._weights is not None:
+            self._here()
+        if self._model is None:
+            raise AttributeError(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._model = model
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """The metrics of the model in this process; without ``fit`` before, of the untrained one.
+
+        Args:
+            data: a data set like ``Data.valid``, or rows of a task's columns (``[{"text": …, "label": …}, …]``);
+                without it the validation part.
+
+        Raises:
+            RapidformerError: the data cannot be used, or this process is one of several workers.
+        """
+        return afterwards.evaluate(self, self._here(), data)
+
+    def predict(
+        self, samples: Any, *, batch_size: int = 8, max_new_tokens: int | None = None, temperature: float = 0.0
+    ) -> Any:
+        """What the model says of samples that nobody has labelled, in this process.
+
+        Args:
+            samples: one, or a list of them: a text or a mapping of a task's columns; with a ``build_data`` of your own
+                what an item of ``Data.valid`` is.
+            batch_size: samples at once.
+            max_new_tokens, temperature: of tasks that generate text.
+
+        Returns:
+            A record a sample (docs/after-training.md), or what ``read_outputs`` makes of it; of one sample, its own.
+
+        Raises:
+            RapidformerError: a sample cannot be used, or this process is one of several workers.
+        """
+        several = samples if isinstance(samples, list | tuple) else [samples]
+        generation = Generation(max_new_tokens, temperature, self.config.training.seed)
+        found = afterwards.predict(self, self._here(), several, batch_size, generation)
+        return found if several is samples else found[0]
+
+    def _here(self) -> Engine:
+        """What has the model in this process."""
+        if self._engine is None:
+            self._engine, self._weights = afterwards.build_alone(self, self._weights), None
+        return self._engine
+
+    def _keep(self, engine: Engine, workers: Workers) -> None:
+        """Keep what a run of this process alone has trained."""
+        if workers.world > 1:
+            return
+        if afterwards.is_plain(engine, self):
+            self._engine = engine
+            engine.model.eval()
+        else:
+            self._model, self._weights = None, afterwards.whole_weights(engine)
 
     @classmethod
     def main(cls, **flags: Any) -> None:
@@ -282,12 +378,93 @@ class Trainer:
             _fail("interrupted", Interrupted.LOST)
 
 
-def _caller() -> str:
-    """The place in the user's script that we were called from: ``train.py:8``."""
+def compose(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer] | None = None,
+    compute_loss: ComputeLoss | None = None,
+    *,
+    schedule: Schedule | LRScheduler | None = None,
+    count_targets: Callable[[Batch], float] | None = None,
+    example: Batch | None = None,
+    argv: Sequence[str] = (),
+    **switches: Any,
+) -> Session:
+    """Switches for a loop of your own: a session that makes the optimizer steps of any engine.
+
+    The rules, the receipts and the checkpoints are those of a run, and so is what a step computes. With
+    ``nproc_per_node`` this process starts workers, each of which runs the script again, and ends with them.
+
+    Args:
+        model: a function that builds it, which is called with ``seed`` on each worker; or the model, of which all
+            workers take the weights of rank 0.
+        optimizer: a recipe; a class of torch or a function from parameter groups to an optimizer; an optimizer that
+            was made for ``model`` and has made no step; None for that of ``--optimizer`` and ``--lr``.
+        compute_loss: from (model, batch) to the mean loss, or to (sum of losses, number of targets); None for
+            ``model(**batch).loss``.
+        schedule: from the step (from 0) to a share of the peak rate, or a scheduler of torch; None for that of
+            ``--train-iters`` and ``--lr-decay-style``, or, without an end, for a constant rate.
+        count_targets: how many targets the loss of a batch is a mean over; by default the labels that are not -100.
+        example: a batch of one sample, for a pipeline, which must see a loss before the first step.
+        argv: flags in the words of a command line, which win over ``switches``.
+        switches: flags by field name (``seed=1``), each as in :class:`Trainer`.
+
+    Raises:
+        ConfigError: a flag or an optimizer that cannot be used, or that nothing here would act on.
+        Refused: the flags break rules; all of them are named.
+        SystemExit: the workers that this process has started are done.
+    """
+    template = composed(model, optimizer, compute_loss, count_targets, argv, switches)
+    options = _given(template.config, "lr", "weight_decay")
+    if options and optimizer is not None and not isinstance(optimizer, TAKES_OPTIONS):
+        name = next(iter(options))
+        raise ConfigError(
+            f"{spelling(name)} has nothing to act on: the optimizer brings its own",
+            where=template.config.origin(name),
+            hint="leave it out, or give the optimizer's class",
+        )
+    return open_session(template, None if schedule is None else as_schedule(schedule), example)
+
+
+def composed(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerSpec | Optimizer | Callable[..., Optimizer] | None,
+    compute_loss: ComputeLoss | None,
+    count_targets: Callable[[Batch], float] | None,
+    argv: Sequence[str],
+    switches: Mapping[str, Any],
+) -> Trainer:
+    """The template of a session, with the arguments of :func:`compose` as its hooks."""
+    hooks: dict[str, Any] = {
+        "__module__": getattr(compute_loss, "__module__", "__main__"),
+        "plan": cached_property(lambda self: configure.resolve_plan(type(self), self.config, training=False)),
+        "build_model": lambda self: same_weights(model) if isinstance(model, nn.Module) else model(),
+    }
+    if optimizer is not None:
+        # Once, while the model still has the parameters that an optimizer was made for: switches replace some of them.
+        recipe = cache(lambda *names: as_recipe(optimizer, model, _given(template.config, *names)))
+        hooks["build_optimizer"] = lambda self: recipe("lr", "weight_decay")
+    if compute_loss is not None:
+        hooks["compute_loss"] = lambda self, model, batch: compute_loss(model, batch)
+    if count_targets is not None:
+        hooks["count_targets"] = lambda self, batch: count_targets(batch)
+    template: Trainer = type("Composed", (Trainer,), hooks)(list(argv), **switches)
+    at_the_door(template)
+    if optimizer is not None:
+        template.build_optimizer()  # what cannot be used is refused before a worker starts
+    return template
+
+
+def _given(config: RunConfig, *names: str) -> dict[str, Any]:
+    """The flags among these that were given."""
+    return {name: config.get(name) for name in names if name in config.origins}
+
+
+def _caller() -> FrameType:
+    """The user's code that we were called from."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return frame
 
 
 def _fail(text: str, status: int) -> NoReturn:

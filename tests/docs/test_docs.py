@@ -139,7 +139,7 @@ def test_readme_shows_plans_and_an_answer() -> None:
 
 def test_every_hook_is_described() -> None:
     text = (ROOT / "docs/white-box.md").read_text(encoding="utf-8")
-    hooks = [name for name in vars(Trainer) if name.startswith(("build_", "compute_", "count_", "on_", "predict"))]
+    hooks = [name for name in vars(Trainer) if name.startswith(("build_", "compute_", "count_", "on_", "read_"))]
     assert len(hooks) >= 14
     assert [name for name in hooks if f"{name}(self" not in text] == []
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from rapidformer_templates import Finetuner, Trainer
+from rapidformer_templates import Callback, Finetuner, Trainer, flag
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.system import program
 from tests.support.lines import FLAGS, Line
@@ -87,6 +88,19 @@ def test_a_script_on_standard_input_starts_no_workers(tmp_path: Path) -> None:
     assert [line for line in notes if line.startswith("trains")] == ["trains alone first"]
 
 
+@dataclass(frozen=True)
+class Colour:
+    """Own"""
+
+    colour: str = flag("blue", "a colour")
+
+
+class Coloured(Line):
+    """A template with a flag of its own."""
+
+    Flags = Colour
+
+
 @pytest.fixture
 def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
@@ -99,14 +113,10 @@ def cell() -> type[Line]:
 
 
 @pytest.mark.usefixtures("in_a_notebook")
-def test_a_class_of_a_notebook_trains_here_and_says_why_not_with_workers(tmp_path: Path) -> None:
+def test_a_class_of_a_notebook_trains_here(tmp_path: Path) -> None:
     job = cell()([*FLAGS, "--epochs", "1", "--save", str(tmp_path / "run")])
     assert job.plan.values["template"] == {"value": "Trainer", "origin": "in code"}
     assert job.fit()["steps"] == 5
-    with pytest.raises(ConfigError, match="workers can only be started from a script") as caught:
-        cell()([*FLAGS, "--epochs", "1", "--save", str(tmp_path / "other"), "--nproc-per-node", "2"]).fit()
-    assert "nproc_per_node=1" in str(caught.value.hint)
-    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.usefixtures("in_a_notebook")
@@ -118,25 +128,61 @@ def test_a_notebook_s_command_line_is_not_ours(capsys: pytest.CaptureFixture[str
     assert "--lr is missing" in capsys.readouterr().err
 
 
+def made_by_the_script(template: type[Trainer], *arguments: Any) -> Trainer:
+    """A template that code of the running script makes, and not code that it has imported."""
+    made: Trainer = eval("template(*arguments)", {"__name__": "__main__", "template": template, "arguments": arguments})
+    return made
+
+
 @pytest.mark.parametrize("name", ["-", "-c"])
 def test_a_program_in_no_file_has_a_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     monkeypatch.setattr(sys, "argv", [name, "--lr", "0.5"])
-    assert cell()().config.training.lr == 0.5
+    assert made_by_the_script(cell()).config.training.lr == 0.5
 
 
-def test_who_is_given_values_reads_no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     script = ModuleType("__main__")
     script.__file__ = __file__
     monkeypatch.setitem(sys.modules, "__main__", script)
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.5"])
-    assert Finetuner().config.training.lr == 0.5
-    assert Finetuner([]).config.training.lr is None
+    assert made_by_the_script(Finetuner).config.training.lr == 0.5
+    assert made_by_the_script(Finetuner, []).config.training.lr is None
+    assert Finetuner().config.training.lr is None  # of a module: the command line is that of another program
     assert Finetuner(epochs=2).config.training.lr is None
+    assert Finetuner(callbacks=[Callback()]).config.training.lr is None
     seen: list[float | None] = []
     monkeypatch.setattr(Trainer, "fit", lambda self: seen.append(self.config.training.lr))
     Line.main(epochs=2)
     assert seen == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "hint"),
+    [
+        ({"epoch": 3}, "unknown flag 'epoch'", "did you mean epochs?"),
+        ({"learning_rate": 3}, "unknown flag 'learning_rate'", "did you mean lr?"),
+        ({"colours": 3}, "unknown flag 'colours'", "did you mean colour?"),
+        ({"lr": "fast"}, "--lr needs a value of type float, not 'fast'", None),
+        ({"epochs": 2.5}, "--epochs needs a value of type int, not 2.5", None),
+        ({"epochs": True}, "--epochs needs a value of type int, not True", None),
+        ({"save": ["a", "b"]}, "--save needs a value of type str, not ['a', 'b']", None),
+        ({"tf32": 1}, "--tf32 is true or false, not 1", None),
+        ({"task": "translation"}, "--task cannot be 'translation'", "choose from"),
+    ],
+)
+def test_keyword_arguments_that_are_none(flags: dict[str, Any], message: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Coloured(**flags)
+    assert caught.value.message == message
+    assert (hint or "") in (caught.value.hint or "")
+    assert str(caught.value.where).startswith("test_calls.py:")
+
+
+def test_keyword_arguments_of_any_kind() -> None:
+    config = Coloured(micro_batch_size=2, colour="red", save=Path("runs/a"), **{"train-iters": 3}).config
+    assert (config.training.micro_batch_size, config.user.colour) == (2, "red")
+    assert (config.training.save, config.training.train_iters) == ("runs/a", 3)
 
 
 def test_flags_of_the_first_process_are_adopted() -> None:

@@ -102,9 +102,9 @@ def test_loss(returned: Any, what: str) -> None:
 @pytest.mark.parametrize(
     ("hook", "returned", "message"),
     [
-        ("predict", None, "predict returned None"),
-        ("predict", [1, 2, 3], "predict returned a list"),
-        ("predict", ([1], [1]), "predict returned 1 predictions and 1 references for a batch of 4 samples"),
+        ("read_outputs", None, "read_outputs returned None"),
+        ("read_outputs", [1, 2, 3], "read_outputs returned a list"),
+        ("read_outputs", ([1], [1]), "read_outputs returned 1 predictions and 1 references for a batch of 4 samples"),
         ("compute_metrics", 0.5, "compute_metrics returned a float"),
         ("compute_metrics", {"accuracy": [0.5, 0.7]}, "compute_metrics returned a list as accuracy"),
         ("compute_metrics", {"accuracy": None}, "compute_metrics returned None as accuracy"),

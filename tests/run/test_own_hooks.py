@@ -39,7 +39,7 @@ def _method(self: Any, *arguments: Any) -> None:
         ("build_schedule", "build_scheduler"),
         ("build_models", "build_model"),
         ("count_target", "count_targets"),
-        ("predicts", "predict"),
+        ("read_output", "read_outputs"),
         ("on_epoch_ends", "on_epoch_end"),
         ("on_step_start", "on_train_start"),
         ("on_train_begin", "on_train_end"),

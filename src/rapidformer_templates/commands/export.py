@@ -1,61 +1,159 @@
-"""``rapidformer export``: the whole model of a run that has trained adapters. Imports no torch until it starts."""
+"""``rapidformer export``: the model of a checkpoint, or of adapters and their base. Imports torch when it starts."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from rapidformer_templates.commands.words import Parser
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import CheckpointError, ConfigError
 from rapidformer_templates.planning.config import dashed
+from rapidformer_templates.run.folder import RunFolder
 
 ADAPTERS = "adapter_config.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Merge the adapters of a run into their base and write the whole model.
+    """Write the model of a run as transformers reads it: of a checkpoint, or its adapters added to their base.
 
     Args:
         argv: the words after ``rapidformer export``; by default those of this process.
 
     Raises:
-        ConfigError: the folder holds no adapters, or the output is there already.
+        ConfigError: there is nothing to export, or the output is there already.
+        CheckpointError: the checkpoint is not whole.
     """
     asked = build_parser().parse_args(dashed(sys.argv[1:] if argv is None else argv))
-    source = _adapters(Path(asked.run))
-    if not asked.merge:
-        raise ConfigError(
-            f"{source} holds the adapters already, as peft reads them", hint="--merge writes the whole model"
-        )
-    output = Path(asked.output) if asked.output else source.with_name("merged")
-    if output.exists() and not asked.overwrite:
-        raise ConfigError(f"{output} is there already", where="--output", hint="give another one, or --overwrite")
-    if output.resolve() == source.resolve():
-        raise ConfigError("the adapters would be replaced", where="--output", hint="give another folder")
-    from rapidformer_templates.switches.lora.merge import merge
-
-    merge(source, output)
+    run = RunFolder(asked.run)
+    if not run.path.exists():
+        raise ConfigError(f"{run.path} does not exist", where="RUN", hint="name the --save folder of a run")
+    adapters = next((f for f in (run.export, run.path) if (f / ADAPTERS).is_file()), None)
+    if asked.step is None and asked.merge and adapters:
+        output = _output(asked, adapters.with_name("merged"), reads=adapters)
+        _merge(adapters, output)
+    elif asked.step is None and run.export.is_dir():
+        raise _is_there(run, asked.merge, adapters)
+    else:
+        output = _export(run, asked)
     print(f"wrote {output}")
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of its words."""
-    parser = Parser(prog="rapidformer export", description="Write the whole model of a run that trained adapters.")
-    parser.add_argument("run", metavar="RUN", help="run folder, or a folder of adapters")
-    parser.add_argument("--merge", action="store_true", help="add the adapters to the weights that they stand beside")
-    parser.add_argument("--output", metavar="FOLDER", help="where to write (default: RUN/merged)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser = Parser(
+        prog="rapidformer export",
+        description="Write the model of a run as transformers' from_pretrained reads it, as the run itself would have"
+        " exported it: of a run that was interrupted, of any of its checkpoints, or adapters added to their base."
+        " It needs no data, and neither the workers nor the switches that have trained.",
+    )
+    parser.add_argument("run", metavar="RUN", help="run folder; for --merge also a folder of adapters")
+    what = parser.add_argument_group("what is exported")
+    what.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint of step N (default: the best one, else the newest)"
+    )
+    what.add_argument("--merge", action="store_true", help="add adapters to the weights that they stand beside")
+    where = parser.add_argument_group("where to")
+    where.add_argument(
+        "--output", metavar="FOLDER", help="folder to write (default: RUN/export, with --merge RUN/merged; and -step-N)"
+    )
+    where.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser
 
 
-def _adapters(run: Path) -> Path:
-    for folder in (run / "export", run):
-        if (folder / ADAPTERS).is_file():
-            return folder
-    if not run.exists():
-        raise ConfigError(f"{run} does not exist", where="RUN", hint="name the --save folder of a run")
-    what = "a whole model is in its export/" if (run / "export").is_dir() else "nothing was exported there"
-    raise ConfigError(f"{run} holds no adapters", where="RUN", hint=what)
+def _is_there(run: RunFolder, merge: bool, adapters: Path | None) -> ConfigError:
+    if merge:
+        return ConfigError(
+            f"{run.path} holds no adapters", where="RUN", hint=f"a whole model is in its {run.export.name}/"
+        )
+    if adapters:
+        return ConfigError(
+            f"{adapters} holds the adapters already, as peft reads them", hint="--merge writes the whole model"
+        )
+    steps = ", ".join(map(str, _steps(run))) or "none is kept"
+    hint = f"--step N exports another checkpoint: {steps}"
+    return ConfigError(f"{run.export} holds the model already", where="RUN", hint=hint)
+
+
+def _export(run: RunFolder, asked: argparse.Namespace) -> Path:
+    """Export a checkpoint; where to."""
+    step, why = _step(run, asked.step, merge=asked.merge)
+    if not run.model.is_dir():
+        raise ConfigError(
+            f"{run.path} does not say what its model is: it was made by an earlier version",
+            where="RUN",
+            hint="finish it with --resume, which exports it",
+        )
+    is_adapted = (run.model / ADAPTERS).is_file()
+    if asked.merge and not is_adapted:
+        raise ConfigError(f"{run.path} trains no adapters", where="--merge", hint="leave it out")
+    name = ("merged" if asked.merge else "export") + (f"-step-{asked.step}" if asked.step is not None else "")
+    output = _output(asked, run.path / name, reads=run.model)
+
+    from rapidformer_templates.run.checkpoint.check import problem_of
+    from rapidformer_templates.run.checkpoint.format import folder_of
+    from rapidformer_templates.run.export import export_checkpoint
+    from rapidformer_templates.run.saved_model import values_of
+
+    checkpoint = folder_of(run.checkpoints, step)
+    if problem := problem_of(checkpoint):
+        hint = f"choose another one with --step: {', '.join(map(str, _steps(run)))}"
+        raise CheckpointError(f"the checkpoint cannot be used: {problem}", where=str(checkpoint), hint=hint)
+    print(f"from {checkpoint}{why}", file=sys.stderr)
+    averages = "ema_decay" in values_of(run.path)
+    if not asked.merge:
+        export_checkpoint(checkpoint, run.model, output, averages=averages)
+        return output
+    with tempfile.TemporaryDirectory(prefix=".adapters-", dir=run.path) as folder:
+        export_checkpoint(checkpoint, run.model, Path(folder, "adapters"), averages=averages)
+        _merge(Path(folder, "adapters"), output)
+    return output
+
+
+def _merge(adapters: Path, output: Path) -> None:
+    from rapidformer_templates.switches.lora.merge import merge
+
+    merge(adapters, output)
+
+
+def _output(asked: argparse.Namespace, default: Path, *, reads: Path) -> Path:
+    output = Path(asked.output) if asked.output else default
+    if output.exists() and not asked.overwrite:
+        raise ConfigError(f"{output} is there already", where="--output", hint="give another one, or --overwrite")
+    if output.resolve() == reads.resolve():
+        what = "the adapters" if (reads / ADAPTERS).is_file() else "the run's description of its model"
+        raise ConfigError(f"{what} would be replaced", where="--output", hint="give another folder")
+    return output
+
+
+def _steps(run: RunFolder) -> list[int]:
+    """Steps of the checkpoints that are there, the newest first."""
+    names = [path.name.removeprefix("step-") for path in run.checkpoints.glob("step-*")]
+    return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
+def _step(run: RunFolder, asked: int | None, *, merge: bool) -> tuple[int, str]:
+    """The step to export, and why that one, for people."""
+    steps = _steps(run)
+    if not steps:
+        hint = "name the --save folder of a run that has come to its first checkpoint"
+        what = "no adapters, and no checkpoint" if merge else "no checkpoint"
+        raise ConfigError(f"{run.path} holds {what}", where="RUN", hint=hint)
+    if asked is not None and asked not in steps:
+        there = ", ".join(map(str, steps))
+        raise ConfigError(f"{run.path} holds no checkpoint of step {asked}", where="--step", hint=f"there is: {there}")
+    if asked is not None:
+        return asked, ""
+    try:
+        state = json.loads((run.checkpoints / f"step-{steps[0]}" / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"its newest checkpoint cannot be read: {error}"
+        raise CheckpointError(message, where=str(run.checkpoints), hint="choose another one with --step") from error
+    best = state.get("best")
+    if best and best["step"] in steps:
+        return best["step"], f", the best so far by {best['metric']} ({best['value']:.6g})"
+    return steps[0], ", the newest"

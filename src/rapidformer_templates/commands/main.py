@@ -44,7 +44,11 @@ commands:
   rapidformer explain RF002     a rule, its reason, and an example that breaks it
   rapidformer doctor            what this machine has, what does not work, and what to do about it
   rapidformer data …            make, join and check data sets for pretraining
-  rapidformer export RUN --merge  the whole model of a run that has trained adapters
+  rapidformer export RUN        the model of a run that was interrupted, or of any of its checkpoints;
+                                with --merge: adapters added to their base
+  rapidformer evaluate RUN …    the metrics of a run's model, on its own or on other data
+  rapidformer predict RUN …     what a run's model says of the rows of a file
+  rapidformer chat RUN          talk to a language model
   rapidformer bench …           measure
   rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
 
@@ -54,6 +58,9 @@ Every flag is accepted with dashes or underscores, and as a key of the YAML file
 OTHERS = {
     "data": "rapidformer_templates.commands.data",
     "export": "rapidformer_templates.commands.export",
+    "evaluate": "rapidformer_templates.commands.evaluate",
+    "predict": "rapidformer_templates.commands.predict",
+    "chat": "rapidformer_templates.commands.chat",
     "bench": "rapidformer_templates.commands.bench.cli",
     "demo": "rapidformer_templates.commands.demo",
 }
@@ -135,7 +142,7 @@ def _dispatch(words: list[str]) -> int:
 def help_text() -> str:
     """Commands, then every flag by topic."""
     parser = build_parser("rapidformer", switch_options().values(), PlanFlags, HELP)
-    parser.usage = "rapidformer [plan | switches | explain | doctor | data | export | bench | demo] [flags]"
+    parser.usage = f"rapidformer [{' | '.join(('plan', 'switches', 'explain', 'doctor', *OTHERS))}] [flags]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser.format_help()
 

@@ -94,13 +94,15 @@ class Engine(Protocol):
     def setup(self, model: nn.Module, optimizer: OptimizerSpec, compute_loss: ComputeLoss) -> None:
         """Wrap or shard the model and build the optimizer."""
 
-    def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
+    def train_batch(
+        self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float | Callable[[], float]
+    ) -> StepResult:
         """One optimizer step.
 
         Args:
             microbatches: those of this rank.
             targets: number of targets in the global batch, over all ranks and micro batches.
-            lr_factor: share of the peak learning rate.
+            lr_factor: share of the peak learning rate, or a function that is asked for it right before the update.
 
         Raises:
             NonFiniteLoss: loss or gradient is infinite or NaN, in this step or in one before it of which the

@@ -140,13 +140,15 @@ class SingleEngine:
         return torch.autocast(self.workers.device.type, dtype=self.compute_type)
 
     @final
-    def train_batch(self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float) -> StepResult:
+    def train_batch(
+        self, microbatches: Sequence[MicroBatch], targets: float, lr_factor: float | Callable[[], float]
+    ) -> StepResult:
         if self._outcomes:
             self._outcomes.begin()
         loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
         if self.before_update:
             self.before_update()
-        self._set_lr(lr_factor)
+        self._set_lr(lr_factor() if callable(lr_factor) else lr_factor)
         norm, skipped = self._finish_step(loss)
         self._drop_gradients()
         return StepResult(loss, norm, skipped, self._measured)

@@ -45,6 +45,11 @@ def _updated(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def average_of(name: str) -> str:
+    """The entry of a checkpoint's optimizer state that holds the average of a parameter."""
+    return f"{name}/{KEY}"
+
+
 class WithoutAverages:
     """A checkpoint as a run without averages has it: one that is not kept up would be wrong when it is next asked for.
 

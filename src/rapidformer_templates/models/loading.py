@@ -150,13 +150,7 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
             f"there is no config.json in {path}", where=_PRETRAINED, hint="name the folder that holds the model"
         )
     try:
-        reader = _own_reader(folder)
-        if reader:
-            pretrained = reader.read_config(folder)
-        else:
-            pretrained = AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=flags.trust_remote_code
-            )
+        pretrained = read_config_of(path, trust_remote_code=flags.trust_remote_code)
     except (OSError, ValueError) as error:
         if folder.is_dir():
             hint = (
@@ -173,6 +167,21 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
         ) from error
     _check_pretrained_sizes(config, pretrained)
     return pretrained
+
+
+def read_config_of(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a folder or cached model, also of one that a switch has changed.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    reader = _own_reader(Path(path))
+    if reader:
+        return reader.read_config(Path(path))
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=trust_remote_code
+    )
+    return config
 
 
 class _Reader(Protocol):

@@ -137,7 +137,23 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint="rapidformer --help lists every flag")
 
 
-def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
+def some_of(options: type, *names: str, **defaults: Any) -> type:
+    """A dataclass of flags that another one declares, for a command that has a use for these alone.
+
+    Args:
+        defaults: the command's own, by name.
+    """
+    types = field_types(options)
+    fields = [
+        (f.name, types[f.name], field(default=defaults.get(f.name, f.default), metadata=f.metadata))
+        for f in dataclasses.fields(options)
+        if f.name in names
+    ]
+    return dataclasses.make_dataclass(options.__name__, fields, frozen=True, namespace={"__doc__": options.__doc__})
+
+
+def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add the flags of a dataclass to a parser, in a group that is called as its docstring begins."""
     title = (options.__doc__ or options.__name__).strip().splitlines()[0]
     # Dataclasses with one title share one group: each switch has its own, and all are "Acceleration".
     group = next((g for g in parser._action_groups if g.title == title), None) or parser.add_argument_group(title)
@@ -200,7 +216,7 @@ def build_parser(
     """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for options in (*SECTIONS.values(), *switch_options):
-        _add_flags(parser, options)
+        add_flags(parser, options)
     if user:
         taken = [
             spelling(f.name) for f in dataclasses.fields(user) if spelling(f.name) in parser._option_string_actions
@@ -209,7 +225,7 @@ def build_parser(
             raise ConfigError(
                 f"{taken[0]} is a flag of the library's", where=user.__name__, hint="rename your own flag"
             )
-        _add_flags(parser, user)
+        add_flags(parser, user)
     return parser
 
 
@@ -253,7 +269,7 @@ def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
         ConfigError: a value of the wrong kind or out of range.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    _add_flags(parser, options)
+    add_flags(parser, options)
     given, rest = parser.parse_known_args(dashed(argv))
     fields = {f.name: f for f in dataclasses.fields(options)}
     words = _by_field({name: (value, "command line") for name, value in vars(given).items()}, [options])
@@ -365,11 +381,17 @@ def _assemble(
         name, (_, origin) = next(iter(remaining.items()))
         known = [
             spelling(f.name)
-            for options in (*SECTIONS.values(), *switch_options.values())
+            for options in (*SECTIONS.values(), *switch_options.values(), *([user] if user else []))
             for f in dataclasses.fields(options)
         ]
         raise ConfigError(f"unknown flag '{name}'", where=origin, hint=did_you_mean(name, known, as_code))
     return RunConfig(**sections, switches=switches, user=own, origins={n: origin for n, (_, origin) in values.items()})
+
+
+def _converted(kind: type, value: Any) -> Any:
+    if kind is str and isinstance(value, list | tuple | set | Mapping):
+        raise TypeError
+    return kind(str(value)) if kind is int else kind(value)  # YAML reads 1e-5 as text; int("2.5") must not pass as 2
 
 
 def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str) -> Any:
@@ -392,8 +414,7 @@ def _checked(f: dataclasses.Field[Any], annotation: Any, value: Any, origin: str
     if kind is not bool and isinstance(value, bool):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin)
     try:
-        # YAML reads 1e-5 as text; int("2.5") must not pass as 2.
-        value = kind(str(value)) if kind is int else kind(value)
+        value = _converted(kind, value)
     except (TypeError, ValueError):
         raise ConfigError(f"{name} needs {_expected(kind)}, not {value!r}", where=origin) from None
     if choices and value not in choices and value != bare:

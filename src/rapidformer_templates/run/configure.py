@@ -115,13 +115,13 @@ def environment_of(
     )
 
 
-def resolve_plan(template: type[Template], config: RunConfig) -> Plan:
-    """The plan of a training run.
+def resolve_plan(template: type[Template], config: RunConfig, *, training: bool = True) -> Plan:
+    """The plan of a training run, or of a session, which needs no folder and knows no end.
 
     Raises:
         Refused: the flags break rules; all of them are named.
     """
-    plan = resolve(config, _environment(template, config), training=True)
+    plan = resolve(config, _environment(template, config), training=training)
     return dataclasses.replace(plan, notes=(*plan.notes, *idle_flags(template, config)))
 
 

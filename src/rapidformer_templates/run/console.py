@@ -24,7 +24,9 @@ from rapidformer_templates.system.files import write_json
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
-    from rapidformer_templates.run.loop import Loop
+    from rapidformer_templates.engines.contract import Engine
+    from rapidformer_templates.run.loop import Loop, Position
+    from rapidformer_templates.run.meter import Meter
     from rapidformer_templates.run.template import Template
 
 REPORTED_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "fairscale", "onnxruntime")
@@ -75,29 +77,13 @@ def summarise(
     template: Template, loop: Loop, metrics: dict[str, float], receipts: dict[str, Any], workers: Workers
 ) -> dict[str, Any]:
     """The summary of a run; rank 0 writes it to ``summary.json``."""
-    position, plan = loop.position, template.plan
-    rates = loop.meter.totals()
-    memory = workers.gather(rates["peak_memory_mb"])
-    parameters, trainable = count_parameters(loop.engine.model, workers)
     summary = {
-        "template": plan.template,
-        "switches": list(plan.switches),
-        "steps": position.step,
+        **what_was_done(template.plan, loop.engine, loop.position, loop.meter, receipts),
         "epochs": loop.epoch,
-        "samples": position.samples,
-        "tokens": position.tokens,
         "metrics": metrics,
-        "best": position.best,
+        "best": loop.position.best,
         "stopped_early": loop.why_early,
-        "throughput": {name: value for name, value in rates.items() if "per_second" in name or name == "step_ms"},
-        "peak_memory_mb": max(memory),
-        "peak_memory_mb_by_rank": memory,
-        "wall_seconds": rates["wall_seconds"],
-        "parameters": parameters,
-        "trainable_parameters": trainable,
         "skipped_lines": len(template.task.skipped) if template.uses_task else 0,
-        "receipts": receipts,
-        "versions": versions(),
     }
     if not loop.meter.steps and loop.folder and loop.folder.summary.exists():
         # A complete run was resumed: what it measured then is all that there is to say.
@@ -108,6 +94,30 @@ def summarise(
     if workers.is_main and loop.folder:
         write_json(loop.folder.summary, summary)
     return summary
+
+
+def what_was_done(
+    plan: Plan, engine: Engine, position: Position, meter: Meter, receipts: dict[str, Any]
+) -> dict[str, Any]:
+    """What a run and a session have to tell alike; every rank must call it."""
+    rates = meter.totals()
+    memory = engine.workers.gather(rates["peak_memory_mb"])
+    parameters, trainable = count_parameters(engine.model, engine.workers)
+    return {
+        "template": plan.template,
+        "switches": list(plan.switches),
+        "steps": position.step,
+        "samples": position.samples,
+        "tokens": position.tokens,
+        "throughput": {name: value for name, value in rates.items() if "per_second" in name or name == "step_ms"},
+        "peak_memory_mb": max(memory),
+        "peak_memory_mb_by_rank": memory,
+        "wall_seconds": rates["wall_seconds"],
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "receipts": receipts,
+        "versions": versions(),
+    }
 
 
 def count_parameters(model: nn.Module, workers: Workers) -> tuple[int, int]:
@@ -150,7 +160,7 @@ def show_results(folder: RunFolder | None, summary: dict[str, Any]) -> None:
                 table.add_row(name, str(path))
     for name, told in summary["trackers"].items():
         table.add_row(name, f"failed: {told['failed']}" if told["failed"] else told["where"])
-    console = Console()
+    console = Console(force_jupyter=False)  # plain text in a notebook, too
     with console.capture() as captured:
         console.print(table)
     try:

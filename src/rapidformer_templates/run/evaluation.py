@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 @contextmanager
 def evaluating(engine: Engine) -> Iterator[None]:
     """Around forwards that must not disturb training: mode and random states are as before afterwards."""
-    random_state = capture()
+    random_state, training = capture(), engine.model.training
     engine.model.eval()
     try:
         yield
     finally:
-        engine.model.train()
+        engine.model.train(training)
         restore(*random_state)
 
 
@@ -98,7 +98,7 @@ class Evaluator:
             loss, outputs = self.engine.eval_batch(microbatch)
             if not self.workers.ends_pipeline:
                 continue
-            result = self.template.predict(outputs, microbatch.batch)
+            result = self.template.read_outputs(outputs, microbatch.batch)
             predictions, references = checked_predictions(result, len(microbatch.samples))
             if microbatch.idle or not self.workers.speaks:
                 continue

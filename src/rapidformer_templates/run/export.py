@@ -1,20 +1,35 @@
-"""The exported model: a folder that transformers' ``from_pretrained`` loads."""
+"""The exported model: a folder that transformers' ``from_pretrained`` loads, of a running engine or of a checkpoint.
+
+What such a folder has besides weights lies in the run folder from the first step on (``model/``), so that a checkpoint
+can be exported without the data that the labels come from, and without the script that has built the model.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
+import shutil
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
-from transformers.utils import logging
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.weight_average import average_of
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.loading import read_config_of
 from rapidformer_templates.planning.registry import REGISTRY
-from rapidformer_templates.system.files import new_folder
+from rapidformer_templates.run.checkpoint.format import Reader
+from rapidformer_templates.run.own_hooks import own_hooks
+from rapidformer_templates.run.saved_model import DESCRIPTION
+from rapidformer_templates.system.files import new_folder, write_json
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
@@ -29,20 +44,88 @@ def export_model(engine: Engine, template: Template, folder: Path, workers: Work
     with engine.averaged():  # until they are written: they may be the parameters themselves
         weights = engine.full_weights()
         if weights is not None:
-            _write(engine, template, folder, weights)
+            with new_folder(folder) as temporary:
+                _write(engine.model, weights, temporary)
+                if template.tokenizer is not None:
+                    template.tokenizer.save_pretrained(temporary)
 
 
-def _write(engine: Engine, template: Template, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    own = next((module for module in _exported() if hasattr(module, "writes") and module.writes(engine.model)), None)
+def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
+    """Write what an export has besides weights, and what the data have decided."""
     with new_folder(folder) as temporary:
+        own = _writer_of(model)
         if own:
-            own.write(engine.model, weights, temporary)
-        elif isinstance(engine.model, PreTrainedModel):
-            _save_transformers(engine.model, weights, temporary)
-        else:
-            save_file(weights, temporary / "model.safetensors")
+            own.describe(model, temporary)
+        elif isinstance(model, PreTrainedModel):
+            config = _config_of(model)
+            config.architectures = [_class_of(model).__name__]
+            config.save_pretrained(temporary)
+            if model.can_generate():
+                model.generation_config.save_pretrained(temporary)
+            _mark(temporary)
         if template.tokenizer is not None:
             template.tokenizer.save_pretrained(temporary)
+        decisions = template.task.decisions() if template.uses_task else {}
+        write_json(temporary / DESCRIPTION, {"hooks": own_hooks(type(template)), "decisions": decisions})
+
+
+def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averages: bool) -> None:
+    """Write what the run would have exported at a checkpoint, whatever engine has written it.
+
+    Args:
+        described: what :func:`describe_model` has written.
+        averages: whether the run keeps averages of its weights, which it exports.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        ModelError: the model's class is the user's own, and its adapters cannot be told from it.
+    """
+    reader = Reader(checkpoint)
+    weights = {}
+    for name, shape in reader.names("weights").items():
+        kept = average_of(name) if averages else ""
+        source = ("optimizer", kept) if kept in reader.names("optimizer") else ("weights", name)
+        weights[name] = reader.read(*source, (0,) * len(shape), shape)
+    with new_folder(folder) as temporary:
+        model = _skeleton(described)
+        for file in described.iterdir():  # the tokenizer; what belongs to the weights is written again with them
+            if file.name != DESCRIPTION:
+                shutil.copy(file, temporary)
+        if model is not None:
+            _write(model, weights, temporary)
+        else:
+            save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+
+
+def _skeleton(described: Path) -> PreTrainedModel | None:
+    """The described model without memory; None of one that is not of transformers."""
+    if not (described / "config.json").is_file():
+        return None
+    config = read_config_of(described)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    restore = next((m.restore for m in _exported() if hasattr(m, "restore") and m.is_marked(described)), None)
+    if kind is None:
+        if restore:
+            raise ModelError(
+                f"transformers has no class {(config.architectures or ['for this model'])[0]}, and adapters of it",
+                where=str(described / "config.json"),
+                hint="finish the run with --resume: it exports its adapters",
+            )
+        return None
+    model = _empty(kind, config)
+    if (described / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(described)
+    return restore(model, described) if restore else model
+
+
+def _write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    own = _writer_of(model)
+    if own:
+        own.write(model, weights, folder)
+    elif isinstance(model, PreTrainedModel):
+        _save_transformers(model, weights, folder)
+    else:
+        save_file(dict(weights), folder / "model.safetensors")
 
 
 def _exported() -> list[Any]:
@@ -50,16 +133,44 @@ def _exported() -> list[Any]:
     return [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
 
 
-def _save_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    # Sharding engines swap the class of the model; an empty one of the original class saves as transformers expects.
-    original = next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "use_cache"):
-        config.use_cache = True  # it is off in training alone
-    with torch.device("meta"):
-        skeleton = original(config)
-    logging.disable_progress_bar()  # its bar would stand among our own lines
-    skeleton.save_pretrained(folder, state_dict=weights)
+def _writer_of(model: nn.Module) -> Any:
+    return next((module for module in _exported() if hasattr(module, "writes") and module.writes(model)), None)
+
+
+def _mark(folder: Path) -> None:
     for module in _exported():
         if hasattr(module, "mark"):
             module.mark(folder)
+
+
+def _class_of(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class as it was before a sharding engine has swapped it."""
+    return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
+
+
+def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
+    config: PreTrainedConfig = copy.deepcopy(model.config)
+    if hasattr(config, "use_cache"):
+        config.use_cache = True  # it is off in training alone
+    return config
+
+
+def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = kind(config)
+    return model
+
+
+def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    # An empty one of the original class saves as transformers expects.
+    skeleton = _empty(_class_of(model), _config_of(model))
+    if model.can_generate():
+        skeleton.generation_config = model.generation_config
+    transformers_logging.disable_progress_bar()  # its bar would stand among our own lines
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # accelerate imports DeepSpeed here, which tells of itself
+    try:
+        skeleton.save_pretrained(folder, state_dict=dict(weights))
+    finally:
+        logging.disable(before)
+    _mark(folder)

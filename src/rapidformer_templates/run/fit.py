@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,26 +11,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rapidformer_templates.data.checks import checked_data
-from rapidformer_templates.data.loader import load
-from rapidformer_templates.data.order import Order, Request
-from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.embedding_noise import add_noise
-from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.traces import without_trace
 from rapidformer_templates.errors import ConfigError, DataError
-from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.models.label_use import can_be_tried, label_use
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.metrics import TEST
-from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.tasks import check_data_flags
 from rapidformer_templates.planning.trackers import chosen_trackers
 from rapidformer_templates.run import calls
 from rapidformer_templates.run import out_of_memory as ladder
 from rapidformer_templates.run.best import BestMetric, best_metric, check_metric
+from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
+from rapidformer_templates.run.callbacks import take_back, tell
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of
@@ -38,9 +32,9 @@ from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
 from rapidformer_templates.run.curves import Curves
 from rapidformer_templates.run.evaluation import Evaluator, Validation
-from rapidformer_templates.run.export import export_model
+from rapidformer_templates.run.export import describe_model, export_model
 from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_of_test, read_metrics
-from rapidformer_templates.run.hooks import checked_model, checked_optimizer, checked_schedule
+from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.lock import hold, try_folder
 from rapidformer_templates.run.loop import Loop, Position
@@ -48,13 +42,13 @@ from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
-from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model, provide_reference
+from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.run.trackers import Called
 from rapidformer_templates.system import launch, program
-from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
-from rapidformer_templates.system.random_state import seed_all
+from rapidformer_templates.system.files import writing
+from rapidformer_templates.system.process_state import kept_process_state
 from rapidformer_templates.system.signals import StopRequest, stop_request
 from rapidformer_templates.system.workers import Workers, join
 
@@ -62,30 +56,54 @@ if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
 
 
-def fit(template: Template) -> dict[str, Any]:
-    """Check what can be checked, start local workers if they are asked for, and train."""
+Then = Callable[[Engine, Workers], None]
+"""What is done with a trained engine while its workers are together."""
+
+
+def fit(template: Template, then: Then | None = None) -> dict[str, Any]:
+    """Check what can be checked, start local workers if they are asked for, and train.
+
+    Args:
+        then: is called at the end where this process is the only one.
+    """
     asked = dict(template.config.items())
     if launch.is_worker():
         return calls.in_this_worker(
-            type(template).__qualname__, asked, template.adopt, lambda: _join_and_train(template)
+            type(template).__qualname__, asked, template.adopt, lambda: join_and_train(template)
         )
     if (template.config.launch.nproc_per_node or 1) == 1:
-        return calls.noted(lambda: _join_and_train(template))
+        return calls.noted(lambda: _train_here(template, then))
     return calls.noted(lambda: _train_in_new_workers(template, asked))
 
 
-def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[str, Any]:
-    config, training = template.config, template.config.training
-    program.command()  # or there is nothing that workers could run
+def _train_here(template: Template, then: Then | None) -> dict[str, Any]:
+    with kept_process_state():
+        return join_and_train(template, then)
+
+
+def check_before_workers(template: Template) -> tuple[dict[str, str], Callable[[], bool]]:
+    """See what can be seen to be wrong before workers start, and show the plan.
+
+    Returns:
+        What their environment is to have, and whether there is a checkpoint to go on from.
+    """
+    training = template.config.training
     _check(template, RunFolder(training.save) if training.save else None)
     show_plan(template.plan)
+    return chosen_layout(template.config), partial(_goes_on, training)
+
+
+def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[str, Any]:
+    config = template.config
+    program.command()  # or there is nothing that workers could run
+    more, resumes = check_before_workers(template)
     return calls.in_new_workers(
         type(template).__qualname__,
         asked,
         config.launch.nproc_per_node or 1,
         config.launch.master_port,
-        chosen_layout(config),
-        partial(_goes_on, training),
+        more,
+        resumes,
     )
 
 
@@ -114,9 +132,7 @@ def _check(template: Template, folder: RunFolder | None) -> None:
         if not template.computes_own_metrics:
             check_metric(template.config)
         task.check()
-    for switch in (REGISTRY[name] for name in template.plan.switches):
-        if switch.prepare:
-            load_object(switch.prepare)(template.config, template.plan)
+    prepare_switches(template)
 
 
 def _check_overwritten(template: Template, folder: RunFolder) -> None:
@@ -137,24 +153,16 @@ def _check_overwritten(template: Template, folder: RunFolder) -> None:
             )
 
 
-def _join_and_train(template: Template) -> dict[str, Any]:
-    if template.plan.device == "cpu":
-        _choose_allocation({REGISTRY[name].family for name in template.plan.switches})
+def join_and_train(template: Template, then: Then | None = None) -> dict[str, Any]:
+    """Train as one of the workers, or as the only one; ``then`` is called before they part."""
+    choose_allocation(template.plan)
     with (
         stop_request(partial(_goes_on, template.config.training), alone=not launch.is_worker()) as stop,
         join(template.plan.device, template.plan.sizes) as workers,
         ladder.explained(template.config, template.plan, workers.rank, partial(resolve_plan, type(template))),
         _run_folder(template, workers) as folder,
     ):
-        return train(template, folder, workers, stop)
-
-
-def _choose_allocation(families: set[str | None]) -> None:
-    """Fast where memory is no matter, small where it is the point, and the system's own way between the two."""
-    if "offload" in families:
-        give_freed_memory_back()
-    elif "partitioning" not in families:
-        keep_freed_memory()
+        return train(template, folder, workers, stop, then)
 
 
 @contextmanager
@@ -175,15 +183,42 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
         yield folder
 
 
-def train(template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest) -> dict[str, Any]:
+def evaluate(template: Template, reference: Callable[[], nn.Module] | None = None) -> dict[str, float]:
+    """The metrics of a template's model on its validation part, by this worker and its peers; nothing is trained.
+
+    Args:
+        reference: makes the model that preferences are measured against; None is a model like the template's.
+
+    Returns:
+        What an evaluation writes to ``metrics.jsonl``, the same on every worker.
+
+    Raises:
+        DataError: there is no validation part.
+    """
+    config, plan = template.config, template.plan
+    with (
+        join(plan.device, plan.sizes) as workers,
+        ladder.explained(config, plan, workers.rank, partial(resolve_plan, type(template))),
+    ):
+        build_data(template, workers)
+        engine = build_engine(template, workers, reference)
+        if not template.data.validation_sets():
+            hint = "name data with --data-dir and --data-name"
+            raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
+        return Validation(template, engine, workers).evaluate()
+
+
+def train(
+    template: Template, folder: RunFolder | None, workers: Workers, stop: StopRequest, then: Then | None = None
+) -> dict[str, Any]:
     """One worker's run: reads as the order of composition.
 
     Nothing is written to the run folder before all that can go wrong has been tried.
     """
     # 1. The data, then the model: a classifier must know its labels.
-    samples = _build_data(template, workers)
+    samples = build_data(template, workers)
     metric = best_metric(template)
-    engine = _build_engine(template, workers)
+    engine = build_engine(template, workers)
 
     precomputed = _precomputed(template, engine, workers)
 
@@ -192,12 +227,16 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
     position = take_up(template, engine, folder, order, workers)
     if isinstance(samples, Endless) and position.stream is not None:
         samples.go_to(position.stream)
+    if position.step:
+        take_back(template.callbacks, position.callbacks, workers)
 
     # 3. The loop.
     if folder and template.config.training.resume:
         say_changes(folder, template.plan.values, workers)
     if folder and workers.is_main:
         folder.prepare(template.plan.to_json(), overwrite=template.config.training.overwrite)
+        with writing(folder.model):
+            describe_model(engine.model, template, folder.model)
     workers.barrier()
     if precomputed:
         precomputed.attach(folder, goes_on=position.step > 0 and template.config.training.resume)
@@ -210,10 +249,13 @@ def train(template: Template, folder: RunFolder | None, workers: Workers, stop: 
             metrics = loop.run(stop, progress)
 
         # 4. Best weights, the test part, export, summary.
-        return _finish(loop, metrics, workers)
+        summary = _finish(loop, metrics, workers)
+        if then:
+            then(engine, workers)
+        return summary
 
 
-def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
+def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
     """The training samples; the whole data are kept in the template for its hooks."""
     template.data = checked_data(template.build_data())
     skipped = template.task.skipped if template.uses_task else []
@@ -232,71 +274,11 @@ def _build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless
     return samples
 
 
-def _build_engine(template: Template, workers: Workers) -> Engine:
-    """The model, changed by the active switches in the order of their stages; the engine comes last."""
-    config, plan = template.config, template.plan
-    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
-    model = _seeded_model(template, engine)
-    template.model_was_built(model)
-    tried = can_be_tried(model)
-    if tried:
-        _try_labels(template, model, workers)
-    if template.uses_task:
-        template.task.check_model(model)
-    model = _transformed(template, model, workers)
-    if config.training.neftune_alpha:
-        add_noise(model, config.training.neftune_alpha, config.training.seed)
-    recipe = checked_optimizer(template.build_optimizer())
-    template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
-    engine.setup(model, recipe, template.compute_loss)
-    if config.training.ema_decay is not None:
-        engine.keep_average(config.training.ema_decay)
-    template.model = engine.model
-    provide_reference(template, engine, lambda: _transformed(template, _seeded_model(template, engine), workers))
-    if not tried:
-        with engine.measuring() as whole:
-            _try_labels(template, whole, workers)
-    return engine
-
-
-def _seeded_model(template: Template, engine: Engine) -> nn.Module:
-    """The model as it is before training; each time the same."""
-    seed_all(template.config.training.seed)
-    with engine.build_context():
-        return checked_model(template.build_model())
-
-
-def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.Module:
-    """The model, changed by the active switches in the order of their stages."""
-    config, plan = template.config, template.plan
-    for switch in (REGISTRY[name] for name in plan.switches):
-        if switch.transform:
-            options = config.switches[switch.name]
-            building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
-            model = load_object(switch.transform)(model, building)
-            del building
-    return model
-
-
 def _precomputed(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
     """What keeps the reference's log-probabilities, where they are computed once."""
     if not (template.config.training.precompute_reference and compared_task(template)):
         return None
     return Precomputed(template, engine, identity_of_model(engine, workers), workers)
-
-
-def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
-    """Find out how the model takes labels, by which targets are counted and the task's loss is made."""
-    for note in template.labels_were_tried(label_use(model)):
-        say(workers, f"note       {note}")
-
-
-def _loss_of_one(template: Template, model: nn.Module) -> Any:
-    """The user's loss of the first sample."""
-    request = Request([0], (template.config.training.seed, Stream.TRIAL), [0])
-    (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
-    with without_trace(model):
-        return template.compute_loss(model, microbatch.batch)
 
 
 def _build_loop(
@@ -394,7 +376,7 @@ def _finish(loop: Loop, metrics: dict[str, float], workers: Workers) -> dict[str
     if workers.is_main:
         show_results(folder, summary)
     workers.barrier()
-    template.on_train_end(summary)
+    tell(template, "on_train_end", summary)
     return summary
 
 

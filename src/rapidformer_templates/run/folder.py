@@ -24,6 +24,7 @@ CONTENTS = (
     "curves.png",
     "profile",
     "checkpoints",
+    "model",
     "export",
 )
 
@@ -40,6 +41,7 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.curves = self.path / "curves.png"
         self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
         self.export = self.path / "export"
         self.profile = self.path / "profile"
 

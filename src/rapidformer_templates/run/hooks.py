@@ -90,20 +90,22 @@ def checked_count(count: Any) -> float:
 
 
 def checked_predictions(result: Any, samples: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What ``predict`` returned for a batch of so many samples.
+    """What ``read_outputs`` returned for a batch of so many samples.
 
     Raises:
         RapidformerError: it is no pair of as many predictions and references.
     """
     hint = "return (predictions, references), one entry a sample, on the host"
     if not isinstance(result, (tuple, list)) or len(result) != 2 or not all(isinstance(part, Sized) for part in result):
-        raise RapidformerError(f"predict returned {kind_of(result)}", where="predict(outputs, batch)", hint=hint)
+        raise RapidformerError(
+            f"read_outputs returned {kind_of(result)}", where="read_outputs(outputs, batch)", hint=hint
+        )
     predictions, references = result
     if len(predictions) != samples or len(references) != samples:
         raise RapidformerError(
-            f"predict returned {len(predictions)} predictions and {len(references)} references "
+            f"read_outputs returned {len(predictions)} predictions and {len(references)} references "
             f"for a batch of {samples} samples",
-            where="predict(outputs, batch)",
+            where="read_outputs(outputs, batch)",
             hint=hint,
         )
     return predictions, references

@@ -17,6 +17,7 @@ from rapidformer_templates.engines.contract import Engine, StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
 from rapidformer_templates.run.best import LOSS, BestMetric, loss_of
+from rapidformer_templates.run.callbacks import states_of, tell
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
 from rapidformer_templates.run.checkpoint import format as checkpoint
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
@@ -49,6 +50,7 @@ class Position:
         data: what the order of the data depends on; a resumed run must have the same.
         base: identity of the frozen weights under adapters, which are not in the checkpoint; None of other models.
         stream: where a stream of samples stands; None of other samples.
+        callbacks: states of the callbacks, by their names.
     """
 
     step: int = 0
@@ -59,11 +61,20 @@ class Position:
     data: dict[str, Any] = field(default_factory=dict)
     base: str | None = None
     stream: Bookmark | None = None
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
         """What is done, in the units of an interval."""
         return {"steps": self.step, "samples": self.samples, "tokens": self.tokens}
+
+
+def counted(template: Template, microbatch: MicroBatch) -> MicroBatch:
+    """A micro batch with all that is to be known of it on the host, before it leaves it."""
+    microbatch.targets = 0 if microbatch.idle else checked_count(template.count_targets(microbatch.batch))
+    microbatch.size = (microbatch.sample_count, microbatch.tokens)
+    microbatch.look()
+    return microbatch
 
 
 @dataclass
@@ -122,7 +133,7 @@ class Loop:
         self.progress = progress
         metrics: dict[str, float] = {}
         batches = self._batches()
-        self.template.on_train_start()
+        tell(self.template, "on_train_start")
         while (step := self.position.step) < self.total:
             if self.profile:
                 self.profile.step_begins()
@@ -162,7 +173,7 @@ class Loop:
                 self.position.samples += int(samples)
                 self.position.tokens += int(tokens)
                 self.meter.step(int(samples), int(tokens))
-                self.template.on_step_end(done, result)
+                tell(self.template, "on_step_end", done, result)
                 progress.advance(result.loss)
             if self.profile and self.profile.step_ends():
                 self.profile = None
@@ -185,7 +196,7 @@ class Loop:
         if self.curves:
             self.curves.flush()
         if self.intervals.epoch and done % self.intervals.epoch == 0:
-            self.template.on_epoch_end(done // self.intervals.epoch)
+            tell(self.template, "on_epoch_end", done // self.intervals.epoch)
 
     def _stop_early(self, result: StepResult) -> None:
         """What the last step of a run has, for one that becomes the last by its evaluation."""
@@ -236,13 +247,9 @@ class Loop:
         pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else on_gpu
         batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
         # Counted on the host, before they leave it; the next step's are on their way while this one is computed.
-        return on_device(map(self._counted, batches), self.workers.device, ahead=plan.sizes.accumulation)
-
-    def _counted(self, microbatch: MicroBatch) -> MicroBatch:
-        microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
-        microbatch.size = (microbatch.sample_count, microbatch.tokens)
-        microbatch.look()
-        return microbatch
+        return on_device(
+            (counted(self.template, batch) for batch in batches), self.workers.device, ahead=plan.sizes.accumulation
+        )
 
     def _part(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return self.profile.part(name) if self.profile else contextlib.nullcontext()
@@ -322,7 +329,7 @@ class Loop:
         self.record({"step": step, "epoch": self.epoch, **metrics})
         if self.metric is not None:
             self._judge(self.metric, step, metrics)
-        self.template.on_evaluate(step, metrics)
+        tell(self.template, "on_evaluate", step, metrics)
         return metrics
 
     def _judge(self, metric: BestMetric, step: int, metrics: Mapping[str, float]) -> None:
@@ -357,6 +364,7 @@ class Loop:
             if self.metrics:
                 self.metrics.sync()
             root, step = self.folder.checkpoints, self.position.step
+            self.position.callbacks = states_of(self.template.callbacks)
             progress = dataclasses.asdict(self.position)
             best = self.position.best["step"] if self.position.best else None
             if self.saver:
@@ -378,4 +386,4 @@ class Loop:
         """Tell of a checkpoint that is whole."""
         if path:
             self.progress.saved(checkpoint.step_of(path), path)
-            self.template.on_checkpoint(checkpoint.step_of(path), path)
+            tell(self.template, "on_checkpoint", checkpoint.step_of(path), path)

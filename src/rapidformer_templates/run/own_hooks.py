@@ -110,6 +110,12 @@ def check_names(template: type) -> None:
     had = {name for kind in own for name in vars(kind)}
     for kind in own:
         for name, value in vars(kind).items():
+            if name == "predict":
+                raise ConfigError(
+                    f"{kind.__name__}.predict is no hook: predict(samples) is what a program calls after the training",
+                    where=_file_and_line(kind, value),
+                    hint="did you mean read_outputs(self, outputs, batch)?",
+                )
             if name.startswith("_") or name in known or not (callable(value) or isinstance(value, _WRAPPED)):
                 continue
             meant = _meant(name, [*hooks, "Flags"], had)

@@ -56,10 +56,10 @@ class Receipts:
     Args:
         engine: what trains.
         template: with the plan that it should follow.
-        order: of the training samples.
+        order: of the training samples, where the library chooses it.
     """
 
-    def __init__(self, engine: Engine, template: Template, order: Order) -> None:
+    def __init__(self, engine: Engine, template: Template, order: Order | None = None) -> None:
         self.engine = engine
         self.template = template
         self.switches = [REGISTRY[name].in_layout(template.plan.sizes) for name in template.plan.switches]

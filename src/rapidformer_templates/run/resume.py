@@ -12,6 +12,7 @@ from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import WithoutAverages
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.models.adapters import frozen_base_of
+from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.tasks import sample_flags
 from rapidformer_templates.run.checkpoint.check import newest_whole, problem_of, problem_together
 from rapidformer_templates.run.checkpoint.format import Reader, folder_of, is_checkpoint
@@ -39,24 +40,34 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
     if path is None and training.resume:
         say(workers, "nothing to resume yet: starting from the beginning")
     if path is None and training.load:
-        path = _to_load(Path(training.load), workers)
+        path = checkpoint_to_load(Path(training.load), workers)
     if path is None or weights_only:
         if path is not None:
-            _check_base(Reader(path), fresh, path)
+            check_base(Reader(path), fresh.base)
             engine.load(Reader(path), optimizer=False)
         seed_all(training.seed + 1 + workers.stream)
         return fresh
     reader = Reader(path)
     known = Position.__dataclass_fields__.keys() & reader.state.keys()  # an older version knew fewer
     saved = Position(**{name: reader.state[name] for name in known})
-    _check_fit(reader, engine, saved, fresh, path)
+    _check_fit(reader, saved, fresh, path)
     saved.best = _own_best(saved, path, folder, workers)
     if saved.best is None:
         saved.waited = 0
+    put_back(reader, engine, training, workers)
+    return saved
+
+
+def put_back(reader: Reader, engine: Engine, training: TrainingFlags, workers: Workers) -> None:
+    """Put engine and random states where a checkpoint left them.
+
+    Raises:
+        CheckpointError: the optimizer or a tensor differs; nothing was changed.
+    """
+    _check_optimizer(reader, engine)
     engine.load(reader if training.ema_decay is not None else WithoutAverages(reader), optimizer=True)
     engine.load_state(reader.state["engine"])
-    _restore_random_state(reader, training.seed, saved.step, workers)
-    return saved
+    _restore_random_state(reader, training.seed, int(reader.state["step"]), workers)
 
 
 HOW_IT_STARTS = {"template", "--resume", "--save", "--load", "--overwrite", "--config", "--user-script"}
@@ -107,7 +118,12 @@ def _newest(root: Path, workers: Workers) -> Path | None:
     return newest
 
 
-def _to_load(path: Path, workers: Workers) -> Path:
+def checkpoint_to_load(path: Path, workers: Workers) -> Path:
+    """The checkpoint that a path names: itself, or the newest whole one of a run folder.
+
+    Raises:
+        CheckpointError: it is neither, or not whole.
+    """
     if workers.broadcast(is_checkpoint(path)):
         problem = problem_together(path, workers)
         if problem:
@@ -143,9 +159,9 @@ def _own_best(saved: Position, path: Path, folder: RunFolder | None, workers: Wo
     return best
 
 
-def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position, path: Path) -> None:
+def _check_fit(reader: Reader, saved: Position, fresh: Position, path: Path) -> None:
     """Refuse a checkpoint whose run would go on otherwise than it began."""
-    _check_base(reader, fresh, path)
+    check_base(reader, fresh.base)
     changed = [
         f"{name} was {saved.data.get(name)}, is {fresh.data.get(name)}"
         for name in fresh.data | saved.data
@@ -157,28 +173,31 @@ def _check_fit(reader: Reader, engine: Engine, saved: Position, fresh: Position,
             where=str(path),
             hint="go on with the same values, or take the weights alone with --load … --weights-only",
         )
+
+
+def _check_optimizer(reader: Reader, engine: Engine) -> None:
     kind, used = reader.state["engine"]["optimizer"], engine.state()["optimizer"]
     if kind != used:
         raise CheckpointError(
             f"the checkpoint holds the state of {kind}, this run uses {used}",
-            where=str(path),
+            where=str(reader.folder),
             hint="use the same --optimizer, or take the weights alone with --load … --weights-only",
         )
 
 
-def _check_base(reader: Reader, fresh: Position, path: Path) -> None:
-    """Refuse adapters that were trained beside other weights."""
+def check_base(reader: Reader, identity: str | None) -> None:
+    """Refuse adapters that were trained beside other weights than those of this identity."""
     base = reader.state.get("base")
-    if base == fresh.base:
+    if base == identity:
         return
-    if base and fresh.base:
-        what = f"the adapters in it were trained beside other weights ({base}) than those of this model ({fresh.base})"
+    if base and identity:
+        what = f"the adapters in it were trained beside other weights ({base}) than those of this model ({identity})"
         hint = "name the base that they were trained with"
     elif base:
         what, hint = "it holds adapters, and this model has none", "train with the same --lora-rank"
     else:
         what, hint = "it holds a whole model, and this run trains adapters", "export it, and train beside that folder"
-    raise CheckpointError(what, where=str(path), hint=hint)
+    raise CheckpointError(what, where=str(reader.folder), hint=hint)
 
 
 def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers) -> None:

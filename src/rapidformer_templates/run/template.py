@@ -10,11 +10,12 @@ from torch import nn
 
 from rapidformer_templates.data.tasks import Task
 from rapidformer_templates.data.types import Batch, Data
-from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.engines.contract import Engine, StepResult
 from rapidformer_templates.engines.recipe import OptimizerSpec, Schedule
 from rapidformer_templates.models.label_use import LabelUse
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.run.callbacks import Callback
 
 
 class Template(Protocol):
@@ -24,10 +25,12 @@ class Template(Protocol):
     config: RunConfig
     flags: Any
     data: Data
+    engine: Engine
     model: nn.Module
     peak_lr: float
     tokenizer: Any
     uses_task: bool
+    callbacks: tuple[Callback, ...]
 
     @property
     def plan(self) -> Plan: ...
@@ -46,7 +49,7 @@ class Template(Protocol):
     def count_targets(self, batch: Batch) -> float: ...
     def build_optimizer(self) -> OptimizerSpec: ...
     def build_scheduler(self, total_steps: int) -> Schedule: ...
-    def predict(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]: ...
+    def read_outputs(self, outputs: Any, batch: Batch) -> tuple[Sequence[Any], Sequence[Any]]: ...
     def compute_metrics(self, predictions: Sequence[Any], references: Sequence[Any]) -> Mapping[str, float]: ...
 
     def on_train_start(self) -> None: ...

@@ -28,8 +28,21 @@ def give_freed_memory_back() -> None:
     _mallopt({M_MMAP_THRESHOLD: 2**20})
 
 
+def allocate_as_usual() -> None:
+    """Undo both: bounds as in a fresh process, and what is kept is given back now. Does nothing where neither was."""
+    if _changed:
+        _mallopt({M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: 2**17, M_MMAP_THRESHOLD: 2**17})
+        ctypes.CDLL(None).malloc_trim(0)
+        _changed.clear()
+
+
+_changed: set[int] = set()
+"""Options that this process has set."""
+
+
 def _mallopt(values: dict[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         for option, value in values.items():
             mallopt(option, value)
+            _changed.add(option)

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from rapidformer_templates.errors import ConfigError, Interrupted, RapidformerError, ReportedError, WorkerFailed
@@ -48,6 +49,8 @@ def run_workers(
     port: int | None = None,
     more: Mapping[str, str] | None = None,
     resumes: Callable[[], bool] = lambda: False,
+    *,
+    shown: bool = False,
 ) -> None:
     """Run ``command`` in ``count`` local workers and wait for all of them.
 
@@ -61,6 +64,7 @@ def run_workers(
         port: where they meet; by default a free one.
         more: variables of their environment.
         resumes: whether there is a checkpoint to go on from.
+        shown: what they print goes through ``sys.stdout`` and ``sys.stderr`` of this process, as a notebook needs it.
 
     Raises:
         ConfigError: nobody can meet on the port.
@@ -74,7 +78,7 @@ def run_workers(
     started = time.time()
     environments = [{**_environment(rank, count, meeting_port), **(more or {})} for rank in range(count)]
     with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder, asked_to_end() as asked:
-        workers = Group(command, environments, Path(folder))
+        workers = Group(command, environments, Path(folder), shown=shown)
         try:
             workers.wait(asked)
         finally:
@@ -130,7 +134,7 @@ def _raise_first(
         raise Interrupted(message, hint="start it again", saved=resumes())
     first = min(others, key=_when)
     if TOLD in first.told:
-        raise ReportedError(first.told["message"], first.status if first.status > 0 else 1)
+        raise ReportedError(first.told["message"], first.status if first.status > 0 else 1, first.rank)
     memory = "out of memory is the usual cause of SIGKILL; " if first.status == -signal.SIGKILL else ""
     raise WorkerFailed(
         f"worker {first.rank} {first.how} after {time.time() - started:.0f} s; the others were ended",
@@ -170,3 +174,17 @@ def report_errors(body: Callable[[], T]) -> T:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def report_uncaught() -> None:
+    """From now on, tell an error that ends this worker as :func:`report_errors` does: nobody stands around its body."""
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def again() -> NoReturn:
+            raise error.with_traceback(trace)
+
+        if isinstance(error, Exception):
+            report_errors(again)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = tell

@@ -67,9 +67,13 @@ class Group:
         command: program and arguments.
         environments: what the environment of each worker has besides this process's.
         folder: for their error files.
+        shown: whether what they print is read, and printed by this process while it waits.
     """
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path, *, shown: bool = False
+    ) -> None:
+        self._printed = Printed(folder) if shown else None
         self._files = [folder / f"error-{rank}.json" for rank in range(len(environments))]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._seen: dict[int, float] = {}
@@ -77,7 +81,12 @@ class Group:
             for environment, file in zip(environments, self._files, strict=True):
                 own = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
                 self._processes.append(
-                    subprocess.Popen(command, env={**os.environ, **environment, **own}, start_new_session=True)
+                    subprocess.Popen(
+                        command,
+                        env={**os.environ, **environment, **own},
+                        start_new_session=True,
+                        **(self._printed.files if self._printed else {}),
+                    )
                 )
         except OSError:  # no memory or no number for one more process
             self.kill()
@@ -103,7 +112,13 @@ class Group:
                 deadline = time.monotonic() + GRACE
             if asked.insisted or time.monotonic() > deadline:
                 self.kill()
+            self._show()
             time.sleep(POLL)
+        self._show()
+
+    def _show(self) -> None:
+        if self._printed:
+            self._printed.show()
 
     def kill(self) -> None:
         """End those that are left at once, with the processes that they have started."""
@@ -132,6 +147,27 @@ class Group:
     def _send(self, number: int) -> None:
         for process in self._running():
             process.send_signal(number)
+
+
+class Printed:
+    """What processes print, in two files that this process reads on.
+
+    Args:
+        folder: for the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        paths = (folder / "stdout", folder / "stderr")
+        out, err = (path.open("ab") for path in paths)
+        self.files: dict[str, Any] = {"stdout": out, "stderr": err}  # arguments of a Popen whose process prints there
+        self._readers = [path.open(encoding="utf-8", errors="replace", newline="") for path in paths]
+
+    def show(self) -> None:
+        """Print what has come since the last time."""
+        for reader, stream in zip(self._readers, (sys.stdout, sys.stderr), strict=True):
+            if text := reader.read():
+                stream.write(text)
+                stream.flush()
 
 
 def _read(file: Path) -> dict[str, Any]:

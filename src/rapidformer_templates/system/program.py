@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from rapidformer_templates.errors import ConfigError, Interrupted
@@ -17,6 +18,15 @@ def is_script() -> bool:
         return False
     file = getattr(program, "__file__", None)  # of a program on standard input it is "<stdin>"
     return getattr(program, "__spec__", None) is not None or (file is not None and Path(file).is_file())
+
+
+def place_of(frame: FrameType) -> str:
+    """Where the code of a frame stands: ``train.py:8``, or ``In[3]:8`` of the third cell that a notebook has run."""
+    shell = sys.modules.get("IPython")
+    cell = shell.get_ipython() if shell is not None else None
+    if cell is not None and frame.f_globals.get("__name__") == "__main__":
+        return f"In[{cell.execution_count}]:{frame.f_lineno}"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def arguments() -> list[str]:

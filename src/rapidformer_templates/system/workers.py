@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -151,15 +151,16 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # torchrun with one worker also sets RANK; without it there is no meeting point to join.
-    in_group = "RANK" in os.environ and not dist.is_initialized()
+    is_first = not dist.is_initialized()  # or whoever has opened the group closes it
+    in_group = "RANK" in os.environ and is_first
     end_with_launcher()
     if in_group:
         _open_group(device)
     try:
         yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, _mesh(device, sizes))
     finally:
-        if in_group and dist.is_initialized():
-            dist.destroy_process_group()
+        if is_first and dist.is_initialized():  # engines that cannot do without open one alone
+            _close_group()
 
 
 def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
@@ -183,6 +184,20 @@ def _open_group(device: torch.device) -> None:
             f"the workers cannot meet at {address}: {str(error).splitlines()[0]}",
             hint="a port in use or a firewall: choose another --master-port, or leave it out for a free one",
         ) from error
+
+
+_closing: list[Callable[[], None]] = []
+"""What closes the group in the place of torch."""
+
+
+def close_group_by(close: Callable[[], None]) -> None:
+    """Have a library close the process group that keeps parts of it: the next group would meet them."""
+    _closing[:] = [close]
+
+
+def _close_group() -> None:
+    close = _closing.pop() if _closing else dist.destroy_process_group
+    close()
 
 
 def open_group_alone(device: torch.device) -> None:

@@ -81,18 +81,58 @@ def find_columns(part: Part, flags: DataFlags) -> Columns:
         asked = part.column("text_column", flags.text_column, tuple(PROMPTS))
         return asked_and_answered(part, asked, part.column("label_column", flags.label_column, ()))
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *TEXT_COLUMNS))
-    kind = part.table.data.schema.field(name).type
-    is_chat = name in CHAT_COLUMNS or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    is_chat = name in CHAT_COLUMNS or _holds_lists(part, name)
     return Columns("chat" if is_chat else "text", (name,))
 
 
-def asked_and_answered(part: Part, asked: str, answer: str) -> Columns:
-    """Prompts with completions, or instructions with what belongs to them."""
+def _holds_lists(part: Part, column: str) -> bool:
+    kind = part.table.data.schema.field(column).type
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def asked_and_answered(part: Part, asked: str, answer: str | None) -> Columns:
+    """Prompts with completions, or instructions with what belongs to them; None where there are no answers yet."""
     if asked != "instruction":
-        return Columns("prompt", (asked, answer))
+        return Columns("prompt", (asked, answer) if answer else (asked,))
     there = [name for name in part.table.column_names if name != answer]
     beside = tuple(next((name for name in usual if name in there), None) for usual in BESIDE_INSTRUCTIONS)
-    return Columns("instruction", (asked, answer), beside)
+    return Columns("instruction", (asked, answer) if answer else (asked,), beside)
+
+
+def find_asked(part: Part, flags: DataFlags) -> Columns:
+    """The columns of what is to be answered or continued: as :func:`find_columns`, but for the answers.
+
+    Raises:
+        DataError: there is none.
+    """
+    name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS))
+    if name in PROMPTS:
+        return asked_and_answered(part, name, None)
+    return Columns("chat" if _holds_lists(part, name) or name in CHAT_COLUMNS else "text", (name,))
+
+
+def read_asked(columns: Columns, fields: tuple[Any, ...]) -> str | list[Message]:
+    """A text to continue, or the messages to answer; an answer that stands at their end is left out.
+
+    Raises:
+        DataError: it cannot be used; where it stands is left for the caller to say.
+    """
+    if columns.kind == "instruction":
+        instruction, given, system = fields
+        before = [{"role": "system", "content": system}] if _text(system or "", "system prompt") else []
+        return [*before, {"role": "user", "content": instruction_text(instruction, given)}]
+    (value,) = fields
+    if columns.kind == "text" or isinstance(value, str):
+        if not _text(value, columns.names[0]):
+            raise DataError(f"the {columns.names[0]} is empty")
+        text: str = value
+        return text
+    messages = read_messages(value, columns.names[0])
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DataError("there is no message to answer")
+    return messages
 
 
 @dataclass(frozen=True)

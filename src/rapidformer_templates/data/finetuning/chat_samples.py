@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, read_example, rows_of
+from rapidformer_templates.data.finetuning.chat import Columns, Completion, Example, Message, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_template import ChatTemplate, Encoded, Rendered, encode
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.targets import IGNORED
@@ -111,6 +111,10 @@ class ChatReader:
         if self.answers_only:
             return self._template.answers(example.messages, example.given)
         return Rendered(self._template.render(example.messages))
+
+    def question(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to the answer that it asks for."""
+        return self._template.render(messages, asks=True)
 
     def _truncate(self, text: Rendered, tokens: Encoded, counts: _Counts) -> Encoded:
         """The tokens with an end token, if the text has no template to give one, truncated to the length."""

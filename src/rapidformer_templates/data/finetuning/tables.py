@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -145,6 +146,33 @@ def read_dataset(config: RunConfig) -> Raw:
     )
 
 
+def read_part(config: RunConfig, name: str | None) -> Raw:
+    """One part of a data set, to evaluate on: it stands for both parts, as columns are looked for in the first.
+
+    Args:
+        name: ``train``, ``valid`` or ``test``; None is the validation part, or the only one.
+
+    Raises:
+        DataError: it is not there, or there are several and none is named; or as :func:`read_dataset`.
+    """
+    flags, bad = config.data, BadLines(skip=config.data.skip_bad_lines)
+    located = locate(flags)
+    files = parts_of(located)
+    chosen = name or ("valid" if "valid" in files or len(files) > 1 else next(iter(files)))
+    if chosen not in files:
+        there = ", ".join(f"{part} ({', '.join(map(str, paths))})" for part, paths in files.items())
+        hint = f"choose one with --part; there is: {there}"
+        raise DataError(f"the data set has no part {chosen}", where=f"--data-name {flags.data_name}", hint=hint)
+    if isinstance(located, Path):
+        part = _read_saved(files[chosen][0])
+    else:
+        part = (_read_cached if isinstance(located, Cached) else partial(read_files, bad=bad))(files[chosen])
+    if not len(part):
+        raise DataError("the data set is empty", where=part.files[0], hint="it needs at least one row")
+    part = _first(part, flags.max_eval_samples)
+    return Raw(train=part, valid=part, skipped=bad.skipped)
+
+
 def streamed_files(flags: DataFlags) -> dict[str, list[Path]]:
     """The files of each part of a data set that is streamed.
 
@@ -168,7 +196,7 @@ def _streamed(config: RunConfig) -> Raw:
     files, bad = streamed_files(flags), BadLines(skip=flags.skip_bad_lines)
     seed = None if flags.shuffle_buffer == 0 else config.training.seed
     stream = RowStream(files["train"], seed, skip=flags.skip_bad_lines)
-    whole = {name: _read_files(files[name], bad) for name in parts_read(flags)[1:] if name in files}
+    whole = {name: read_files(files[name], bad) for name in parts_read(flags)[1:] if name in files}
     valid = whole.get("valid")
     beginning = stream.state()
     rows = [row for row in (next(stream) for _ in range(FIRST)) if row.row is not None]
@@ -226,7 +254,7 @@ def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
 def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> Part:
     if isinstance(located, Path):
         return _read_saved(files[0])
-    return _read_cached(files) if isinstance(located, Cached) else _read_files(files, bad)
+    return _read_cached(files) if isinstance(located, Cached) else read_files(files, bad)
 
 
 def _read_saved(folder: Path) -> Part:
@@ -251,8 +279,12 @@ def _part_of_table(table: datasets.Dataset, name: str) -> Part:
     return Part(table.with_format(None), origins, (name,))
 
 
-def _read_files(files: Sequence[Path], bad: BadLines) -> Part:
-    """The rows of one or more files; a key that some rows lack is None there."""
+def read_files(files: Sequence[Path], bad: BadLines) -> Part:
+    """The rows of one or more files; a key that some rows lack is None there.
+
+    Raises:
+        DataError: a file holds no row, or a line cannot be read.
+    """
     rows: list[Row] = []
     origins: list[tuple[int, int]] = []
     for index, path in enumerate(files):

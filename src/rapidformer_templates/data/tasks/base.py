@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.locating import check_evaluated, each_of, locate
 from rapidformer_templates.data.finetuning.mixtures import mixed
-from rapidformer_templates.data.finetuning.tables import Part, streamed_files
+from rapidformer_templates.data.finetuning.tables import Part, Raw, read_dataset, read_part, streamed_files
+from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.indexed.blend import whole_weights
-from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.data.loader import MicroBatch, to_device
 from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.errors import DataError, ModelError
@@ -31,6 +33,28 @@ from rapidformer_templates.system.workers import Workers
 
 TEXT_COLUMNS = ("text", "sentence", "content", "document", "tweet", "review")
 """Columns in which a text is looked for when ``--text-column`` is not given."""
+
+
+Record = dict[str, Any]
+"""What is predicted of one row: plain values, as JSON knows them."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Rows to predict, without anything to learn.
+
+    Attributes:
+        rows: what :meth:`Task.records` takes, one entry a row.
+        lengths: tokens of each, by which rows of like lengths come together.
+    """
+
+    rows: Sequence[Any]
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, samples: TokenizedSamples) -> Inputs:
+        """Of samples that are tokenized."""
+        return cls(samples, samples.lengths)
 
 
 EvalBatch = Callable[[MicroBatch, Callable[[Any, Batch], Any]], tuple[float, Any]]
@@ -48,10 +72,13 @@ class Task(ABC):
             :meth:`predict`.
         looks_ahead: :meth:`look_ahead` must see all micro batches of a mean before the first loss of it.
         measures: :meth:`measured` has something to tell of each step.
+        decided: names of the attributes that :meth:`build_data` sets, and that a saved model is used with.
         needs_reference: losses compare the model with one that is not trained.
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
             :meth:`build_data`.
         notes: what people should know of the data; set by :meth:`build_data`.
+        is_decided: the model is trained, and the data of an evaluation decide nothing of it: :meth:`take_decisions`.
+        part: where it is decided, the part of the data that is read.
     """
 
     name: ClassVar[str]
@@ -61,12 +88,15 @@ class Task(ABC):
     looks_ahead: bool = False
     measures: ClassVar[bool] = False
     needs_reference: bool = False
+    decided: ClassVar[tuple[str, ...]] = ()
     labels: list[str]
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.skipped: list[str] = []
         self.notes: list[str] = []
+        self.is_decided = False
+        self.part: str | None = None
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -224,6 +254,66 @@ class Task(ABC):
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         """Metrics over the whole evaluation set, from what :meth:`predict` returned for its samples."""
 
+    def decisions(self) -> Record:
+        """What the data have decided (``decided``), as plain values."""
+        return {name: getattr(self, name) for name in self.decided if hasattr(self, name)}
+
+    # Rows that were never part of a data set, once the model is trained.
+
+    def take_decisions(self, decisions: Mapping[str, Any], part: str | None = None) -> None:
+        """Take what the data of the training have decided: the data that are read from now on decide nothing.
+
+        Args:
+            decisions: of :meth:`decisions`, as far as they are known; the model's configuration tells some, too.
+            part: of a data set that is evaluated; None is its validation part, or its only one.
+        """
+        self.is_decided, self.part = True, part
+        for name, value in {**self.told_by_model(), **decisions}.items():
+            setattr(self, name, value)
+
+    def told_by_model(self) -> Record:
+        """The decisions that the model's configuration tells."""
+        return {}
+
+    def read_rows(self) -> Raw:
+        """The rows of ``--data-dir`` and ``--data-name``: all that a run needs, or the part that is evaluated.
+
+        Raises:
+            DataError: a folder, file, line or part that is missing or cannot be read.
+        """
+        return read_part(self.config, self.part) if self.is_decided else read_dataset(self.config)
+
+    @abstractmethod
+    def inputs(self, part: Part) -> Inputs:
+        """Tokenize rows to predict; what would be learned of them is not looked at.
+
+        Raises:
+            DataError: a column is missing, or a row that cannot be used.
+        """
+
+    @abstractmethod
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        """What a model predicts of some rows of :meth:`inputs`; the model is in its evaluation mode.
+
+        Args:
+            generation: how texts are generated, for the tasks that do.
+        """
+
+    def outputs(self, model: Any, rows: Sequence[Any]) -> tuple[Any, Batch]:
+        """What a model puts out for rows of tokens, and the batch on its device."""
+        batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
+        return model(**batch), batch
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes."""
+    return next(model.parameters()).device
+
+
+def share(value: float) -> float:
+    """A probability or a score as it is told: its last digits depend on how many threads have added it up."""
+    return float(f"{value:.4g}")
+
 
 def label_map(names: Sequence[str]) -> dict[str, Any]:
     """The attributes of a model's configuration that name its labels."""
@@ -232,6 +322,11 @@ def label_map(names: Sequence[str]) -> dict[str, Any]:
         "id2label": dict(enumerate(names)),
         "label2id": {name: i for i, name in enumerate(names)},
     }
+
+
+def labels_of_model(model_config: PreTrainedConfig) -> list[str]:
+    """The labels of a model that was trained with some, in their order."""
+    return [str(name) for _, name in sorted((model_config.id2label or {}).items())]
 
 
 def texts_of(part: Part, column: str, *, may_be_missing: bool = False) -> list[str]:

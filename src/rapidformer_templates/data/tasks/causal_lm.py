@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,19 @@ import torch
 from torch import nn
 
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import Columns, find_columns
+from rapidformer_templates.data.finetuning.chat import Columns, find_asked, find_columns, read_asked, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, ChatReader
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate, padded_left
+from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.targets import IGNORED, shifted_left
-from rapidformer_templates.data.tasks.base import Task, as_data, texts_of, tokenized
+from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, device_of, texts_of, tokenized
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.models.architectures import positions_of
 from rapidformer_templates.models.label_use import LabelUse, check_causal
 
 
@@ -61,7 +64,7 @@ class CausalLM(Task):
         return self.config.data.pack_sequences
 
     def read_data(self) -> Data:
-        raw = read_dataset(self.config)
+        raw = self.read_rows()
         self.skipped, self.notes = raw.skipped, []
         columns = find_columns(raw.train, self.config.data)
         sets = sets_of(raw, self.config, partial(self._set, columns))
@@ -127,6 +130,48 @@ class CausalLM(Task):
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         return token_accuracy(predictions, references)
+
+    def inputs(self, part: Part) -> Inputs:
+        return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts_of(self, part))}))
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        return continued(self, model, rows, generation)
+
+
+def prompts_of(task: Task, part: Part) -> list[list[int]]:
+    """The tokens of texts to continue and of conversations to answer.
+
+    Raises:
+        DataError: a column is missing, or a row cannot be used or fills the model.
+    """
+    columns, tokenizer = find_asked(part, task.config.data), task.tokenizer
+    reader = ChatReader(tokenizer, task.seq_length, answers_only=True)
+    asked = reader.read(part, rows_of(part, columns), partial(read_asked, columns))
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
+    positions, prompts = positions_of(task.model_config), []
+    for row, one in enumerate(asked):
+        text = one if isinstance(one, str) else reader.question(one)
+        ids = tokenizer(text, add_special_tokens=isinstance(one, str), verbose=False)["input_ids"]
+        if isinstance(one, str) and ids[-1] in ends:
+            ids = ids[:-1]  # the tokenizer ends each text; this one goes on
+        if positions is not None and len(ids) >= positions:
+            message = f"the prompt has {len(ids)} tokens, and the model takes {positions} with what it writes"
+            raise DataError(message, where=part.where(row), hint="shorten it")
+        prompts.append(ids)
+    return prompts
+
+
+def continued(task: Task, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+    """The text that follows each prompt."""
+    pad = task.tokenizer.pad_token_id
+    assert isinstance(pad, int)
+    batch = to_device(padded_left([row["input_ids"] for row in rows], pad), device_of(model))
+    length, positions = batch["input_ids"].shape[1], positions_of(task.model_config)
+    room = generation.max_new_tokens or DEFAULT_NEW_TOKENS
+    new_tokens = room if positions is None else min(room, positions - length)
+    tokens = generate(model, task.tokenizer, batch, new_tokens, generation.temperature)
+    texts = task.tokenizer.batch_decode(tokens[:, length:].cpu().numpy(), skip_special_tokens=True)
+    return [{"text": text} for text in texts]
 
 
 def predicted_tokens(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[Any], list[Any]]:

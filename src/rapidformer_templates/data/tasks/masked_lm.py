@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.pretraining.masking import MaskTokens, check_mask_probability
 from rapidformer_templates.data.targets import IGNORED
-from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
+from rapidformer_templates.data.tasks.base import (
+    TEXT_COLUMNS,
+    Inputs,
+    Record,
+    Task,
+    as_data,
+    padding_of,
+    share,
+    texts_of,
+    tokenized,
+)
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.types import Data
+from rapidformer_templates.errors import DataError
+
+BEST = 5
+"""Tokens that are told of each mask."""
 
 
 class MaskedLM(Task):
@@ -35,7 +50,7 @@ class MaskedLM(Task):
         return MaskTokens(self.tokenizer, flags.mask_prob, whole_words=flags.whole_word_mask)
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
         column = raw.train.column("text_column", flags.text_column, TEXT_COLUMNS)
         collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORED})
@@ -50,3 +65,36 @@ class MaskedLM(Task):
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         return token_accuracy(predictions, references)
+
+    def inputs(self, part: Part) -> Inputs:
+        column = part.column("text_column", self.config.data.text_column, TEXT_COLUMNS)
+        samples = self._set(column, "input", part, None)
+        for row, sample in enumerate(samples):
+            if self.tokenizer.mask_token_id not in sample["input_ids"]:
+                mask, length = self.tokenizer.mask_token, self.seq_length
+                message = f"there is no {mask} within the first {length} tokens of the column '{column}'"
+                raise DataError(message, where=part.where(row), hint=f"write {mask} where a word is to be found")
+        return Inputs.of(samples)
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        """For each mask the likeliest tokens, and the text with the first of each."""
+        outputs, batch = self.outputs(model, rows)
+        hidden = batch["input_ids"] == self.tokenizer.mask_token_id
+        best = outputs.logits.float().softmax(dim=-1).topk(BEST, dim=-1)
+        filled = torch.where(hidden, best.indices[..., 0], batch["input_ids"])
+        return [
+            {
+                "text": self.tokenizer.decode(filled[i][batch["attention_mask"][i] > 0], skip_special_tokens=True),
+                "masks": [
+                    self._candidates(best.indices[i, place].tolist(), best.values[i, place].tolist())
+                    for place in hidden[i].nonzero()[:, 0].tolist()
+                ],
+            }
+            for i in range(len(rows))
+        ]
+
+    def _candidates(self, tokens: list[int], scores: list[float]) -> list[Record]:
+        return [
+            {"token": str(self.tokenizer.decode([token])).strip(), "score": share(score)}
+            for token, score in zip(tokens, scores, strict=True)
+        ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,19 +10,24 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rapidformer_templates.data.collate import Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import ChatReader
 from rapidformer_templates.data.finetuning.preferences import (
     PreferenceCollate,
     PreferenceSamples,
+    has_pairs,
     judged_of,
     judged_samples,
     pair_samples,
     pairs_of,
 )
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
-from rapidformer_templates.data.tasks.base import EvalBatch, Task, as_data
+from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, share
+from rapidformer_templates.data.tasks.causal_lm import continued, prompts_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.models.architectures import dropout_rates
 from rapidformer_templates.models.label_use import LabelUse, check_causal
@@ -53,7 +58,7 @@ class _Preferences(Task):
         self._rewards: list[Any] = []
 
     def read_data(self) -> Data:
-        raw = read_dataset(self.config)
+        raw = self.read_rows()
         self.skipped, self.notes = raw.skipped, []
         sets = {name: self._samples(name, part) for name, part in raw.parts().items()}
         assert isinstance(self.tokenizer.pad_token_id, int)
@@ -153,6 +158,12 @@ class Preference(_Preferences):
     def use_labels(self, use: LabelUse) -> bool:
         check_causal(use, "--task preference")
         return True
+
+    def inputs(self, part: Part) -> Inputs:
+        return Inputs.of(TokenizedSamples({"input_ids": Ragged(prompts_of(self, part))}))
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        return continued(self, model, rows, generation)
 
     def look_ahead(self, evaluate: EvalBatch, microbatches: Iterable[MicroBatch], workers: Workers) -> None:
         """The drift that KTO compares with, or ORPO's number of tokens: both of the whole global batch."""
@@ -264,3 +275,20 @@ class Reward(_Preferences):
         chosen, rejected = scores.chunk(2)
         self._tell_pairs(chosen.detach(), rejected.detach(), batch["counted"])
         return (losses.reward(chosen, rejected) * batch["counted"]).sum(), batch["counted"].sum()
+
+    def inputs(self, part: Part) -> Inputs:
+        """Answers with what they answer: one a row, or a chosen and a rejected one."""
+        reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True)
+        if has_pairs(part):
+            answers = [list(pair) for pair in pairs_of(part, self.config.data, reader)]
+        else:
+            columns = find_columns(part, self.config.data)
+            answers = [[one] for one in reader.read(part, rows_of(part, columns), read_example)]
+        tokens = [[encoded.ids for encoded in reader.encoded([reader.render(one) for one in row])] for row in answers]
+        return Inputs(tokens, np.asarray([max(map(len, row)) for row in tokens]))
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        outputs, _ = self.outputs(model, [{"input_ids": ids} for row in rows for ids in row])
+        scores = iter(map(share, outputs.logits[:, 0].float().tolist()))
+        names = ("chosen", "rejected")
+        return [{"score": next(scores)} if len(row) == 1 else {name: next(scores) for name in names} for row in rows]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from typing import Any
 
 import torch
 from torch import nn
 
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.indexed.blend import Blend
 from rapidformer_templates.data.indexed.cache import IndexCache, cache_root
 from rapidformer_templates.data.indexed.corpora import Corpus, check_corpora, load_corpora, recipe_of, streamed_corpus
@@ -20,8 +22,10 @@ from rapidformer_templates.data.pretraining.objectives import OBJECTIVES, Object
 from rapidformer_templates.data.streaming.rows import RowStream
 from rapidformer_templates.data.streaming.samples import StreamedSamples, buffer_of
 from rapidformer_templates.data.streaming.windows import WindowsOfDocuments
-from rapidformer_templates.data.tasks.base import Task
-from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
+from rapidformer_templates.data.tasks.base import Inputs, Record, Task
+from rapidformer_templates.data.tasks.causal_lm import CausalLM, predicted_tokens, token_accuracy
+from rapidformer_templates.data.tasks.masked_lm import MaskedLM
+from rapidformer_templates.data.tasks.seq2seq_lm import Seq2SeqLM
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError, NoSamples
 from rapidformer_templates.models.architectures import objective_of
@@ -70,6 +74,8 @@ class Pretraining(Task):
         self.skipped = [line for corpus in corpora for line in corpus.skipped]
         self.notes = [note for corpus in corpora for note in corpus.notes]
         train, valid, test = self._parts(corpora)
+        if self.is_decided:
+            train = valid  # there is nothing to train on
         assert train is not None
         if valid is None and split_shares(self.config.data.split)[1] > 0:
             self.notes.append(f"--split {self.config.data.split}: the corpus is too small for a validation part")
@@ -109,8 +115,9 @@ class Pretraining(Task):
         shares = split_shares(self.config.data.split)
         cache = IndexCache(cache_root(self.config))
         parts: list[Samples | Blend | None] = []
+        first = 1 if self.is_decided else 0
         for i, name in enumerate(PARTS):
-            needed = i == 0 or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
+            needed = i == first or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
             sources = []
             for corpus in corpora:
                 part = split_sequences(shares, self.objective.units(corpus.dataset))[i]
@@ -122,6 +129,21 @@ class Pretraining(Task):
                         raise NoSamples(message, where=f"--split {self.config.data.split}", hint=error.hint) from error
             parts.append(_blended(sources, repeats=i == 0, cache=cache))
         return parts
+
+    def inputs(self, part: Part) -> Inputs:
+        return self._told.inputs(part)
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        return self._told.records(model, rows, generation)
+
+    @cached_property
+    def _told(self) -> Task:
+        """The task of fine-tuning that predicts as the objective does: the next words, hidden ones, or a text."""
+        kinds: dict[str, type[Task]] = {"masked": MaskedLM, "seq2seq": Seq2SeqLM, "causal": CausalLM}
+        kind = kinds[objective_of(model_type_of(self.config))]
+        task = kind(self.config)
+        task.tokenizer = self.tokenizer
+        return task
 
     def use_labels(self, use: LabelUse) -> bool:
         return self.objective.use_labels(use)

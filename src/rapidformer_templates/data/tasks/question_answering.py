@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from rapidformer_templates.data.finetuning.squad import (
     flattened,
     read_examples,
 )
-from rapidformer_templates.data.finetuning.tables import Part, part_name, read_dataset
-from rapidformer_templates.data.tasks.base import Task, as_data, padding_of
+from rapidformer_templates.data.finetuning.tables import Part, part_name
+from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, padding_of, texts_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
@@ -41,15 +43,16 @@ class QuestionAnswering(Task):
     name = "question_answering"
     auto_class = "AutoModelForQuestionAnswering"
     best_metric = "f1"
+    may_be_null = False
+    decided = ("may_be_null",)
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
-        self.may_be_null = False
+        self.may_be_null = self.is_decided and self.may_be_null
         sets, self._read = {}, {}
         for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
-            question = part.column("pair_column", flags.pair_column, ("question",))
-            context = part.column("text_column", flags.text_column, ("context",))
+            question, context = self._text_columns(part)
             answers = part.column("label_column", flags.label_column, ("answers",))
             examples = read_examples(part, question, context, answers)
             self.may_be_null |= any(not example.answers for example in examples)
@@ -60,7 +63,20 @@ class QuestionAnswering(Task):
             self.begin_evaluation("")
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
+    def _text_columns(self, part: Part) -> tuple[str, str]:
+        """Those of the questions and of the contexts."""
+        flags = self.config.data
+        question = part.column("pair_column", flags.pair_column, ("question",))
+        return question, part.column("text_column", flags.text_column, ("context",))
+
     def _samples(self, part: Part, examples: list[Example]) -> tuple[TokenizedSamples, list[Feature]]:
+        fields, features = self._tokens(part, examples)
+        spans = [answer_tokens(feature, examples[feature.example]) for feature in features]
+        places = {"start_positions": [s for s, _ in spans], "end_positions": [e for _, e in spans]}
+        return TokenizedSamples({**fields, **places}), features
+
+    def _tokens(self, part: Part, examples: list[Example]) -> tuple[dict[str, Ragged], list[Feature]]:
+        """The tokens of each window, and where they stand in the context."""
         ids: list[list[int]] = []
         types: list[list[int]] = []
         features: list[Feature] = []
@@ -70,12 +86,10 @@ class QuestionAnswering(Task):
             ids.append(encoding.ids)
             types.append(encoding.type_ids)
             features.append(Feature(number, offsets))
-        spans = [answer_tokens(feature, examples[feature.example]) for feature in features]
-        fields: dict[str, Any] = {"input_ids": Ragged(ids)}
+        fields = {"input_ids": Ragged(ids)}
         if "token_type_ids" in self.tokenizer.model_input_names:
             fields["token_type_ids"] = Ragged(types)
-        fields |= {"start_positions": [s for s, _ in spans], "end_positions": [e for _, e in spans]}
-        return TokenizedSamples(fields), features
+        return fields, features
 
     def _windows(self, part: Part, examples: list[Example]) -> Iterator[tuple[int, Any]]:
         """(number of the example, encoding) of each window."""
@@ -129,6 +143,42 @@ class QuestionAnswering(Task):
             "exact_match": 100 * sum(exact_match(answers[n], truths[n]) for n in answers) / count,
             "f1": 100 * sum(f1(answers[n], truths[n]) for n in answers) / count,
         }
+
+    def inputs(self, part: Part) -> Inputs:
+        """Each row with all of its windows."""
+        part = flattened(part)
+        question, context = self._text_columns(part)
+        examples = [Example(q, c, ()) for q, c in zip(texts_of(part, question), texts_of(part, context), strict=True)]
+        fields, features = self._tokens(part, examples)
+        samples = TokenizedSamples(fields)
+        rows = [_Windows(example, [], []) for example in examples]
+        for window, feature in enumerate(features):
+            rows[feature.example].samples.append(samples[window])
+            rows[feature.example].features.append(Feature(0, feature.offsets))
+        return Inputs(rows, np.asarray([max(len(s["input_ids"]) for s in row.samples) for row in rows]))
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        """The answers; empty where a model that was trained with such questions finds that there is none."""
+        windows = [sample for row in rows for sample in row.samples]
+        candidates: list[Any] = []
+        for start in range(0, len(windows), len(rows)):  # no more at once than there are rows
+            candidates += self.predict(*self.outputs(model, windows[start : start + len(rows)]))[0]
+        records, done = [], 0
+        for row in rows:
+            of_row = candidates[done : done + len(row.features)]
+            done += len(row.features)
+            best = best_answers(of_row, row.features, [row.example], may_be_null=self.may_be_null)
+            records.append({"answer": best[0]})
+        return records
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """A row to predict: the samples and the features of its windows."""
+
+    example: Example
+    samples: list[dict[str, Any]]
+    features: list[Feature]
 
 
 def _best(scores: torch.Tensor, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -9,13 +9,24 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import asked_and_answered
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
+from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.targets import IGNORED
-from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, Task, as_data, padding_of, texts_of, tokenized
+from rapidformer_templates.data.tasks.base import (
+    TEXT_COLUMNS,
+    Inputs,
+    Record,
+    Task,
+    as_data,
+    device_of,
+    padding_of,
+    texts_of,
+    tokenized,
+)
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.types import Data
 
@@ -33,28 +44,36 @@ class Seq2SeqLM(Task):
     auto_class = "AutoModelForSeq2SeqLM"
     best_metric = "rouge_l"
     generates = True
+    decided = ("longest_target",)
+    longest_target = 0
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
         source = raw.train.column("text_column", flags.text_column, SOURCE_COLUMNS)
         target = raw.train.column("label_column", flags.label_column, TARGET_COLUMNS)
         sets = sets_of(raw, self.config, partial(self._set, source, target))
         whole = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
-        self.longest_target = max((int(samples.lengths_of("labels").max()) for samples in whole), default=0)
+        lengths = [int(samples.lengths_of("labels").max()) for samples in whole]
+        self.longest_target = max([self.longest_target if self.is_decided else 0, *lengths])
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
     def _set(self, source: str, target: str, name: str, part: Part, block: Block | None) -> TokenizedSamples:
-        truncation: dict[str, Any] = {"truncation": True, "max_length": self.seq_length}
-        sources = tokenized(
-            self.tokenizer, _sources(part, part.column("text_column", source, ()), target), **truncation
-        )
+        sources = self._tokenized_sources(part, part.column("text_column", source, ()), target)
         targets = texts_of(part, part.column("label_column", target, ()))
-        labels = self.tokenizer(text_target=targets, return_attention_mask=False, verbose=False, **truncation)[
-            "input_ids"
-        ]
-        # The models take no token types.
-        return TokenizedSamples({"input_ids": sources["input_ids"], "labels": Ragged(labels)})
+        labels = self.tokenizer(
+            text_target=targets,
+            return_attention_mask=False,
+            verbose=False,
+            truncation=True,
+            max_length=self.seq_length,
+        )["input_ids"]
+        return TokenizedSamples({"input_ids": sources, "labels": Ragged(labels)})
+
+    def _tokenized_sources(self, part: Part, source: str, target: str | None) -> Ragged:
+        """The tokens of the sources alone: the models take no token types."""
+        texts = _sources(part, source, target)
+        return tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length)["input_ids"]
 
     def take_over(self, others: Sequence[Task]) -> None:
         super().take_over(others)
@@ -62,17 +81,18 @@ class Seq2SeqLM(Task):
 
     def generate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> list[str]:
         """Greedy, as long as the longest target of the data."""
-        tokens = model.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=self.longest_target,
-            do_sample=False,
-            num_beams=1,
-            use_cache=True,
-            # Workers that hold shards of the parameters must all make as many forwards as the slowest.
-            synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
-        )
+        tokens = generate(model, self.tokenizer, batch, self.longest_target, together=True)
         return self._decoded(tokens.cpu().numpy())
+
+    def inputs(self, part: Part) -> Inputs:
+        source = part.column("text_column", self.config.data.text_column, SOURCE_COLUMNS)
+        return Inputs.of(TokenizedSamples({"input_ids": self._tokenized_sources(part, source, None)}))
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
+        new_tokens = generation.max_new_tokens or min(DEFAULT_NEW_TOKENS, self.seq_length)
+        tokens = generate(model, self.tokenizer, batch, new_tokens, generation.temperature)
+        return [{"text": text} for text in self._decoded(tokens.cpu().numpy())]
 
     def _decoded(self, tokens: np.ndarray) -> list[str]:
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
@@ -91,7 +111,7 @@ class Seq2SeqLM(Task):
         }
 
 
-def _sources(part: Part, source: str, target: str) -> list[str]:
+def _sources(part: Part, source: str, target: str | None) -> list[str]:
     """The texts of the source; what belongs to an instruction (a system prompt, its input) stands around it."""
     given, system = (
         texts_of(part, name, may_be_missing=True) if name else [""] * len(part)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from rapidformer_templates.data.collate import PadCollate, TokenizedSamples
+from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.labels import (
     encode_label_sets,
     encode_labels,
@@ -18,13 +18,18 @@ from rapidformer_templates.data.finetuning.labels import (
     measures,
     problem_of,
 )
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks.base import (
     TEXT_COLUMNS,
+    Inputs,
+    Record,
     Task,
     as_data,
     label_map,
+    labels_of_model,
     padding_of,
+    share,
     texts_of,
     tokenized,
 )
@@ -54,18 +59,19 @@ class SequenceClassification(Task):
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
     problem = "single_label_classification"
+    decided = ("labels", "problem")
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
-        text = raw.train.column("text_column", flags.text_column, (*TEXT_COLUMNS, *PAIRS))
-        pair = flags.pair_column or (PAIRS.get(text) if PAIRS.get(text) in raw.train.table.column_names else None)
+        text, pair = self._text_columns(raw.train)
         label = raw.train.column("label_column", flags.label_column, LABEL_COLUMNS)
         # What was held out of one file may hold a rare label that is not among the rows that are left.
         known = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
-        self.problem = flags.problem_type or problem_of(known, label)
-        self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
-        self.labels = self._label_names(known, label)
+        if not self.is_decided:
+            self.problem = flags.problem_type or problem_of(known, label)
+            self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
+            self.labels = self._label_names(known, label)
         sets = {name: self._samples(part, text, pair, label) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
@@ -90,12 +96,20 @@ class SequenceClassification(Task):
             raise DataError(f"every row has the label '{names[0]}'", where=known[0].files[0], hint=hint)
         return names
 
+    def _text_columns(self, part: Part) -> tuple[str, str | None]:
+        """The column of the texts, and that of second ones where there are some."""
+        flags = self.config.data
+        text = part.column("text_column", flags.text_column, (*TEXT_COLUMNS, *PAIRS))
+        return text, flags.pair_column or (PAIRS.get(text) if PAIRS.get(text) in part.table.column_names else None)
+
     def _samples(self, part: Part, text: str, pair: str | None, label: str) -> TokenizedSamples:
+        labels = self._encoded_labels(part, part.column("label_column", label, ()))
+        return TokenizedSamples({**self._tokens(part, text, pair), "labels": labels})
+
+    def _tokens(self, part: Part, text: str, pair: str | None) -> dict[str, Ragged]:
         texts = texts_of(part, part.column("text_column", text, ()))
         pairs = texts_of(part, part.column("pair_column", pair, ())) if pair else None
-        labels = self._encoded_labels(part, part.column("label_column", label, ()))
-        rows = tokenized(self.tokenizer, texts, pairs, truncation=True, max_length=self.seq_length)
-        return TokenizedSamples({**rows, "labels": labels})
+        return tokenized(self.tokenizer, texts, pairs, truncation=True, max_length=self.seq_length)
 
     def _encoded_labels(self, part: Part, column: str) -> list[Any]:
         if self.problem == "regression":
@@ -129,6 +143,31 @@ class SequenceClassification(Task):
             "f1": float(f1_score(references, predictions, average="macro", zero_division=0)),
             "matthews": float(matthews_corrcoef(references, predictions)),
         }
+
+    def told_by_model(self) -> Record:
+        labels = labels_of_model(self.model_config)
+        alone = "regression" if len(labels) == 1 else "single_label_classification"
+        return {"labels": labels, "problem": self.config.data.problem_type or self.model_config.problem_type or alone}
+
+    def inputs(self, part: Part) -> Inputs:
+        return Inputs.of(TokenizedSamples(self._tokens(part, *self._text_columns(part))))
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        logits = self.outputs(model, rows)[0].logits.float().cpu()
+        if self.problem == "regression":
+            return [{"value": share(value)} for value in logits[:, 0].tolist()]
+        if self.problem == "multi_label_classification":
+            return [self._several(row) for row in logits.sigmoid().tolist()]
+        return [self._one(row) for row in logits.softmax(dim=-1).tolist()]
+
+    def _one(self, shares: list[float]) -> Record:
+        told = {name: share(value) for name, value in zip(self.labels, shares, strict=True)}
+        name = self.labels[int(np.argmax(shares))]
+        return {"label": name, "score": told[name], "scores": told}
+
+    def _several(self, shares: list[float]) -> Record:
+        told = {name: share(value) for name, value in zip(self.labels, shares, strict=True)}
+        return {"labels": [n for n, v in zip(self.labels, shares, strict=True) if v > 0.5], "scores": told}
 
 
 def _errors(guesses: np.ndarray, truths: np.ndarray) -> dict[str, float]:

@@ -17,9 +17,10 @@ from rapidformer_templates.data.finetuning.labels import (
     stands_for_none,
     unknown_label,
 )
-from rapidformer_templates.data.finetuning.tables import Part, read_dataset
+from rapidformer_templates.data.finetuning.tables import Part
+from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.targets import IGNORED
-from rapidformer_templates.data.tasks.base import Task, as_data, label_map, padding_of
+from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, label_map, labels_of_model, padding_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
@@ -39,9 +40,10 @@ class TokenClassification(Task):
     name = "token_classification"
     auto_class = "AutoModelForTokenClassification"
     best_metric = "f1"
+    decided = ("labels",)
 
     def read_data(self) -> Data:
-        raw, flags = read_dataset(self.config), self.config.data
+        raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
         words = raw.train.column("text_column", flags.text_column, WORD_COLUMNS)
         tags = raw.train.column("label_column", flags.label_column, TAG_COLUMNS)
@@ -52,7 +54,8 @@ class TokenClassification(Task):
         if not distinct:
             hint = "choose another --label-column, or tag the words"
             raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
-        self.labels = declared_names(raw.train, tags) or sorted_names(distinct, self.model_config)
+        if not self.is_decided:
+            self.labels = declared_names(raw.train, tags) or sorted_names(distinct, self.model_config)
         sets = {name: self._samples(*part) for name, part in read.items()}
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
@@ -62,19 +65,22 @@ class TokenClassification(Task):
             for name in names:
                 if name is not None and name not in numbers:
                     unknown_label(name, self.labels, part.where(row))
-        # Byte-level tokenizers know a word in a sentence by the space before it.
-        space = " " if getattr(self.tokenizer, "add_prefix_space", None) is False else ""
-        spaced = [[space + word for word in row] for row in words]
-        encodings = [
-            encoding
-            for start in range(0, len(spaced), 1000)
-            for encoding in self._encoded(spaced[start : start + 1000])
-        ]
+        encodings = self._encodings(words)
         labels = [
             _first_pieces(encoding.word_ids, [numbers[name] for name in names])
             for encoding, names in zip(encodings, tags, strict=True)
         ]
         return TokenizedSamples({"input_ids": Ragged(e.ids for e in encodings), "labels": Ragged(labels)})
+
+    def _encodings(self, words: list[list[str]]) -> list[Any]:
+        # Byte-level tokenizers know a word in a sentence by the space before it.
+        space = " " if getattr(self.tokenizer, "add_prefix_space", None) is False else ""
+        spaced = [[space + word for word in row] for row in words]
+        return [
+            encoding
+            for start in range(0, len(spaced), 1000)
+            for encoding in self._encoded(spaced[start : start + 1000])
+        ]
 
     def _encoded(self, words: list[list[str]]) -> Sequence[Any]:
         encoded = self.tokenizer(
@@ -102,6 +108,30 @@ class TokenClassification(Task):
             "accuracy": float(accuracy_score(references, predictions)),
         }
 
+    def told_by_model(self) -> Record:
+        return {"labels": labels_of_model(self.model_config)}
+
+    def inputs(self, part: Part) -> Inputs:
+        column = part.column("text_column", self.config.data.text_column, WORD_COLUMNS)
+        words = [_words(text, column, part, row) for row, text in enumerate(part.table[column][:])]
+        encodings = self._encodings(words)
+        places = [_first_pieces(e.word_ids, range(len(row))) for e, row in zip(encodings, words, strict=True)]
+        ids = Ragged(e.ids for e in encodings)
+        rows = [{"input_ids": ids[i], "places": place, "words": len(words[i])} for i, place in enumerate(places)]
+        return Inputs(rows, ids.lengths)
+
+    def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
+        """A tag for each word; None for one that is cut off at the sequence length."""
+        outputs, _ = self.outputs(model, [{"input_ids": row["input_ids"]} for row in rows])
+        records = []
+        for row, guesses in zip(rows, outputs.logits.argmax(dim=-1).cpu().tolist(), strict=True):
+            tags: list[str | None] = [None] * row["words"]
+            for token, word in enumerate(row["places"]):
+                if word != IGNORED:
+                    tags[word] = self.labels[guesses[token]]
+            records.append({"tags": tags})
+        return records
+
 
 def _first_pieces(word_ids: Sequence[int | None], tags: Sequence[int]) -> list[int]:
     """For each token the tag of its word if it is the word's first piece, else -100."""
@@ -123,11 +153,9 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
     all_words: list[list[str]] = []
     all_tags: list[list[str | None]] = []
     for row, (text, marks) in enumerate(zip(part.table[words][:], part.table[tags][:], strict=True)):
-        if text is None or marks is None:
-            column = words if text is None else tags
-            hint = "fill it, or take the row out"
-            raise DataError(f"the column '{column}' is empty", where=part.where(row), hint=hint)
-        split = text.split() if isinstance(text, str) else [str(word) for word in text]
+        split = _words(text, words, part, row)
+        if marks is None:
+            raise _empty(tags, part, row)
         marked: list[Any] = marks.split() if isinstance(marks, str) else list(marks)
         if len(split) != len(marked):
             hint = "each word needs one tag; texts are split at spaces"
@@ -135,6 +163,16 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
         all_words.append(split)
         all_tags.append([_tag(mark, names, tags, part, row) for mark in marked])
     return all_words, all_tags
+
+
+def _words(text: Any, column: str, part: Part, row: int) -> list[str]:
+    if text is None:
+        raise _empty(column, part, row)
+    return text.split() if isinstance(text, str) else [str(word) for word in text]
+
+
+def _empty(column: str, part: Part, row: int) -> DataError:
+    return DataError(f"the column '{column}' is empty", where=part.where(row), hint="fill it, or take the row out")
 
 
 def _tag(value: Any, declared: Sequence[str] | None, column: str, part: Part, row: int) -> str | None:

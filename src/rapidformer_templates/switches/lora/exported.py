@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import frozen_base_of
+from rapidformer_templates.models.adapters import FrozenBase, frozen_base_of, set_frozen_base
 
 CONFIG = "adapter_config"
 """Of an adapted model: peft's configuration of its adapters."""
@@ -31,7 +32,7 @@ def writes(model: nn.Module) -> bool:
     return frozen_base_of(model) is not None
 
 
-def write(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write adapters in the format of peft.
 
     Args:
@@ -39,20 +40,39 @@ def write(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> N
     """
     from peft.utils import get_peft_model_state_dict
 
-    config: Any = vars(model)[CONFIG]
-    base = getattr(getattr(model, "config", None), "_name_or_path", "") or None
-    config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).exists() else base
-    config.inference_mode = True
     adapters = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
     save_file(
         {PREFIX + name: tensor.contiguous() for name, tensor in adapters.items()},
         folder / WEIGHTS,
         metadata={"format": "pt"},
     )
+    describe(model, folder)
+
+
+def describe(model: nn.Module, folder: Path) -> None:
+    """Write what adapters have besides their weights: their settings, and the configuration of the model."""
+    config: Any = vars(model)[CONFIG]
+    base = getattr(getattr(model, "config", None), "_name_or_path", "") or None
+    config.base_model_name_or_path = str(Path(base).resolve()) if base and Path(base).exists() else base
+    config.inference_mode = True
     config.save_pretrained(str(folder))
     config.inference_mode = False
     if isinstance(model, PreTrainedModel):
         model.config.save_pretrained(folder)
+
+
+def restore(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Put the adapters that :func:`describe` has described beside the layers of a model without memory."""
+    from peft import PeftConfig, inject_adapter_in_model
+
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(config, model)
+    model.config.name_or_path = config.base_model_name_or_path or ""
+    set_frozen_base(model, FrozenBase(frozenset(), ""))
+    vars(model)[CONFIG] = config
+    return model
 
 
 def is_marked(folder: Path) -> bool:
@@ -103,4 +123,5 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(base, str(folder))
-    return adapted.merge_and_unload(), {**info, "missing_keys": set(), "mismatched_keys": set()}
+    merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
+    return merged, {**info, "missing_keys": set(), "mismatched_keys": set()}

@@ -29,7 +29,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
 from rapidformer_templates.switches.zero import state as zero_state
 from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, leave_out_shm_comm, prepare
-from rapidformer_templates.system.workers import Workers, open_group_alone
+from rapidformer_templates.system.workers import Workers, close_group_by, open_group_alone
 
 
 class DeepSpeedEngine(SingleEngine):
@@ -240,6 +240,7 @@ def _join(workers: Workers, *, loud: bool) -> None:
     open_group_alone(workers.device)
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed()
+    close_group_by(deepspeed.comm.destroy_process_group)
 
 
 class Masters:

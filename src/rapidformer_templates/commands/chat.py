@@ -1,0 +1,135 @@
+"""``rapidformer chat``: talk to the language model of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.commands.predict import GenerationFlags, precision
+from rapidformer_templates.commands.words import words_of_saved
+from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.planning.config import some_of
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.flags import LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
+
+if TYPE_CHECKING:
+    from rapidformer_templates.run.conversation import Conversation
+
+DESCRIPTION = """Talk to the exported language model of a run, or to any causal language model of transformers.
+
+At a terminal: answers come word by word; /reset forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C
+ends an answer. Elsewhere each line of standard input is a message, and each answer goes to standard output."""
+
+PROMPT = "> "
+
+
+@dataclass(frozen=True)
+class ChatFlags:
+    """Conversation"""
+
+    system: str | None = flag(None, "system message, before all others", metavar="TEXT")
+
+
+@dataclass(frozen=True)
+class Asked(ChatFlags, GenerationFlags):
+    """What the command declares itself."""
+
+
+OPTIONS = (
+    ChatFlags,
+    GenerationFlags,
+    some_of(ModelFlags, "trust_remote_code"),
+    some_of(TrainingFlags, "task", "seed"),
+    MixedPrecisionFlags,
+    some_of(LaunchFlags, "device"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Talk until there is nothing more to read.
+
+    Args:
+        argv: the words after ``rapidformer chat``; by default those of this process.
+
+    Raises:
+        RapidformerError: the model or a flag cannot be used.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    path, given = words_of_saved("chat", DESCRIPTION, OPTIONS, words)
+
+    from rapidformer_templates.run.saved_model import find_saved, load_saved_task
+
+    saved = find_saved(path)
+    config = saved.config(user=Asked, **given)
+    task = load_saved_task(config, saved)
+    if task.auto_class != "AutoModelForCausalLM":
+        hint = f"rapidformer predict {path} --input FILE --output FILE tells what it says of rows"
+        raise ConfigError(f"a model for {task.name} does not chat", where="RUN", hint=hint)
+
+    from rapidformer_templates.data.generation import Generation
+    from rapidformer_templates.run.conversation import Conversation
+    from rapidformer_templates.system.workers import join
+
+    asked = config.user
+    with join(detect(None, "", device=config.launch.device).device) as workers:
+        model: Any = task.build_model().eval()
+        model.to(workers.device)
+        generation = Generation(asked.max_new_tokens, asked.temperature, config.training.seed)
+        conversation = Conversation(model, task.tokenizer, generation, asked.system)
+        if conversation.is_plain:
+            print("note: the tokenizer has no chat template: a plain one is used", file=sys.stderr)
+        with precision(config, workers):
+            talk(conversation, at_terminal=sys.stdin.isatty() and sys.stdout.isatty(), name=str(saved.folder))
+    return 0
+
+
+def talk(conversation: Conversation, *, at_terminal: bool, name: str) -> None:
+    """Answer each line until the last one or ``/exit``."""
+    if at_terminal:
+        print(f"{name}: /reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer")
+    for line in _lines(at_terminal=at_terminal):
+        if line == "/exit":
+            return
+        if line == "/reset":
+            conversation.reset()
+            if at_terminal:
+                print("(forgotten)")
+        elif line.startswith("/") and at_terminal and " " not in line:
+            print(f"there is no {line}: /reset, /exit")
+        elif line:
+            _answer(conversation, line)
+
+
+def _lines(*, at_terminal: bool) -> Iterator[str]:
+    """What is said; at a terminal with a prompt, whose line Ctrl-C empties."""
+    if not at_terminal:
+        yield from (line.strip() for line in sys.stdin)
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401 - arrows and earlier lines at the prompt
+    while True:
+        try:
+            yield input(PROMPT).strip()
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
+
+
+def _answer(conversation: Conversation, line: str) -> None:
+    try:
+        forgotten = conversation.answer(line, lambda piece: print(piece, end="", flush=True))
+        print()
+    except KeyboardInterrupt:
+        print(" …")
+        return
+    except DataError as error:
+        print(error.render(), file=sys.stderr)
+        return
+    if forgotten:
+        print(f"note: the {forgotten} oldest messages are forgotten: the model has no room for them", file=sys.stderr)

@@ -1,0 +1,180 @@
+"""``rapidformer evaluate``: the metrics of a run's model, on its own validation part or on other data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rapidformer_templates.commands.words import in_workers, words_of_saved
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import RunConfig, some_of
+from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer_templates.run.saved_model import Saved
+    from rapidformer_templates.trainer import Trainer
+
+DESCRIPTION = """Evaluate the exported model of a run, or any model of transformers, by the metrics of its task.
+
+Without data flags: on the validation part that the run itself was evaluated on. Each sample counts once, whatever
+the number of workers."""
+
+
+@dataclass(frozen=True)
+class EvaluateFlags:
+    """Evaluation"""
+
+    part: Literal["train", "validation", "test"] | None = flag(
+        None, "part of the named data (default: validation, or the only one)"
+    )
+    json: bool = flag(False, "print the metrics as JSON")
+
+
+WHERE = ("data_dir", "data_name", "data_path", "split")
+"""Flags that name other data than the run's."""
+
+OPTIONS = (
+    EvaluateFlags,
+    some_of(
+        DataFlags, *WHERE, "text_column", "pair_column", "label_column", "max_eval_samples", "skip_bad_lines",
+        "micro_batch_size", micro_batch_size=None,
+    ),
+    some_of(ModelFlags, "seq_length", "trust_remote_code"),
+    some_of(TrainingFlags, "task"),
+    MixedPrecisionFlags,
+    some_of(LaunchFlags, "nproc_per_node", "master_port", "device"),
+)  # fmt: skip
+
+OF_THE_RUN = (
+    *("task", "problem_type", "seq_length", "trust_remote_code", "text_column", "pair_column", "label_column"),
+    *("loss_on", "pack_sequences", "skip_bad_lines", "text_unit", "keep_documents_apart", "mask_prob"),
+    *("whole_word_mask", "mean_span_length", "sentence_pairs", "short_seq_prob", "data_impl", "data_cache_dir"),
+    *("preference_loss", "preference_beta", "simpo_gamma", "kto_desirable_weight", "kto_undesirable_weight"),
+    *("mixed_precision", "seed", "micro_batch_size", "label_smoothing"),
+)
+"""Fields of the run that its metrics depend on."""
+
+OF_ITS_DATA = (
+    *(*WHERE, "validation_fraction", "max_train_samples", "max_eval_samples", "eval_iters", "streaming"),
+    "shuffle_buffer",
+)
+"""Those that say which its own validation part is."""
+
+OWN_METRICS = ("build_data", "compute_loss", "count_targets", "read_outputs", "compute_metrics")
+"""Hooks by which a script makes other metrics than those of the task."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate and print the metrics.
+
+    Args:
+        argv: the words after ``rapidformer evaluate``; by default those of this process.
+
+    Raises:
+        RapidformerError: the model, the data or a flag cannot be used.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    path, given = words_of_saved("evaluate", DESCRIPTION, OPTIONS, words)
+
+    from rapidformer_templates.run.fit import evaluate
+    from rapidformer_templates.run.saved_model import find_saved
+
+    saved = find_saved(path)
+    _check_hooks(saved, given)
+    own_data = not any(name in given for name in WHERE)
+    config = _config(saved, given, own_data=own_data)
+    template = _template(saved, config, own_data=own_data)
+
+    def check() -> None:
+        template.task.check()
+        assert template.plan
+
+    def body() -> int:
+        template.task.check()
+        metrics = evaluate(template, _reference(saved, template))
+        _show(saved, metrics, as_json=config.user.json)
+        return 0
+
+    return in_workers(config.launch.nproc_per_node, config.launch.master_port, check, body)
+
+
+def _check_hooks(saved: Saved, given: dict[str, Any]) -> None:
+    """Refuse to tell numbers of another kind than the run did."""
+    own = [hook for hook in saved.described().get("hooks", ()) if hook in OWN_METRICS]
+    if own and "task" not in given:
+        raise ConfigError(
+            f"the run's script has a {own[0]} of its own, which nothing but the script knows",
+            where=str(saved.run),
+            hint="--task NAME with --data-dir and --data-name evaluates by the library's metrics of that task",
+        )
+
+
+def _config(saved: Saved, given: dict[str, Any], *, own_data: bool) -> RunConfig:
+    """The flags of the evaluation, as those of a run that makes no step."""
+    names = (*OF_THE_RUN, *OF_ITS_DATA) if own_data else OF_THE_RUN
+    of_a_run: dict[str, Any] = {"no_save": True, "lr": 0.0, "train_iters": 1}
+    if "data_path" in given and "split" not in given:
+        of_a_run["split"] = "0,1,0"
+    config = saved.config(names, EvaluateFlags, **of_a_run, **given)
+    if own_data and not {"data_dir", "data_name", "data_path"}.intersection(config.origins):
+        hint = "name data with --data-dir and --data-name"
+        raise ConfigError("no data is named, and there is no run that has some", where="--data-dir", hint=hint)
+    if own_data and config.user.part is not None:
+        hint = "leave it out, or name data with --data-dir and --data-name"
+        raise ConfigError("the run's own evaluation has one part", where="--part", hint=hint)
+    return config
+
+
+def _template(saved: Saved, config: RunConfig, *, own_data: bool) -> Trainer:
+    from rapidformer_templates.trainer import Trainer
+
+    template = Trainer([])
+    template.config = config
+    if not own_data:
+        part = {"validation": "valid"}.get(config.user.part, config.user.part)
+        template.task.take_decisions(saved.decisions(config.training.task), part)
+    return template
+
+
+def _reference(saved: Saved, template: Trainer) -> Callable[[], nn.Module] | None:
+    """Makes the model that the run has begun with, where preferences are measured against it."""
+    if not template.task.needs_reference:
+        return None
+    start = saved.values.get("pretrained_model_name_or_path")
+    if start is None or "load" in saved.values:
+        raise ConfigError(
+            "the model is not known that preferences are measured against",
+            where="RUN",
+            hint="evaluate the run folder of a run that began with --pretrained-model-name-or-path",
+        )
+    from rapidformer_templates.data.tasks import load_task
+
+    config = template.config.replace(start[1], pretrained_model_name_or_path=start[0])
+    return lambda: load_task(config).build_model()
+
+
+def _show(saved: Saved, metrics: dict[str, float], *, as_json: bool) -> None:
+    """On the worker that talks to people."""
+    import os
+
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        print(json.dumps(metrics, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    print(f"evaluation of {saved.folder}")
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4f}")
+    Console().print(table)

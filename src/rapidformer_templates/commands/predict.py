@@ -1,0 +1,203 @@
+"""``rapidformer predict``: what a run's model says of each row of a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.commands.words import in_workers, words_of_saved
+from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.planning.config import RunConfig, some_of
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
+
+if TYPE_CHECKING:
+    from rapidformer_templates.data.finetuning.tables import Part
+    from rapidformer_templates.data.tasks.base import Inputs, Record, Task
+    from rapidformer_templates.system.workers import Workers
+
+DESCRIPTION = """What the exported model of a run, or any model of transformers, says of each row of a file.
+
+Rows are those of a .csv, .tsv, .json, .jsonl or .parquet file with the columns of the task, or the lines of a .txt
+file. Each line of the output is the row with its prediction, in the order of the input, whatever the number of
+workers."""
+
+KEY = "prediction"
+"""Of an output line: what the model says; beside the columns of the row."""
+
+
+@dataclass(frozen=True)
+class FileFlags:
+    """Files"""
+
+    input: str | None = flag(None, "rows to predict: .txt, .csv, .tsv, .json, .jsonl or .parquet", metavar="FILE")
+    output: str | None = flag(None, "where the predictions go, one JSON object a line", metavar="FILE")
+
+
+@dataclass(frozen=True)
+class PredictFlags(FileFlags):
+    """Files"""
+
+    overwrite: bool = flag(False, "replace the output, if it is there")
+
+
+@dataclass(frozen=True)
+class GenerationFlags:
+    """Generated texts (causal_lm, seq2seq_lm, preference)"""
+
+    max_new_tokens: int | None = flag(
+        None,
+        "most tokens of a text (default: what the model takes, at most 256)",
+        metavar="N",
+        minimum=1,
+    )
+    temperature: float = flag(0.0, "0: always the likeliest token; above it they are drawn, the more freely", minimum=0)
+
+
+@dataclass(frozen=True)
+class Asked(FileFlags, GenerationFlags):
+    """What the command has besides flags of a run, of which ``--overwrite`` is one."""
+
+
+AT_ONCE = {"micro_batch_size": 8}
+"""Rows that the model sees at once, where nobody says."""
+
+OPTIONS = (
+    PredictFlags,
+    GenerationFlags,
+    some_of(DataFlags, "text_column", "pair_column", "label_column", "skip_bad_lines", "micro_batch_size", **AT_ONCE),
+    some_of(ModelFlags, "seq_length", "trust_remote_code"),
+    some_of(TrainingFlags, "task", "seed"),
+    MixedPrecisionFlags,
+    some_of(LaunchFlags, "nproc_per_node", "master_port", "device"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predict and write the output.
+
+    Args:
+        argv: the words after ``rapidformer predict``; by default those of this process.
+
+    Raises:
+        RapidformerError: the model, the input or a flag cannot be used.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    path, given = words_of_saved("predict", DESCRIPTION, OPTIONS, words)
+
+    from rapidformer_templates.run.saved_model import find_saved, load_saved_task
+    from rapidformer_templates.system import launch
+
+    saved = find_saved(path)
+    config = saved.config(user=Asked, **{**AT_ONCE, **given})
+    if not launch.is_worker():
+        _check_files(config.user, overwrite=config.training.overwrite)
+
+    def read() -> tuple[Task, Part, Inputs]:
+        task = load_saved_task(config, saved)
+        part = read_rows(config)
+        return task, part, task.inputs(part)
+
+    def body() -> int:
+        return _predict(config, *read())
+
+    return in_workers(config.launch.nproc_per_node, config.launch.master_port, read, body)
+
+
+def _check_files(asked: Asked, *, overwrite: bool) -> None:
+    for name in ("input", "output"):
+        if getattr(asked, name) is None:
+            raise ConfigError(f"--{name} is missing", hint=f"add --{name} FILE")
+    source, output = Path(str(asked.input)), Path(str(asked.output))
+    if not source.is_file():
+        raise DataError(f"{source} does not exist", where="--input", hint="name the file with the rows")
+    if output.is_dir() or not output.parent.is_dir():
+        what = f"{output} is a folder" if output.is_dir() else f"the folder {output.parent} does not exist"
+        raise ConfigError(what, where="--output", hint="name a file")
+    if output.exists() and (not overwrite or output.samefile(source)):
+        raise ConfigError(f"{output} is there already", where="--output", hint="give another one, or --overwrite")
+
+
+def read_rows(config: RunConfig) -> Part:
+    """The rows of ``--input``.
+
+    Raises:
+        DataError: the file is of no known kind, holds no row, or a line that cannot be read.
+    """
+    from rapidformer_templates.data.finetuning.tables import part_of, read_files
+    from rapidformer_templates.data.text.files import ROW_READERS, BadLines, text_lines
+
+    path = Path(config.user.input)
+    bad = BadLines(skip=config.data.skip_bad_lines)
+    if path.suffix.lower() == ".txt":
+        column = config.data.text_column or "text"
+        lines = list(text_lines(path, bad))
+        rows, places = [{column: text.rstrip("\r\n")} for _, text in lines], [(0, number) for number, _ in lines]
+        if not rows:
+            raise DataError("the file is empty", where=str(path), hint="it needs at least one line")
+        part = part_of(rows, places, (str(path),))
+    elif path.suffix.lower() in ROW_READERS:
+        part = read_files([path], bad)
+    else:
+        hint = f"use {', '.join(('.txt', *ROW_READERS))}"
+        raise DataError(f"files {path.suffix or 'without an ending'} are not read", where="--input", hint=hint)
+    if KEY in part.table.column_names:
+        raise DataError(f"there is a column '{KEY}' already", where=str(path), hint="rename it: the output has one")
+    for line in bad.skipped:
+        print(f"left out {line}", file=sys.stderr)
+    return part
+
+
+def _predict(config: RunConfig, task: Task, part: Part, inputs: Inputs) -> int:
+    from rapidformer_templates.data.generation import Generation
+    from rapidformer_templates.run.predictions import predict_inputs
+    from rapidformer_templates.system.progress_bar import ProgressBar
+    from rapidformer_templates.system.workers import join
+
+    asked = config.user
+    generation = Generation(asked.max_new_tokens, asked.temperature, config.training.seed)
+    with join(detect(None, "", device=config.launch.device).device) as workers:
+        model: Any = task.build_model()
+        model.to(workers.device)
+        with (
+            precision(config, workers),
+            ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar,
+        ):
+            records = predict_inputs(
+                task, model, inputs, config.data.micro_batch_size, generation, workers,
+                lambda count: bar.advance(count, lambda: ""),
+            )  # fmt: skip
+        if workers.is_main:
+            _write(Path(asked.output), part, records)
+            print(f"wrote {asked.output}: {len(records):,} rows")
+        workers.barrier()
+    return 0
+
+
+def precision(config: RunConfig, workers: Workers) -> AbstractContextManager[Any]:
+    """Around forwards in the type of ``--mixed-precision``."""
+    import torch
+
+    from rapidformer_templates.engines.local import COMPUTE_TYPES
+
+    kind = COMPUTE_TYPES.get(config.get("mixed_precision") or "")
+    return torch.autocast(workers.device.type, dtype=kind) if kind else nullcontext()
+
+
+def _write(output: Path, part: Part, records: Sequence[Record]) -> None:
+    """Under another name first: what lies there is whole."""
+    from rapidformer_templates.system.files import sync, writing
+
+    temporary = output.with_name(output.name + ".tmp")
+    with writing(output):
+        with temporary.open("w", encoding="utf-8") as file:
+            for row, record in zip(part.table, records, strict=True):
+                file.write(json.dumps({**row, KEY: record}, ensure_ascii=False, default=str) + "\n")
+        sync(temporary)
+        temporary.rename(output)

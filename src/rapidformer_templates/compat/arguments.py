@@ -1,0 +1,103 @@
+"""``get_args()`` of PAI-Rapidformer's scripts: the flags of the library, and those that the script has added."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.registry import REGISTRY
+
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+
+
+class Arguments:
+    """Values of flags by their names, as attributes; those of the library cannot be set."""
+
+    def __init__(self, config: Callable[[], RunConfig], own: argparse.Namespace) -> None:
+        self.__dict__.update(_config=config, _own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        own: argparse.Namespace = self.__dict__["_own"]
+        if hasattr(own, name):
+            return getattr(own, name)
+        if name in _library_flags():
+            return self.__dict__["_config"]().get(name)
+        raise AttributeError(
+            f"there is no flag {spelling(name)}: add it by RapidformerEngine(extra_args_provider=…), "
+            "or look for its name here with rapidformer --help"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _library_flags() and value != self.__dict__["_config"]().get(name):
+            raise ConfigError(
+                f"args.{name} = {value!r} would change nothing: flags are looked at before the script sets it",
+                hint=f"give {spelling(name)} on the command line",
+            )
+        setattr(self.__dict__["_own"], name, value)
+
+
+def _library_flags() -> set[str]:
+    options = (*SECTIONS.values(), *REGISTRY.options().values())
+    return {field.name for kind in options for field in dataclasses.fields(kind)}
+
+
+def split_own(words: Sequence[str], provider: ExtraArgs | None) -> tuple[argparse.Namespace, list[str]]:
+    """(the flags that a script has added, the words that are left for the library).
+
+    Raises:
+        ConfigError: a flag has the name of one of the library's.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    if provider is not None:
+        provider(parser)
+    taken = sorted({action.dest for action in parser._actions} & _library_flags())
+    if taken:
+        raise ConfigError(
+            f"{spelling(taken[0])} is a flag of the library's", where="extra_args_provider", hint="leave it out there"
+        )
+    return parser.parse_known_args(list(words))
+
+
+class Timers:
+    """``get_timers()``: seconds by name; ``timers("name").start()``, ``.stop()``, ``timers.log(["name"])``."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str, log_level: int = 0) -> Timer:
+        return self._timers.setdefault(name, Timer())
+
+    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
+        """Print the milliseconds of these timers."""
+        told = (f"{name}: {self(name).elapsed(reset) * 1000 / normalizer:.2f}" for name in names)
+        print("time (ms) | " + " | ".join(told), flush=True)
+
+
+class Timer:
+    """One of them; it adds up what lies between ``start`` and ``stop``."""
+
+    def __init__(self) -> None:
+        self._seconds, self._since = 0.0, None
+
+    _since: float | None
+
+    def start(self, barrier: bool = False) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+        self._since = None
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Seconds so far."""
+        seconds = self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+        if reset:
+            self._seconds = 0.0
+        return seconds

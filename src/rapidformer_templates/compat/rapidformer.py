@@ -1,0 +1,367 @@
+"""Scripts written for Alibaba's PAI-Rapidformer, with one changed import.
+
+    from rapidformer_templates.compat.rapidformer import Finetuner, PreTrainer, RapidformerEngine, get_args
+
+Written after its published documentation; docs/pai-rapidformer.md says what is equal and what is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn, cast
+
+import torch
+from torch import nn
+
+from rapidformer_templates import finetuner, pretrainer
+from rapidformer_templates.compat.arguments import Arguments, ExtraArgs, Timers, split_own
+from rapidformer_templates.compat.own_loop import OwnLoop
+from rapidformer_templates.data.loader import eval_requests, load, sample_lengths, to_device
+from rapidformer_templates.data.targets import samples_in
+from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.engines.given_optimizer import as_recipe, as_schedule
+from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.models.tokenizers import load_tokenizer
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.run.evaluation import evaluating
+from rapidformer_templates.system import program
+from rapidformer_templates.trainer import Trainer
+
+INSTEAD = {
+    "HuggingFaceTrainer": "write a Finetuner with train_valid_test_datasets_provider and run_forward_step",
+    "GPTFinetuner": "write a Finetuner, or rapidformer --task causal_lm",
+    "GPTPredictor": "rapidformer predict RUN",
+    "build_pretrain_huggingface_bert_datasets": "rapidformer --task pretraining --data-path … makes them",
+    "build_train_valid_test_datasets": "rapidformer --task pretraining --data-path … makes them",
+}
+"""What else scripts import from it, and what takes its place here."""
+
+MEGATRON_EVAL_ITERS = 100
+"""Batches of an evaluation where ``--eval-iters`` does not say it, when a provider asks for numbers of samples."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in INSTEAD:
+        raise ConfigError(f"{name} of PAI-Rapidformer is not there", hint=INSTEAD[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class RapidformerEngine:
+    """Reads the command line; what trains is chosen when a template or :meth:`compose` asks for it.
+
+    Args:
+        extra_args_provider: adds flags of the script's own to an ``argparse`` parser.
+    """
+
+    current: ClassVar[RapidformerEngine | None] = None
+
+    def __init__(self, extra_args_provider: ExtraArgs | None = None) -> None:
+        own, self.words = split_own(program.arguments(), extra_args_provider)
+        self.template: Trainer | None = None
+        self.args = Arguments(self._config, own)
+        self.timers = Timers()
+        self._loop: OwnLoop | None = None
+        RapidformerEngine.current = self
+
+    def _config(self) -> RunConfig:
+        return (self.template or self._plain).config
+
+    @cached_property
+    def _plain(self) -> Trainer:
+        return Trainer(self.words)
+
+    def compose(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        lr_scheduler_fn: Callable[[Any], Any] | None = None,
+        train_dataloader: Any = None,
+        eval_dataloader: Any = None,
+        *,
+        model_obj: nn.Module | None = None,
+    ) -> tuple[Any, ...]:
+        """What was given, in this order, for a loop of one's own with :meth:`backward`.
+
+        Raises:
+            ConfigError: something that such a loop cannot do without is not given.
+            Refused: the flags break rules.
+        """
+        model = model if model is not None else model_obj
+        if model is None or train_dataloader is None:
+            raise ConfigError(
+                "engine.compose needs the model and the train_dataloader: a step is made of the loader's batches",
+                hint="engine.compose(model=…, optimizer=…, lr_scheduler_fn=…, train_dataloader=…)",
+            )
+        self._loop = OwnLoop(self, model, optimizer, lr_scheduler_fn, train_dataloader)
+        parts = (self._loop.model, self._loop.optimizer, lr_scheduler_fn and self._loop.scheduler, self._loop)
+        evaluates = None if eval_dataloader is None else self._loop.evaluating(eval_dataloader)
+        return tuple(part for part in (*parts, evaluates) if part is not None)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward of the batch that the composed loader gave last."""
+        if self._loop is None:
+            raise ConfigError("engine.backward(loss) comes after engine.compose(…)")
+        self._loop.backward(loss)
+
+    @property
+    def session(self) -> Any:
+        """That of the own loop, to save, load and export by: ``engine.session.save(folder)``."""
+        if self._loop is None:
+            raise ConfigError("engine.session is there after engine.compose(…)")
+        return self._loop.session
+
+
+def _engine() -> RapidformerEngine:
+    if RapidformerEngine.current is None:
+        raise ConfigError("there are no arguments before RapidformerEngine() has read them")
+    return RapidformerEngine.current
+
+
+def get_args() -> Arguments:
+    """The flags of the command line, as attributes."""
+    return _engine().args
+
+
+def get_timers() -> Timers:
+    """The timers of this process."""
+    return _engine().timers
+
+
+def get_tokenizer() -> Any:
+    """The tokenizer of ``--tokenizer-type`` or of the pretrained model."""
+    return load_tokenizer(_engine()._config())
+
+
+class mpu:  # noqa: N801 - the module of that name
+    """What scripts ask of Megatron's parallel state: every worker has its batch already."""
+
+    @staticmethod
+    def broadcast_data(keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype) -> dict[str, Any]:
+        """These tensors of a batch, in this type."""
+        return {key: data[key].to(datatype) for key in keys}
+
+    @staticmethod
+    def get_data_parallel_rank() -> int:
+        return _template().engine.workers.data_rank
+
+    @staticmethod
+    def get_data_parallel_world_size() -> int:
+        return _template().plan.sizes.data
+
+
+def _template() -> Trainer:
+    template = _engine().template
+    if template is None:
+        raise ConfigError("there are no workers before trainer.train()")
+    return template
+
+
+class _OneBatch(dict[str, Any]):
+    """A batch, and an iterator over it alone: scripts write ``data["text"]`` as well as ``next(data)``."""
+
+    def __next__(self) -> dict[str, Any]:
+        if self.__dict__.get("taken"):
+            raise RapidformerError(
+                "run_forward_step takes a second batch", hint="one call is one micro batch: --global-batch-size"
+            )
+        self.taken = True
+        return dict(self)
+
+
+class _Models(list[Any]):
+    """The model in a list, as templates there have it; it may be called all the same."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self[0](*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self[0], name)
+
+
+class _Template:
+    """The hooks of PAI-Rapidformer's templates, over one of ours."""
+
+    ours: ClassVar[type[Trainer]]
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        self.engine = engine
+        self._shows = True  # the batch of the evaluation is one of this worker's own
+        engine.template = self._made()
+
+    def train(self) -> dict[str, Any]:
+        """Train, starting workers first if ``--nproc-per-node`` asks for them; what ``summary.json`` holds."""
+        assert self.engine.template is not None
+        return self.engine.template.fit()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of an evaluated batch, of all workers one after the other; each sample is there once."""
+        template = _template()
+        workers = template.engine.workers
+        mine = tensor.detach().cpu() if self._shows and workers.speaks else tensor.detach().cpu()[:0]
+        return torch.cat(workers.gather(mine))
+
+    def _made(self) -> Trainer:
+        """A template of ours whose hooks are those of this script."""
+        hooks: dict[str, Any] = {"__module__": type(self).__module__}
+        if self._has("train_valid_test_datasets_provider"):
+            hooks["build_data"] = lambda template: self._data(template)
+        if self._has("model_optimizer_lr_scheduler_provider"):
+            hooks["build_model"] = lambda template: self._provided[0]
+            hooks["build_optimizer"] = lambda template: self._recipe(template)
+            hooks["build_scheduler"] = lambda template, total: self._schedule(template, total)
+        if self._has("run_forward_step"):
+            hooks["compute_loss"] = lambda template, model, batch: self._loss(batch, model)
+        if self._has("count_targets"):
+            hooks["count_targets"] = lambda template, batch: self.count_targets(batch)  # type: ignore[attr-defined]
+        elif self._has("run_forward_step"):
+            hooks["count_targets"] = lambda template, batch: self._count(template, batch)
+        if self._has("run_compute_metrics"):
+            hooks["read_outputs"] = lambda template, outputs, batch: ([None] * samples_in(batch),) * 2
+            hooks["compute_metrics"] = lambda template, predictions, references: self._metrics(template)
+        made: Trainer = type(type(self).__name__, (self.ours,), hooks)(self.engine.words)
+        if self._has("run_compute_metrics") and made.config.get("pipeline_model_parallel_size") != 1:
+            raise ConfigError(
+                "run_compute_metrics calls the whole model, which no stage of a pipeline has",
+                where=made.config.origin("pipeline_model_parallel_size"),
+                hint="write a Trainer with read_outputs(outputs, batch) and compute_metrics(predictions, references)",
+            )
+        return made
+
+    def _has(self, name: str) -> bool:
+        return callable(getattr(self, name, None))
+
+    def _data(self, template: Trainer) -> Data:
+        provider: Callable[..., Any] = self.train_valid_test_datasets_provider  # type: ignore[attr-defined]
+        counts = _counts(template) if inspect.signature(provider).parameters else None
+        parts = tuple(provider() if counts is None else provider(counts))
+        if len(parts) not in (3, 4):
+            raise RapidformerError(
+                f"train_valid_test_datasets_provider returned {len(parts)} things",
+                hint="return the training, validation and test set, and a collate function if there is one",
+            )
+        train, valid, test = parts[:3]
+        samples: Any = train
+        # Whoever is told how many samples are wanted has put them in order, as Megatron's data sets are.
+        return Data(
+            train=samples if counts is None or train is None else cast(Any, _Sequential(samples)),
+            valid=valid,
+            test=test,
+            collate=parts[3] if len(parts) == 4 else None,
+        )
+
+    @cached_property
+    def _provided(self) -> tuple[Any, Any, Any]:
+        made = self.model_optimizer_lr_scheduler_provider()  # type: ignore[attr-defined]
+        model, optimizer, scheduler = made if isinstance(made, tuple) else (made, None, None)
+        if optimizer is None and scheduler is not None:
+            raise RapidformerError(
+                "model_optimizer_lr_scheduler_provider returned a scheduler without its optimizer",
+                hint="return both, or None for both and --lr-decay-style",
+            )
+        # The recipe while the model has the parameters that the optimizer was made for: switches replace some of them.
+        return model, optimizer and as_recipe(optimizer, model, {}), scheduler
+
+    def _recipe(self, template: Trainer) -> Any:
+        recipe = self._provided[1]
+        return self.ours.build_optimizer(template) if recipe is None else recipe
+
+    def _schedule(self, template: Trainer, total: int) -> Any:
+        scheduler = self._provided[2]
+        return self.ours.build_scheduler(template, total) if scheduler is None else as_schedule(scheduler)
+
+    def _loss(self, batch: Batch, model: Any) -> Any:
+        step: Callable[..., Any] = self.run_forward_step  # type: ignore[attr-defined]
+        first = next(iter(inspect.signature(step).parameters))
+        if "iter" in first:
+            given = _OneBatch(batch) if isinstance(batch, Mapping) else iter([batch])
+        else:
+            given = copy.copy(batch)  # scripts take the labels out of it
+        result = step(given, model)
+        if isinstance(result, tuple) and callable(result[1]):  # Megatron's: the output, and a function of it
+            result = result[1](result[0])
+        return result[0] if isinstance(result, tuple) else result
+
+    def _count(self, template: Trainer, batch: Batch) -> float:
+        named = isinstance(batch, Mapping) or hasattr(batch, "get")
+        sizes = template.plan.sizes
+        if not (named and "labels" in batch) and sizes.data * sizes.accumulation > 1:
+            raise RapidformerError(
+                "nothing tells what the loss of run_forward_step is a mean over: the batch has no 'labels'",
+                where=f"{sizes.data * sizes.accumulation} micro batches a step, which must be weighed",
+                hint="write count_targets(self, batch): the number of targets, such as batch['loss_mask'].sum()",
+            )
+        return self.ours.count_targets(template, batch)
+
+    def _metrics(self, template: Trainer) -> Mapping[str, float]:
+        compute: Callable[..., Any] = self.run_compute_metrics  # type: ignore[attr-defined]
+        engine = template.engine
+        with evaluating(engine), engine.averaged(), engine.measuring() as model, torch.no_grad():
+            result = compute(_Models([model]), _Batches(self, template))
+        return result if isinstance(result, Mapping) else {"metric": result}
+
+
+class _Batches:
+    """The validation set as a script sees it: this worker's micro batches, on its device."""
+
+    def __init__(self, script: _Template, template: Trainer) -> None:
+        self.script, self.template = script, template
+        samples, sizes, workers = template.data.valid, template.plan.sizes, template.engine.workers
+        assert samples is not None
+        limit = template.config.training.eval_iters
+        self.size = min(len(samples), limit * sizes.micro_batch * sizes.data) if limit else len(samples)
+        self._requests = eval_requests(
+            sample_lengths(samples, template.data, training=False), self.size, template.config.training.seed,
+            rank=workers.data_rank, data_size=sizes.data, micro_batch=sizes.micro_batch,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Batch]:
+        data, device = self.template.data, self.template.engine.workers.device
+        for microbatch in load(data.valid, data, self._requests, workers=0, pin_memory=False):
+            self.script._shows = not microbatch.idle
+            yield to_device(microbatch.batch, device)
+        self.script._shows = True
+
+
+class _Sequential:
+    """Samples that are taken in their own order, pass after pass."""
+
+    in_order = True
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index % len(self.samples)]
+
+
+def _counts(template: Trainer) -> list[int]:
+    """Samples for training, all evaluations, and the test, as Megatron's templates ask for them."""
+    training, batch = template.config.training, template.plan.sizes.global_batch
+    if training.train_iters is None:
+        raise ConfigError(
+            "train_valid_test_datasets_provider is told how many samples are wanted, which --epochs does not say",
+            hint="give --train-iters, or write the hook without that argument",
+        )
+    evaluated = (training.eval_iters or MEGATRON_EVAL_ITERS) * batch
+    return [training.train_iters * batch, evaluated, evaluated]
+
+
+class Finetuner(_Template):
+    """Fine-tuning, with the hooks of PAI-Rapidformer's ``Finetuner``."""
+
+    ours = finetuner.Finetuner
+
+
+class PreTrainer(_Template):
+    """Pretraining, with the hooks of PAI-Rapidformer's ``PreTrainer``."""
+
+    ours = pretrainer.Pretrainer

@@ -1,0 +1,120 @@
+"""The engine of a run or a session, with its model: built, changed by the active switches, and set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rapidformer_templates.data.loader import load
+from rapidformer_templates.data.order import Request
+from rapidformer_templates.data.random_streams import Stream
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.embedding_noise import add_noise
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.traces import without_trace
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.models.label_use import can_be_tried, label_use
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.registry import REGISTRY, load_object
+from rapidformer_templates.run.console import say
+from rapidformer_templates.run.hooks import checked_model, checked_optimizer
+from rapidformer_templates.run.reference import provide_reference
+from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
+from rapidformer_templates.system.random_state import seed_all
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.run.template import Template
+
+
+def choose_allocation(plan: Plan) -> None:
+    """Fast where memory is no matter, small where it is the point, and the system's own way between the two."""
+    if plan.device != "cpu":
+        return
+    families = {REGISTRY[name].family for name in plan.switches}
+    if "offload" in families:
+        give_freed_memory_back()
+    elif "partitioning" not in families:
+        keep_freed_memory()
+
+
+def prepare_switches(template: Template) -> None:
+    """Let the active switches make ready what they need, before a worker starts."""
+    for switch in (REGISTRY[name] for name in template.plan.switches):
+        if switch.prepare:
+            load_object(switch.prepare)(template.config, template.plan)
+
+
+def build_engine(template: Template, workers: Workers, build: Callable[[], nn.Module] | None = None) -> Engine:
+    """The model, changed by the active switches in the order of their stages; the engine comes last.
+
+    Args:
+        build: makes the model that preferences are measured against, where that is not this one at its start.
+    """
+    config, plan = template.config, template.plan
+    engine: Engine = load_object(plan.engine)(plan, workers, clip_grad=config.training.clip_grad)
+    model = _seeded_model(template, engine)
+    template.model_was_built(model)
+    tried = can_be_tried(model)
+    if tried:
+        _try_labels(template, model, workers)
+    if template.uses_task:
+        template.task.check_model(model)
+    model = _transformed(template, model, workers)
+    if config.training.neftune_alpha:
+        add_noise(model, config.training.neftune_alpha, config.training.seed)
+    recipe = checked_optimizer(template.build_optimizer())
+    template.peak_lr = float(recipe.kwargs.get("lr", 0.0))
+    engine.setup(model, recipe, template.compute_loss)
+    if config.training.ema_decay is not None:
+        engine.keep_average(config.training.ema_decay)
+    template.engine, template.model = engine, engine.model
+    again = build or (lambda: _transformed(template, _seeded_model(template, engine), workers))
+    provide_reference(template, engine, again)
+    if not tried:
+        with engine.measuring() as whole:
+            _try_labels(template, whole, workers)
+    return engine
+
+
+def _seeded_model(template: Template, engine: Engine) -> nn.Module:
+    """The model as it is before training; each time the same."""
+    seed_all(template.config.training.seed)
+    with engine.build_context():
+        return checked_model(template.build_model())
+
+
+def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.Module:
+    """The model, changed by the active switches in the order of their stages."""
+    config, plan = template.config, template.plan
+    for switch in (REGISTRY[name] for name in plan.switches):
+        if switch.transform:
+            options = config.switches[switch.name]
+            building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
+            model = load_object(switch.transform)(model, building)
+            del building
+    return model
+
+
+def _try_labels(template: Template, model: nn.Module, workers: Workers) -> None:
+    """Find out how the model takes labels, by which targets are counted and the task's loss is made."""
+    for note in template.labels_were_tried(label_use(model)):
+        say(workers, f"note       {note}")
+
+
+def _loss_of_one(template: Template, model: nn.Module) -> Any:
+    """The user's loss of the first sample."""
+    if template.data.train is None:
+        raise ConfigError(
+            "a switch of this session must see the loss of one sample before the first step",
+            where=" → ".join(template.plan.switches),
+            hint="give compose() a batch of one sample: example=batch",
+        )
+    request = Request([0], (template.config.training.seed, Stream.TRIAL), [0])
+    (microbatch,) = load(template.data.train, template.data, [request], workers=0, pin_memory=False)
+    with without_trace(model):
+        return template.compute_loss(model, microbatch.batch)

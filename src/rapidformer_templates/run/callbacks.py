@@ -1,0 +1,138 @@
+"""Callbacks as objects: what several templates share, with a state that checkpoints keep."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer_templates.data.checks import kind_of
+from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.errors import CheckpointError, ConfigError
+from rapidformer_templates.run.console import say
+from rapidformer_templates.run.own_hooks import CALLED_BY_A_LOOP
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.run.template import Template
+
+
+class Callback:
+    """What is to happen beside the training: derive from it, and hand objects to ``callbacks=[…]``.
+
+    Its methods are the callbacks of a template, with the template before what those are told. They run on every
+    worker, after the template's own, in the order of the list. ``trainer`` has ``config``, ``plan``, ``data`` and
+    ``model``.
+    """
+
+    def on_train_start(self, trainer: Any) -> None:
+        """Before the first step of this process; of a run that goes on, after :meth:`load_state_dict`."""
+
+    def on_step_end(self, trainer: Any, step: int, result: StepResult) -> None:
+        """After each optimizer step; ``step`` counts from 1."""
+
+    def on_epoch_end(self, trainer: Any, epoch: int) -> None:
+        """After the last step of an epoch of an epoch-based run."""
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation."""
+
+    def on_checkpoint(self, trainer: Any, step: int, folder: Path) -> None:
+        """After a checkpoint was written."""
+
+    def on_train_end(self, trainer: Any, summary: Mapping[str, Any]) -> None:
+        """After the last step, evaluation and export."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep: plain values, the same on every worker (that of rank 0 is saved)."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave at the checkpoint that a run goes on from, on every worker."""
+
+
+EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def tell(template: Template, event: str, *values: Any) -> None:
+    """Call a callback of a template, and then those of its objects."""
+    getattr(template, event)(*values)
+    for callback in template.callbacks:
+        getattr(callback, event)(template, *values)
+
+
+def checked_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
+    """What was handed to ``callbacks=``.
+
+    Raises:
+        ConfigError: one is no object of a :class:`Callback`, or has a method that nothing would call.
+    """
+    where, hint = "callbacks", "give a list of objects: callbacks=[MyCallback(), …]"
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks is {kind_of(callbacks)}", where=where, hint=hint)
+    for number, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            is_class = isinstance(callback, type)
+            what = f"the class {callback.__name__}" if is_class else kind_of(callback)
+            raise ConfigError(
+                f"callbacks[{number}] is {what}, and no object of a Callback",
+                where=where,
+                hint=hint if is_class else "derive its class from rapidformer_templates.Callback",
+            )
+        for name in dir(callback):
+            if CALLED_BY_A_LOOP.match(name) and name not in EVENTS and callable(getattr(callback, name)):
+                (near,) = difflib.get_close_matches(name, EVENTS, 1, 0.0)
+                what = f"{type(callback).__name__}.{name} is no callback, and nothing would call it"
+                raise ConfigError(what, where=where, hint=f"did you mean {near}?")
+    return tuple(callbacks)
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """The state of each callback that has one, by its name.
+
+    Raises:
+        CheckpointError: one is not of values that a checkpoint keeps as they are.
+    """
+    states = {name: callback.state_dict() for name, callback in _named(callbacks)}
+    for name, state in states.items():
+        try:
+            kept = isinstance(state, dict) and repr(json.loads(json.dumps(state))) == repr(state)
+        except (TypeError, ValueError):
+            kept = False
+        if not kept:
+            raise CheckpointError(
+                "the state of a callback cannot be kept as it is",
+                where=f"{name}.state_dict()",
+                hint="return a dict of plain values: names to numbers, texts, lists and dicts of them",
+            )
+    return {name: state for name, state in states.items() if state}
+
+
+def take_back(callbacks: Sequence[Callback], saved: Mapping[str, Any], workers: Workers) -> None:
+    """Give each callback the state that it had at a checkpoint; those that had none, or are new, begin anew."""
+    named = dict(_named(callbacks))
+    gone, new = sorted(saved.keys() - named.keys()), sorted(states_of(callbacks).keys() - saved.keys())
+    take_back_here(callbacks, saved)
+    if gone:
+        say(workers, f"the checkpoint has a state of {', '.join(gone)}, which this run has not: it is lost", loud=True)
+    if new:
+        say(workers, f"the checkpoint has no state of {', '.join(new)}: begun anew", loud=True)
+
+
+def take_back_here(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> None:
+    """Give the callbacks of this process the states that they have come to in the workers that it started."""
+    for name, callback in _named(callbacks):
+        if name in states:
+            callback.load_state_dict(states[name])
+
+
+def _named(callbacks: Sequence[Callback]) -> Iterator[tuple[str, Callback]]:
+    """Callbacks with the names of their classes, numbered where there are several of one."""
+    seen: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        seen[name] += 1
+        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), callback

@@ -1,0 +1,108 @@
+"""A conversation with a language model: its messages, and answers that come word by word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, TextStreamer
+
+from rapidformer_templates.data.finetuning.chat import Message
+from rapidformer_templates.data.finetuning.chat_template import ChatTemplate
+from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.models.architectures import positions_of
+
+LEAST_ROOM = 16
+"""Tokens that an answer must have room for."""
+
+
+class Conversation:
+    """Messages in the chat template of the tokenizer, and the model that answers them.
+
+    Args:
+        model: a causal language model, whole, on the device where it is to compute.
+        system: a message that comes before all others.
+
+    Attributes:
+        messages: so far.
+        is_plain: the tokenizer has no template, and a plain one is used.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerFast, generation: Generation, system: str | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.generation = model, tokenizer, generation
+        self._template = ChatTemplate(tokenizer)
+        self.is_plain = self._template.is_plain
+        self._first: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._positions = positions_of(model.config)
+        self.reset()
+        torch.manual_seed(generation.seed)
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages = list(self._first)
+
+    def answer(self, text: str, tell: Callable[[str], object]) -> int:
+        """Say something, and tell the answer as it comes; what was told until an interruption is part of it.
+
+        Args:
+            tell: takes the pieces of the answer.
+
+        Returns:
+            How many of the oldest messages the model has no room for any more, and are forgotten.
+
+        Raises:
+            DataError: the message alone leaves no room for an answer, or the template does not take it.
+        """
+        self.messages.append({"role": "user", "content": text})
+        try:
+            ids, forgotten = self._prompt()
+        except DataError:
+            self.messages.pop()
+            raise
+        streamer = _Told(self.tokenizer, tell)
+        room = self.generation.max_new_tokens or DEFAULT_NEW_TOKENS
+        if self._positions is not None:
+            room = min(room, self._positions - ids.shape[1])
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        try:
+            with torch.no_grad():
+                generate(self.model, self.tokenizer, batch, room, self.generation.temperature, streamer=streamer)
+        finally:
+            streamer.end()
+            self.messages.append({"role": "assistant", "content": "".join(streamer.pieces).strip()})
+        return forgotten
+
+    def _prompt(self) -> tuple[torch.Tensor, int]:
+        """(the tokens up to the answer, messages that were forgotten for it)."""
+        first, forgotten = len(self._first), 0
+        while True:
+            text = self._template.render(self.messages, asks=True)
+            ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
+            if self._positions is None or ids.shape[1] + LEAST_ROOM <= self._positions:
+                return ids.to(next(self.model.parameters()).device), forgotten
+            if len(self.messages) <= first + 1:
+                message = (
+                    f"the message has {ids.shape[1]} tokens, and the model takes {self._positions} with its answer"
+                )
+                raise DataError(message, hint="shorten it")
+            del self.messages[first : first + 2]
+            forgotten += 2
+
+
+class _Told(TextStreamer):
+    """Hands on what ``generate`` writes, word by word."""
+
+    def __init__(self, tokenizer: Any, tell: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._tell = tell
+        self.pieces: list[str] = []
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called by ``generate`` and by :meth:`end`."""
+        if text:
+            self.pieces.append(text)
+            self._tell(text)

@@ -1,0 +1,108 @@
+"""What a trained model says of samples that nobody has labelled: one plain record each, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from rapidformer_templates.data.finetuning.tables import Part, part_of
+from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.data.tasks import Task
+from rapidformer_templates.data.tasks.base import Inputs, Record
+from rapidformer_templates.errors import DataError
+from rapidformer_templates.system.random_state import capture, restore
+from rapidformer_templates.system.workers import Workers
+
+GREEDY = Generation()
+"""The likeliest token each time."""
+
+
+def predict_samples(
+    task: Task,
+    model: Any,
+    samples: Sequence[Mapping[str, Any] | str],
+    batch_size: int = 8,
+    generation: Generation = GREEDY,
+) -> list[Record]:
+    """What a model predicts of some samples, in this process.
+
+    Args:
+        task: whose labels are known, from its data or by :meth:`Task.take_decisions`.
+        model: whole, on the device where it is to compute.
+        samples: a mapping of the task's columns each, or plain texts.
+        batch_size: of them that the model sees at once.
+        generation: of causal_lm, seq2seq_lm and preference, how texts are generated.
+
+    Returns:
+        A record each, of plain values: see docs/after-training.md.
+
+    Raises:
+        DataError: a column is missing, or a sample cannot be used; it is named by its place.
+    """
+    if not samples:
+        return []
+    return predict_inputs(task, model, task.inputs(part_of_samples(samples)), batch_size, generation)
+
+
+def part_of_samples(samples: Sequence[Mapping[str, Any] | str]) -> Part:
+    """Samples in memory as the rows of a data set.
+
+    Raises:
+        DataError: one is neither a text nor a mapping of names to values.
+    """
+    rows = [{"text": sample} if isinstance(sample, str) else sample for sample in samples]
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            hint = 'give texts, or mappings such as {"text": "…"}'
+            raise DataError(f"it is of type {type(row).__name__}", where=f"sample {number}", hint=hint)
+    return part_of([dict(row) for row in rows], [(0, number) for number in range(1, len(rows) + 1)], ("the samples",))
+
+
+def predict_inputs(
+    task: Task,
+    model: Any,
+    inputs: Inputs,
+    batch_size: int = 8,
+    generation: Generation = GREEDY,
+    workers: Workers | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[Record]:
+    """The records of all rows of :meth:`Task.inputs`, in their order.
+
+    Args:
+        workers: share the batches, each with a copy of the model, and all have all records afterwards.
+        advance: told how many rows of this worker are done.
+    """
+    rank, world = (workers.rank, workers.world) if workers else (0, 1)
+    mine: dict[int, Record] = {}
+    with _predicting(model):
+        for batch in batches_of(inputs, batch_size)[rank::world]:
+            torch.manual_seed(generation.seed + batch[0])  # by the batch: which worker draws does not matter
+            told = task.records(model, [inputs.rows[row] for row in batch], generation)
+            mine |= dict(zip(batch, told, strict=True))
+            advance(len(batch))
+    records = {row: record for share in (workers.gather(mine) if workers else [mine]) for row, record in share.items()}
+    return [records[row] for row in range(len(records))]
+
+
+def batches_of(inputs: Inputs, batch_size: int) -> list[list[int]]:
+    """Rows of like lengths together; they depend on the rows alone, so that no number of workers changes a batch."""
+    order = np.argsort(inputs.lengths, kind="stable").tolist()
+    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+
+
+@contextmanager
+def _predicting(model: Any) -> Iterator[None]:
+    """Around forwards that leave no trace: mode, random states and gradients are as before afterwards."""
+    random_state, training = capture(), model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        restore(*random_state)

@@ -1,0 +1,188 @@
+"""The model of a run, or of a folder of transformers, with the task that it was trained for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from rapidformer_templates.data.tasks import Task, load_task
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.run.folder import RunFolder
+
+OF_THE_SAMPLES = (
+    "task",
+    "problem_type",
+    "seq_length",
+    "text_column",
+    "pair_column",
+    "label_column",
+    "trust_remote_code",
+)
+"""Fields of a run by which its model is fed after it, too."""
+
+DESCRIPTION = "task.json"
+"""Of ``model/`` in a run folder: see :meth:`Saved.described`."""
+
+TASK_OF_CLASS = {
+    "ForSequenceClassification": "sequence_classification",
+    "ForTokenClassification": "token_classification",
+    "ForQuestionAnswering": "question_answering",
+    "ForMaskedLM": "masked_lm",
+    "ForCausalLM": "causal_lm",
+    "LMHeadModel": "causal_lm",
+    "ForConditionalGeneration": "seq2seq_lm",
+    "ForSeq2SeqLM": "seq2seq_lm",
+}
+"""What the names of transformers' classes end with, by which a folder tells what its model is for."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where a saved model lies, and how it was trained.
+
+    Attributes:
+        folder: with the weights, as ``from_pretrained`` reads it.
+        run: the run folder that it is of; None of a folder that comes from elsewhere.
+        values: of the run: each flag that was given, by field name, with where it came from.
+    """
+
+    folder: Path
+    run: Path | None
+    values: Mapping[str, tuple[Any, str]]
+
+    def config(self, names: Sequence[str] = OF_THE_SAMPLES, user: type | None = None, **given: Any) -> RunConfig:
+        """The flags with which it is used: those of the run of these names, and what is given now.
+
+        Args:
+            user: a dataclass of flags that a command declares besides.
+
+        Raises:
+            ConfigError: nobody says what the model is for, or a value cannot be used.
+        """
+        kept = {name: value for name, value in self.values.items() if name in names}
+        kept["pretrained_model_name_or_path"] = (str(self.folder), "RUN")
+        now = {name: (value, "command line") for name, value in given.items() if value is not None}
+        if "task" not in kept | now:
+            kept["task"] = (_task_of(self.folder), "the folder")
+        return REGISTRY.adopt(parse([], REGISTRY.options(), user=user, in_code={**kept, **now}))
+
+    def decisions(self, task: str | None) -> dict[str, Any]:
+        """What the data of the run have decided; nothing where the model is used for another task than the run's."""
+        is_of_task = self.values.get("task", (None, ""))[0] == task
+        told: dict[str, Any] = self.described().get("decisions", {}) if is_of_task else {}
+        return told
+
+    def described(self) -> dict[str, Any]:
+        """What the run has written of its task: ``hooks`` that its script has of its own, ``decisions`` of its data."""
+        file = RunFolder(self.run).model / DESCRIPTION if self.run else None
+        if file is None or not file.is_file():
+            return {}
+        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return told
+
+
+def find_saved(path: str | Path) -> Saved:
+    """The exported model of a run folder, or a folder of transformers.
+
+    Raises:
+        ConfigError: nothing is there, or nothing was exported yet.
+    """
+    given = Path(path)
+    if not given.is_dir():
+        raise ConfigError(f"{given} does not exist", where="RUN", hint="name the --save folder of a run, or a model")
+    if (given / "plan.json").is_file():
+        if not (given / "export").is_dir():
+            hint = f"rapidformer export {given} writes one of its newest checkpoint"
+            raise ConfigError(f"{given} holds no exported model", where="RUN", hint=hint)
+        return Saved(given / "export", given, values_of(given))
+    if (given / "manifest.json").is_file():
+        run, step = given.parent.parent, given.name.removeprefix("step-")
+        hint = f"rapidformer export {run} --step {step} writes its model"
+        raise ConfigError(f"{given} is a checkpoint", where="RUN", hint=hint)
+    if not (given / "config.json").is_file():
+        hint = "name the --save folder of a run, or a folder of transformers with config.json and its weights"
+        raise ConfigError(f"{given} is neither a run folder nor a model", where="RUN", hint=hint)
+    beside = given.resolve().parent
+    run_of = beside if (beside / "plan.json").is_file() else None  # RUN/export and RUN/merged are the run's, too
+    return Saved(given, run_of, values_of(run_of) if run_of else {})
+
+
+def values_of(run: Path) -> dict[str, tuple[Any, str]]:
+    """The flags of a run by field name, each with where it came from; those of the user's own are left out.
+
+    Raises:
+        ConfigError: its plan cannot be read.
+    """
+    try:
+        values = json.loads((run / "plan.json").read_text(encoding="utf-8"))["values"]
+        named = {n.removeprefix("--").replace("-", "_"): (v["value"], v["origin"]) for n, v in values.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{run / 'plan.json'} cannot be read: {error}", where="RUN") from error
+    known = {field.name for field in parse([], REGISTRY.options()).fields()}
+    return {name: value for name, value in named.items() if name in known}
+
+
+def _task_of(folder: Path) -> str:
+    try:
+        classes = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}", where="RUN") from error
+    task = next((task for end, task in TASK_OF_CLASS.items() if str(classes[0]).endswith(end)), None)
+    if task is None:
+        what = f"a {classes[0]}" if classes[0] else "a model without a head"
+        raise ConfigError(f"{folder} holds {what}, and does not say what it is for", where="RUN", hint="add --task")
+    return task
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A saved model in memory.
+
+    Attributes:
+        task: with the labels of the model.
+        model: in its evaluation mode, float32, on the CPU.
+    """
+
+    config: RunConfig
+    task: Task
+    model: PreTrainedModel
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's own."""
+        return self.task.tokenizer
+
+
+def load_saved_task(config: RunConfig, saved: Saved) -> Task:
+    """The task of a saved model, with what its data have decided; the weights are not read.
+
+    Raises:
+        RapidformerError: the folder cannot be used for the task.
+    """
+    task = load_task(config)
+    task.take_decisions(saved.decisions(config.training.task))
+    return task
+
+
+def open_saved(path: str | Path, task: str | None = None) -> Opened:
+    """The model of a run folder or of a folder of transformers.
+
+    Args:
+        path: of it.
+        task: what it is for, where neither the run nor the folder says so, or for another one.
+
+    Raises:
+        RapidformerError: it is not there, or cannot be read.
+    """
+    saved = find_saved(path)
+    config = saved.config(task=task)
+    used = load_saved_task(config, saved)
+    model = used.build_model()
+    return Opened(config, used, model.eval())

@@ -1,0 +1,191 @@
+"""``fit(workers=N)``: the template itself is sent to the workers, and the program around it is not run again.
+
+cloudpickle takes classes and functions of a cell, a prompt or a script with what they close over; those of modules are
+imported by the workers, which look for them where this process does.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+
+from rapidformer_templates.data.checks import kind_of
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.errors import ConfigError, ReportedError, WorkerFailed
+from rapidformer_templates.run.afterwards import Weights, whole_weights
+from rapidformer_templates.run.callbacks import states_of, take_back_here
+from rapidformer_templates.run.calls import Summary, noted
+from rapidformer_templates.run.fit import check_before_workers, join_and_train
+from rapidformer_templates.system import launch, program
+from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.run.template import Template
+
+MADE_BY_A_RUN = ("_model", "_weights", "_engine", "data", "task", "peak_lr", "_groups", "_depths")
+"""Attributes of a template that each run makes anew."""
+
+TEMPLATE, OUTCOME, WEIGHTS = "template.pickle", "outcome.json", "weights.pt"
+
+
+def fit(template: Template) -> tuple[Summary, Weights]:
+    """Train a template in new workers; the summary, and the whole weights. Its callbacks get the state of rank 0.
+
+    Raises:
+        ConfigError: something in it cannot be sent; it is named.
+        Exception: what a worker has raised, with its stack as a note.
+    """
+    trained: list[Weights] = []
+
+    def train() -> Summary:
+        more, resumes = check_before_workers(template)
+        summary, weights = _train_in_workers(template, template.config.launch.nproc_per_node or 1, more, resumes)
+        trained.append(weights)
+        return summary
+
+    return noted(train), trained[0]
+
+
+def _train_in_workers(
+    template: Template, count: int, more: Mapping[str, str], resumes: Callable[[], bool]
+) -> tuple[Summary, Weights]:
+    with tempfile.TemporaryDirectory(prefix="rapidformer-") as name:
+        folder = Path(name)
+        (folder / TEMPLATE).write_bytes(_pickled(template))
+        command = [sys.executable, "-m", "rapidformer_templates.run.sent", str(folder)]
+        found = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        port, shown = template.config.launch.master_port, not program.is_script()
+        try:
+            launch.run_workers(command, count, port, {**more, "PYTHONPATH": found}, resumes, shown=shown)
+        except ReportedError as told:
+            raise _own_error(folder, told) from None
+        if not (folder / OUTCOME).exists():
+            raise WorkerFailed(
+                "the workers ended without an outcome", hint="a hook of yours may have called sys.exit()"
+            )
+        outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+        take_back_here(template.callbacks, outcome["callbacks"])
+        return outcome["summary"], torch.load(folder / WEIGHTS, weights_only=True)
+
+
+def _pickled(template: Template) -> bytes:
+    """A template without what a run makes of it.
+
+    Raises:
+        ConfigError: something in it cannot be pickled.
+    """
+    bare = copy.copy(template)
+    for name in MADE_BY_A_RUN:
+        vars(bare).pop(name, None)
+    try:
+        return cloudpickle.dumps(bare)
+    except Exception as error:
+        name, culprit = _culprit(bare, type(template).__name__, set())
+        raise ConfigError(
+            f"{name}, {kind_of(culprit)}, cannot be sent to workers: {_first_line(error)}",
+            where="fit(workers=…)",
+            hint="make it in the hook that needs it (build_data, build_model …), which runs in each worker",
+        ) from None
+
+
+def _culprit(value: Any, name: str, seen: set[int]) -> tuple[str, Any]:
+    """The innermost part of a value that cannot be pickled, with how it is come by."""
+    seen.add(id(value))
+    for part_name, part in _parts(value, name):
+        if id(part) not in seen and not _goes(part):
+            return _culprit(part, part_name, seen)
+    return name, value
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, FunctionType):
+        variables = inspect.getclosurevars(value)
+        for label, part in {**variables.nonlocals, **variables.globals}.items():
+            yield f"{label} (which {name} uses)", part
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{place}]", part) for place, part in enumerate(value))
+    elif isinstance(value, type):
+        for label, part in vars(value).items():
+            yield f"{value.__name__}.{label}", getattr(part, "__func__", None) or getattr(part, "fget", None) or part
+    elif hasattr(value, "__dict__"):
+        yield from ((f"{name}.{label}", part) for label, part in vars(value).items())
+        yield type(value).__name__, type(value)
+
+
+def _goes(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]
+
+
+def _own_error(folder: Path, told: ReportedError) -> Exception:
+    """The exception that a worker has raised, or, where it cannot be sent, its text."""
+    file = folder / f"error-{told.rank}.pickle"
+    try:
+        error = pickle.loads(file.read_bytes())
+    except Exception:  # any class may fail to be made again
+        return told
+    if not isinstance(error, Exception):
+        return told
+    if not hasattr(error, "render"):
+        error.add_note(f"in worker {told.rank}:\n{told.message}")
+    return error
+
+
+# In a worker.
+
+
+def main(folder: Path) -> None:
+    """Train the template that lies in a folder, as one of its workers."""
+    rank = os.environ["RANK"]
+
+    def train() -> None:
+        try:
+            template: Template = pickle.loads((folder / TEMPLATE).read_bytes())
+            summary = join_and_train(template, partial(_keep, folder))
+        except Exception as error:
+            _leave(error, folder / f"error-{rank}.pickle")
+            raise
+        if rank == "0":
+            outcome = {"summary": summary, "callbacks": states_of(template.callbacks)}
+            (folder / OUTCOME).write_text(json.dumps(outcome), encoding="utf-8")
+
+    launch.report_errors(train)
+
+
+def _leave(error: Exception, file: Path) -> None:
+    try:
+        file.write_bytes(cloudpickle.dumps(error))
+    except Exception:  # its text is told in any case
+        file.unlink(missing_ok=True)
+
+
+def _keep(folder: Path, engine: Engine, workers: Workers) -> None:
+    weights = whole_weights(engine)
+    if weights is not None:
+        torch.save(dict(weights), folder / WEIGHTS)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,399 @@
+"""A session: the plan, the engine and the checkpoints of a run, for a loop that is the user's own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.data.targets import samples_in
+from rapidformer_templates.data.types import Batch, Data
+from rapidformer_templates.engines.contract import StepResult
+from rapidformer_templates.engines.recipe import Schedule
+from rapidformer_templates.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory
+from rapidformer_templates.models.adapters import frozen_base_of
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.flags import SECTIONS
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.schedules import OF_SCHEDULES
+from rapidformer_templates.run import calls
+from rapidformer_templates.run import out_of_memory as ladder
+from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
+from rapidformer_templates.run.checkpoint import format as checkpoint
+from rapidformer_templates.run.configure import chosen_layout, resolve_plan
+from rapidformer_templates.run.console import show_plan, what_was_done
+from rapidformer_templates.run.evaluation import evaluating
+from rapidformer_templates.run.export import export_model
+from rapidformer_templates.run.folder import RunFolder
+from rapidformer_templates.run.hooks import checked_schedule
+from rapidformer_templates.run.loop import Position, counted
+from rapidformer_templates.run.meter import Meter
+from rapidformer_templates.run.receipts import Receipts
+from rapidformer_templates.run.resume import check_base, checkpoint_to_load, put_back
+from rapidformer_templates.system import launch, program
+from rapidformer_templates.system.random_state import seed_all
+from rapidformer_templates.system.workers import Workers, join
+
+if TYPE_CHECKING:
+    from rapidformer_templates.run.template import Template
+
+OF_A_SESSION = frozenset(
+    {
+        "config", "template", "nproc_per_node", "data_parallel_size", "master_port", "device", "micro_batch_size",
+        "global_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "layerwise_lr_decay",
+        "ema_decay", "clip_grad", "train_iters", "seed", "lr", *OF_SCHEDULES,
+    }
+)  # fmt: skip
+"""Flags beside those of the switches that act without the library's loop, its data and its run folder."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What :meth:`Session.evaluate` has seen.
+
+    Attributes:
+        loss: mean over the targets of all workers' batches.
+        targets: their number: a mean over several calls weighs each loss by it.
+        output: what the model put out for this worker's batch; None where another worker has the end of a pipeline.
+    """
+
+    loss: float
+    targets: float
+    output: Any
+
+
+def open_session(
+    template: Template, schedule: Schedule | None, example: Batch | None, *, reads_flags: bool = False
+) -> Session:
+    """The session of this worker; a process that starts workers waits for them, and ends with them.
+
+    Args:
+        reads_flags: the script reads by itself the flags that act on nothing here.
+
+    Raises:
+        ConfigError: a flag acts on nothing here.
+        Refused: the flags break rules.
+        SystemExit: the workers that this process has started are done.
+    """
+    if not reads_flags:
+        _check_flags(template, schedule)
+    if template.plan.device == "cuda" and not torch.cuda.is_available():
+        origin = template.config.origin("device")
+        raise ConfigError("--device cuda asks for a GPU, and torch can use none here", where=origin)
+    count = template.config.launch.nproc_per_node or 1
+    if launch.is_worker():
+        if calls.CALL in os.environ:
+            raise ConfigError("compose() stands before a fit() of the same script", hint="make two scripts of them")
+        launch.report_uncaught()
+    elif count > 1:
+        command = program.command()
+        _show(template)
+        launch.run_workers(command, count, template.config.launch.master_port, chosen_layout(template.config))
+        raise SystemExit(0)
+    return Session(template, schedule, example)
+
+
+def _check_flags(template: Template, schedule: Schedule | None) -> None:
+    """Refuse flags that nothing here would act on."""
+    config, plan = template.config, template.plan
+    of_a_run = {f.name for section in SECTIONS.values() for f in fields(section)} - OF_A_SESSION
+    ordering = {name for s in (REGISTRY[name] for name in plan.switches) if s.order for name in s.on}
+    for name in config.origins:
+        if name in of_a_run | ordering and config.get(name) is not None:
+            raise ConfigError(
+                f"{spelling(name)} acts on the library's own loop, data or run folder, and this loop is yours",
+                where=config.origin(name),
+                hint="leave it out, or train by a template (docs/white-box.md)",
+            )
+    shaping = [name for name in OF_SCHEDULES if name in config.origins and name != "lr"]
+    if shaping and (schedule is not None or config.training.train_iters is None):
+        raise ConfigError(
+            f"{spelling(shaping[0])} has nothing to act on: "
+            + ("there is a schedule of your own" if schedule else "a schedule must know its end"),
+            where=config.origin(shaping[0]),
+            hint="leave out one of them" if schedule else "give --train-iters, the number of steps that you will make",
+        )
+
+
+def _show(template: Template) -> None:
+    prepare_switches(template)
+    show_plan(template.plan)
+
+
+class Session:
+    """An engine with its model, to be stepped by a loop of one's own; made by :func:`rapidformer_templates.compose`.
+
+    All workers make the same calls in the same order, each with its own batches. Those of one replica (tensor and
+    pipeline parallelism) bring the same ones: take the share ``session.workers.data_rank`` of
+    ``session.workers.data``.
+
+    Attributes:
+        model: as the engine left it.
+        plan: what the switches do.
+        workers: this process among its peers.
+    """
+
+    def __init__(self, template: Template, schedule: Schedule | None, example: Batch | None) -> None:
+        config = template.config
+        self.plan = template.plan
+        choose_allocation(self.plan)
+        self._template, self._stack = template, ExitStack()
+        self.workers: Workers = self._stack.enter_context(join(self.plan.device, self.plan.sizes))
+        resolve = partial(resolve_plan, type(template), training=False)
+        self._explained = partial(ladder.explained, config, self.plan, self.workers.rank, resolve)
+        atexit.register(self.close)
+        if self.workers.is_main and launch.CHECKED not in os.environ:
+            _show(template)
+        self.workers.barrier()
+        template.data = Data(train=None if example is None else [example], collate=lambda batches: batches[0])
+        self._engine = build_engine(template, self.workers)
+        self.model: nn.Module = self._engine.model
+        seed_all(config.training.seed + 1 + self.workers.stream)
+        if schedule is None and config.training.train_iters:
+            schedule = template.build_scheduler(config.training.train_iters)
+        self._schedule = checked_schedule(schedule or (lambda step: 1.0))
+        base = frozen_base_of(self.model)
+        self._position = Position(base=base.identity if base else None)
+        self._meter = Meter(self.workers.device)
+        self._receipts = Receipts(self._engine, template)
+        self._last: Batch | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that are done, with those before :meth:`load`."""
+        return self._position.step
+
+    def step(self, batches: Sequence[Batch], share: float | Callable[[], float] | None = None) -> StepResult:
+        """One optimizer step: forward and backward of the micro batches, clipping, update.
+
+        The gradient is that of the mean loss over the targets of all workers' micro batches, as in one process.
+
+        Args:
+            batches: the micro batches of this worker, at most as many as ``plan.sizes.accumulation``; a worker that has
+                fewer samples than others brings fewer, or none.
+            share: of the peak learning rate, or a function that is asked for it right before the update; by default
+                what the schedule says.
+
+        Raises:
+            DataError: a worker brings too many, or nothing that it could stand in with; none has made the step.
+            NonFiniteLoss: loss or gradient is infinite or NaN; the weights are as before the step.
+            SwitchDidNothing: after the first step; names the switches.
+        """
+        microbatches, problem = self._taken(list(batches), self.plan.sizes.accumulation)
+        targets, samples, tokens = self._agreed(microbatches, problem)
+        first = self._meter.steps == 0
+        if first:
+            self._check_replicas(microbatches)
+        with self._located(self.steps), self._receipts.watch(microbatches) if first else nullcontext():
+            result = self._engine.train_batch(
+                microbatches, targets, self._schedule(self.steps) if share is None else share
+            )
+        self._receipts.count(microbatches)
+        if first:
+            self._receipts.check()
+        self._position.step += 1
+        self._position.samples += int(samples)
+        self._position.tokens += int(tokens)
+        self._meter.step(int(samples), int(tokens))
+        return result
+
+    def evaluate(self, batch: Batch | None) -> Evaluation:
+        """The loss of the workers' batches, without gradients; training is not disturbed.
+
+        Args:
+            batch: that of this worker; None where it has none left.
+
+        Raises:
+            DataError: as :meth:`step`.
+        """
+        (microbatch,), problem = self._taken([] if batch is None else [batch], 1)
+        targets, _, _ = self._agreed([microbatch], problem)
+        self._hear_all()
+        with self._meter.paused(), evaluating(self._engine), self._engine.averaged():
+            loss, output = self._engine.eval_batch(microbatch)
+        (total,) = self.workers.sum(loss if self.workers.speaks else 0.0)
+        return Evaluation(total / max(targets, 1.0), targets, output if self.workers.ends_pipeline else None)
+
+    def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint, ``checkpoints/step-N`` in the folder, which any layout can load.
+
+        Args:
+            state: what your loop must know to go on, such as its epoch: plain values for JSON.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be written; earlier ones are untouched.
+        """
+        self._hear_all()
+        root = RunFolder(folder).checkpoints
+        with self._meter.paused():
+            if self.workers.is_main:
+                root.mkdir(parents=True, exist_ok=True)
+            self.workers.barrier()
+            progress = {**asdict(self._position), "own": dict(state or {})}
+            return checkpoint.save(root, self.steps, self._engine, progress, self.workers)
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, or from the newest whole one of a folder, of this or of any other layout.
+
+        That of a run gives weights, optimizer and step; the order of its data is not yours.
+
+        Returns:
+            The ``state`` that was saved with it.
+
+        Raises:
+            CheckpointError: there is none, or it does not fit the model or the optimizer.
+        """
+        reader = checkpoint.Reader(checkpoint_to_load(Path(folder), self.workers))
+        check_base(reader, self._position.base)
+        put_back(reader, self._engine, self._template.config.training, self.workers)
+        self._position.step = int(reader.state["step"])
+        self._position.samples, self._position.tokens = reader.state["samples"], reader.state["tokens"]
+        return dict(reader.state.get("own", {}))
+
+    def export(self, folder: str | Path, tokenizer: Any = None) -> None:
+        """Write a folder that transformers' ``from_pretrained`` loads."""
+        self._hear_all()
+        self._template.tokenizer = tokenizer
+        export_model(self._engine, self._template, Path(folder), self.workers)
+        self.workers.barrier()
+
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` of a run holds of its steps, with the receipts of the switches."""
+        self._hear_all()
+        receipts = self._receipts.measured_by_rank() if self._meter.steps else {}
+        return what_was_done(self.plan, self._engine, self._position, self._meter, receipts)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """What the model puts out, without gradients and without a trace; every worker must call it alike."""
+        nothing = MicroBatch((arguments, named), [], idle=True)
+        return self._engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer that makes the updates, to be read."""
+        return self._engine.optimizer.param_groups
+
+    def close(self) -> None:
+        """Leave the other workers, once all are done; a ``with`` block does so at its end."""
+        atexit.unregister(self.close)
+        self.workers.barrier()  # the last exchange is done everywhere
+        self._stack.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        atexit.unregister(self.close)
+        if self.workers.world == 1:
+            self._stack.close()  # else the peers may be waiting, and hear of the error from who started us
+        try:
+            with self._explained():
+                raise error
+        except OutOfMemory:
+            raise
+        except BaseException:
+            return  # it goes on by itself
+
+    def _taken(self, batches: list[Batch], count: int) -> tuple[list[MicroBatch], str | None]:
+        """(as many micro batches as every worker has, None), or why there are none."""
+        if batches:
+            self._last = batches[-1]
+        if len(batches) > count:
+            return [], (
+                f"{len(batches)} micro batches where a step has {count}: --global-batch-size is "
+                f"{self.plan.sizes.global_batch} = {count} × {self.plan.sizes.data} workers × --micro-batch-size "
+                f"{self.plan.sizes.micro_batch}"
+            )
+        if self._last is None:
+            return [], "no batch, and none before it that could stand in for it"
+        idle = [MicroBatch(self._last, [], idle=True) for _ in range(count - len(batches))]
+        mine = [MicroBatch(batch, list(range(int(samples_in(batch))))) for batch in batches]
+        return [counted(self._template, microbatch) for microbatch in (*mine, *idle)], None
+
+    def _agreed(self, microbatches: list[MicroBatch], problem: str | None) -> tuple[float, float, float]:
+        """Targets, samples and tokens of all workers' micro batches.
+
+        Raises:
+            DataError: some worker has a problem; on all of them.
+        """
+        here = [m for m in microbatches if not m.idle and self.workers.speaks]
+        targets, samples, tokens, problems = self.workers.sum(
+            sum(m.targets for m in here),
+            sum(m.sample_count for m in here),
+            sum(m.tokens for m in here),
+            problem is not None,
+        )
+        if problems:
+            told = next(p for p in self.workers.gather(problem) if p)
+            raise DataError(f"a worker brings {told}", where="session")
+        return targets, samples, tokens
+
+    def _check_replicas(self, microbatches: list[MicroBatch]) -> None:
+        """Refuse workers of one replica that bring different batches: each would train a part of another model.
+
+        Raises:
+            DataError: they do.
+        """
+        if self.workers.tensor * self.workers.pipeline == 1:
+            return
+        tensors = [
+            t for m in microbatches for t in tree_leaves(dict(m.batch) if isinstance(m.batch, Mapping) else m.batch)
+        ]
+        digest = 0
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                digest = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest)
+        replicas: dict[int, set[int]] = {}
+        for replica, found in self.workers.gather((self.workers.data_rank, digest)):
+            replicas.setdefault(replica, set()).add(found)
+        if any(len(found) > 1 for found in replicas.values()):
+            raise DataError(
+                "workers that share a replica of the model bring different batches",
+                where="session.step(batches)",
+                hint="take the share session.workers.data_rank of session.workers.data, not that of the rank",
+            )
+
+    def _hear_all(self) -> None:
+        with self._located(self.steps - 1):
+            self._engine.hear_all()
+
+    @contextmanager
+    def _located(self, newest: int) -> Iterator[None]:
+        """Tell the step of a loss that is not finite; ``newest``: the last step that was begun."""
+        try:
+            yield
+        except NonFiniteLoss as error:
+            step = newest - error.age
+            raise NonFiniteLoss(
+                f"step {step + 1}: {error.message}; the weights are as after step {step}",
+                hint="a lower rate, --clip-grad or bf16 instead of fp16 may help",
+            ) from None
+
+
+def same_weights(model: nn.Module) -> nn.Module:
+    """A model that each worker has made by itself, with the weights and buffers of rank 0."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)
+    return model

@@ -1,0 +1,136 @@
+"""``rapidformer chat``, at a terminal and from lines."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.run.conversation import Conversation
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+NEW = ("--max-new-tokens", "6")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, gpt_folder: Path) -> Path:
+    """A small llama with long answers, and a tokenizer with a chat template of its own."""
+    torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    tokenizer.chat_template = TEMPLATE
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=8192, initializer_range=0.3, eos_token_id=0, bos_token_id=0,
+        )
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def reference(folder: Path, messages: list[dict[str, str]], new_tokens: int = 6) -> str:
+    """What transformers alone answers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    text: str = tokenizer.decode(tokens[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    first = reference(folder, said("the cat"))
+    second = reference(folder, said("the cat", first.strip(), "a dog"))
+    assert first != second
+    for words, wanted in (
+        ("the cat\n\na dog\n", [first, second]),
+        ("the cat\n/reset\nthe cat\n/exit\na dog\n", [first, first]),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(words))
+        assert main(["chat", str(folder), *NEW]) == 0
+        assert capsys.readouterr().out == "".join(f"{text}\n" for text in wanted)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    assert main(["chat", str(folder), *NEW, "--system", "be good"]) == 0
+    system = {"role": "system", "content": "be good"}
+    assert capsys.readouterr().out == reference(folder, [system, *said("the cat")]) + "\n"
+
+
+def test_a_conversation_that_grows_too_long(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.max_position_embeddings = 80
+    talk = Conversation(model, tokenizer, Generation(max_new_tokens=8), "be good")
+    assert [talk.answer("the cat sees a tree", lambda piece: None) for _ in range(4)][-1] == 2
+    assert talk.messages[0]["role"] == "system"
+    assert [m["role"] for m in talk.messages[1:]] == ["user", "assistant"] * ((len(talk.messages) - 1) // 2)
+
+
+def test_who_does_not_chat(folder: Path, capsys: Any) -> None:
+    assert main(["chat", str(folder), "--task", "token_classification"]) == 2
+    assert "a model for token_classification does not chat" in capsys.readouterr().err
+
+
+class Terminal:
+    """The command at a terminal."""
+
+    def __init__(self, *words: str) -> None:
+        own, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rapidformer_templates", "chat", *words],
+            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # it becomes the controlling terminal
+        )  # fmt: skip
+        os.close(theirs)
+        self.own = own
+
+    def until(self, pattern: str, seconds: float = 60) -> str:
+        """What it shows until something is seen."""
+        shown, end = "", time.monotonic() + seconds
+        while not re.search(pattern, shown):
+            assert time.monotonic() < end, shown
+            if select.select([self.own], [], [], 0.2)[0]:
+                shown += os.read(self.own, 4096).decode(errors="replace").replace("\r\n", "\n")
+        return shown
+
+    def type(self, text: str) -> None:
+        os.write(self.own, text.encode())
+
+
+@pytest.mark.slow
+def test_at_a_terminal(folder: Path) -> None:
+    terminal = Terminal(str(folder), "--max-new-tokens", "4000")
+    assert "/reset forgets the conversation" in terminal.until("> $")
+    terminal.type("the cat\n")
+    terminal.until(r"\w+ \w+ \w+")  # words of the answer, long before its end
+    terminal.type("\x03")
+    assert terminal.until("> $").endswith(" …\n> ")
+    terminal.type("a dog\x03")  # what is typed is taken back
+    terminal.until("\n> $")
+    for line, shown in (("/reset", "(forgotten)"), ("/help", "there is no /help")):
+        terminal.type(f"{line}\n")
+        assert shown in terminal.until("\n> $")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0

@@ -1,0 +1,165 @@
+"""``rapidformer evaluate`` prints what the run itself has measured, for every task and any number of workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.commands.main import main
+from tests.support.preference_runs import judged, pairs, pretrained, scored, words
+from tests.support.scored import Scored
+from tests.support.texts import write_jsonl
+from tests.support.worker_group import run_in_workers
+
+FLAGS = (
+    "--train-iters 2 --lr 5e-3 --eval-interval 2 --seq-length 32 --global-batch-size 4 --micro-batch-size 2"
+    " --num-layers 1 --hidden-size 32 --num-attention-heads 2"
+)
+TEXTS = [words(3 + i % 9, i) for i in range(18)]
+ROWS: Mapping[str, list[dict[str, Any]]] = {
+    "one label": [{"text": text, "label": "abc"[i % 3]} for i, text in enumerate(TEXTS)],
+    "several labels": scored(list),
+    "numbers": scored(float),
+    "tags": [{"tokens": t.split(), "tags": ["O", "B-x", "I-x"] * 3 + ["O"] * 3} for t in TEXTS],
+    "answers": [
+        {"question": "the cat", "context": t, "answers": {"text": [t.split()[1]], "answer_start": [t.index(" ") + 1]}}
+        for t in TEXTS
+    ],
+    "hidden words": [{"text": text} for text in TEXTS],
+    "texts": [{"text": text} for text in TEXTS],
+    "chat": [{"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}]} for t in TEXTS],
+    "texts from texts": [{"source": text, "target": " ".join(text.split()[1::-1])} for text in TEXTS],
+    "preferences": pairs(),
+    "good answers": judged(),
+    "rewards": pairs(),
+}
+for row in ROWS["tags"]:
+    row["tags"] = row["tags"][: len(row["tokens"])]
+TASKS: Mapping[str, str] = {
+    "one label": "sequence_classification --model-type bert",
+    "several labels": "sequence_classification --model-type bert",
+    "numbers": "sequence_classification --model-type bert --dropout 0",
+    "tags": "token_classification --model-type bert",
+    "answers": "question_answering --model-type bert",
+    "hidden words": "masked_lm --model-type bert",
+    "texts": "causal_lm --model-type gpt2 --pack-sequences",
+    "chat": "causal_lm --model-type gpt2",
+    "texts from texts": "seq2seq_lm --model-type t5",
+    "preferences": "preference",
+    "good answers": "preference --preference-loss kto --lora-rank 2",
+    "rewards": "reward --model-type gpt2",
+}
+"""The first nine with the tokenizer of bert or gpt, by the model."""
+
+
+def train(folder: Path, name: str, tokenizer: Path, words_of: Path) -> dict[str, float]:
+    """The metrics of a run on rows of a kind."""
+    for part, rows in (("train", ROWS[name]), ("valid", ROWS[name][:7])):
+        write_jsonl(folder / f"{part}.jsonl", rows)
+    flags = f"{FLAGS} --task {TASKS[name]} --data-dir {folder} --save {folder / 'run'}"
+    if "model-type" in flags:
+        flags += f" --tokenizer-path {tokenizer}"
+    else:
+        start = pretrained(folder / "start", words_of)
+        flags = f"{flags.partition(' --num-layers')[0]} {flags.partition('heads 2 ')[2]}"
+        flags += f" --pretrained-model-name-or-path {start}"
+    metrics: dict[str, float] = Trainer(flags.split()).fit()["metrics"]
+    return metrics
+
+
+def evaluate(capsys: Any, *given: str) -> dict[str, float]:
+    capsys.readouterr()
+    assert main(["evaluate", *given, "--json"]) == 0
+    metrics: dict[str, float] = json.loads(capsys.readouterr().out)
+    return metrics
+
+
+def alike(told: Mapping[str, float], wanted: Mapping[str, float], name: str) -> None:
+    assert told.keys() == wanted.keys(), name
+    for metric, value in told.items():  # predictions that hardly vary have a correlation of their last digits
+        assert value == pytest.approx(wanted[metric], rel=1e-5, abs=1e-3 if metric == "pearson" else 1e-6), name
+
+
+def evaluate_all(workers: Any, runs: Mapping[str, list[str]]) -> dict[str, dict[str, float]]:
+    """Each in a worker, which the command takes for one that it has started."""
+    told = {}
+    with (
+        mock.patch("rapidformer_templates.commands.evaluate._show") as show,
+        mock.patch("rapidformer_templates.system.launch.report_errors", lambda body: body()),
+    ):
+        for name, given in runs.items():
+            main(["evaluate", *given])
+            told[name] = show.call_args.args[1]
+    return told
+
+
+def test_the_numbers_of_every_task(tmp_path: Path, bert_folder: Path, gpt_folder: Path, capsys: Any) -> None:
+    wanted: dict[str, dict[str, float]] = {}
+    given: dict[str, list[str]] = {}
+    for name in ROWS:
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        wanted[name] = train(folder, name, gpt_folder if "gpt2" in TASKS[name] else bert_folder, gpt_folder)
+        alike(evaluate(capsys, str(folder / "run")), wanted[name], name)
+        given[name] = [str(folder / "run"), "--data-dir", str(folder), "--data-name", "valid.jsonl"]
+        alike(evaluate(capsys, *given[name]), wanted[name], f"{name}, named")
+    for name in given.keys() - {"answers"}:  # transformers' loss of spans is a softmax over the padding, too
+        given[name] += ["--micro-batch-size", "3"]
+    for told in run_in_workers(2, evaluate_all, given):
+        for name, metrics in told.items():
+            alike(metrics, wanted[name], f"{name}, 2 workers")
+
+
+def test_what_is_refused(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
+    job = type("Job", (Scored,), {"scores": [1.0]})
+    job(["--train-iters", "2", "--lr", "0.1", "--save", str(tmp_path / "run"), "--no-export-model"]).fit()
+    run = str(tmp_path / "run")
+    for given, told in (
+        ([run], "holds no exported model"),
+        ([run, "--zero-3-memory-optimization"], "unrecognized arguments: --zero-3-memory-optimization"),
+        ([str(tmp_path)], "neither a run folder nor a model"),
+        ([f"{run}/checkpoints/step-2"], f"rapidformer export {run} --step 2 writes its model"),
+    ):
+        assert main(["evaluate", *given]) == 2
+        assert told in capsys.readouterr().err
+    assert main(["export", run]) == 0
+    assert main(["evaluate", run]) == 2
+    assert "the run's script has a build_data of its own" in capsys.readouterr().err
+
+
+def test_a_folder_from_elsewhere(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    wanted = train(folder, "one label", bert_folder, bert_folder)
+    (folder / "run/export").rename(folder / "model")
+    (folder / "test.jsonl").write_text((folder / "valid.jsonl").read_text())
+    told = evaluate(capsys, f"{folder}/model", "--data-dir", str(folder), "--part", "test", "--seq-length", "32")
+    alike(told, wanted, "test")
+    assert evaluate(capsys, f"{folder}/model", "--data-dir", str(folder), "--part", "train") != wanted
+    for given, told in (
+        (["--data-dir", str(folder), "--part", "nowhere"], "choose from train, validation, test"),
+        ([], "no data is named, and there is no run that has some"),
+        (["--data-dir", str(folder), "--label-column", "labels"], "there is no column 'labels'"),
+        (["--data-dir", str(folder), "--task", "preference"], "preferences are measured against"),
+    ):
+        assert main(["evaluate", f"{folder}/model", *given]) == 2, given
+        assert told in capsys.readouterr().err
+
+
+def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS * 6])
+    flags = f"{FLAGS} --task pretraining --model-type gpt2 --tokenizer-path {gpt_folder} --data-path {corpus}"
+    flags += f" --split 60,40,0 --data-cache-dir {tmp_path}/cache --save {tmp_path}/run"
+    wanted = Trainer(flags.replace("--seq-length 32", "--seq-length 16").split()).fit()["metrics"]
+    run = str(tmp_path / "run")
+    alike(evaluate(capsys, run), wanted, "its own")
+    alike(evaluate(capsys, run, "--data-path", str(corpus), "--split", "60,40,0"), wanted, "the same part")
+    whole = evaluate(capsys, run, "--data-path", str(corpus))
+    assert whole.keys() == wanted.keys()
+    assert whole != wanted

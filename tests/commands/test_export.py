@@ -1,0 +1,134 @@
+"""A checkpoint is exported as its run would have done it, whatever engine has written it, without data and workers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.planning.environment import installed_packages
+from tests.support.preference_runs import make, words
+from tests.support.scored import Scored
+from tests.support.texts import write_jsonl
+from tests.support.worker_group import run_in_workers
+
+FLAGS = "--task causal_lm --train-iters 2 --save-interval 1 --keep-best --eval-interval 2 --micro-batch-size 2"
+RUNS: Mapping[str, str] = {
+    "ddp": "",
+    "averaged, fsdp": "--fsdp-memory-optimization --ema-decay 0.5",
+    "averaged, tensor": "--tensor-model-parallel-size 2 --ema-decay 0.5",
+    "pipeline": "--pipeline-model-parallel-size 2 --pipeline-stages 1,1",
+    "adapters": "--lora-rank 2",
+    "adapters in stages": "--lora-rank 2 --pipeline-model-parallel-size 2 --pipeline-stages 1,1 --quantize-base int8",
+    "adapters of another kind": "--lora-rank 2 --lora-variant dora --fsdp-memory-optimization",
+}
+SCRATCH = "--model-type gpt2 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-experts 2"
+MORE = {
+    "fairscale": {"oss": "--oss-memory-optimization"},
+    "deepspeed": {
+        "averaged, zero-2": "--zero-2-memory-optimization --ema-decay 0.5",
+        "zero-3": "--zero-3-memory-optimization --zero-3-param-persistence-threshold 40",
+    },
+}
+
+
+def train_all(workers: Any, runs: Mapping[str, list[str]]) -> None:
+    for folder, flags in runs.items():
+        Trainer([*flags, "--save", folder]).fit()
+
+
+def same(folder: Path, other: Path) -> None:
+    """Two folders with the same files, byte by byte; but peft keeps the names of layers in a set."""
+    names = sorted(path.name for path in other.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == names, other
+    for name in names:
+        told, wanted = ((of / name).read_bytes() for of in (folder, other))
+        if name == "adapter_config.json":
+            told, wanted = (b"".join(sorted(content.replace(b",", b"").split())) for content in (told, wanted))
+        assert told == wanted, f"{other}: {name}"
+
+
+def test_every_engine_of_a_checkpoint(tmp_path: Path, gpt_folder: Path) -> None:
+    given = [*FLAGS.split(), *make(tmp_path / "data", gpt_folder, [])]
+    given.remove("--no-export-model")
+    for part in ("train", "valid"):
+        write_jsonl(tmp_path / "data" / f"{part}.jsonl", [{"text": words(3 + i % 9, i)} for i in range(12)])
+    runs = {
+        **RUNS,
+        **{name: f for package, of in MORE.items() if package in installed_packages() for name, f in of.items()},
+    }
+    flags = {name: [*given, *of_run.split()] for name, of_run in runs.items()}
+    flags["mixture"] = [*given[:-2], *SCRATCH.split(), "--tokenizer-path", str(gpt_folder)]
+    run_in_workers(2, train_all, {str(tmp_path / name): of_run for name, of_run in flags.items()})
+    for part in ("train", "valid"):
+        (tmp_path / "data" / f"{part}.jsonl").unlink()
+    for name in flags:
+        run = tmp_path / name
+        best = json.loads((run / "summary.json").read_text())["best"]["step"]
+        assert main(["export", str(run), "--step", str(best)]) == 0
+        same(run / f"export-step-{best}", run / "export")
+        (run / "export").rename(run / "kept")  # as after an interruption
+        assert main(["export", str(run)]) == 0
+        same(run / "export", run / "kept")
+        if name == "adapters":
+            assert main(["export", str(run), "--merge"]) == 0
+            assert main(["export", str(run), "--merge", "--step", str(best)]) == 0
+            same(run / f"merged-step-{best}", run / "merged")
+
+
+def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, capsys: Any) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"text": words(3 + i % 9, i), "label": "abc"[i % 3]} for i in range(12)])
+    model = "--model-type bert --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
+    given = f"--task sequence_classification {model} --data-dir {tmp_path} --tokenizer-path {bert_folder}"
+    steps = "--train-iters 4 --save-interval 2 --keep-checkpoints 4 --no-keep-best --no-export-model --lr 1e-3"
+    Trainer([*f"{given} {steps} --save {tmp_path / 'run'}".split()]).fit()
+    (tmp_path / "train.jsonl").unlink()
+    assert main(["export", str(tmp_path / "run"), "--step", "2", "--output", str(tmp_path / "out")]) == 0
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.id2label == {
+        0: "a",
+        1: "b",
+        2: "c",
+    }
+    assert main(["export", str(tmp_path / "run")]) == 0
+    assert "step-4, the newest\n" in capsys.readouterr().err
+    for given, told in (
+        ([], "export holds the model already"),
+        (["--step", "3"], "holds no checkpoint of step 3"),
+        (["--step", "2", "--merge"], "trains no adapters"),
+        (["--step", "2", "--output", str(tmp_path / "out")], "is there already"),
+        (
+            ["--step", "2", "--output", str(tmp_path / "run" / "model"), "--overwrite"],
+            "description of its model would be",
+        ),
+    ):
+        assert main(["export", str(tmp_path / "run"), *given]) == 2
+        assert told in capsys.readouterr().err
+    weights = next((tmp_path / "run/checkpoints/step-2").glob("weights-*"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert main(["export", str(tmp_path / "run"), "--step", "2"]) == 2
+    assert "choose another one with --step: 4, 2" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert main(["export", str(tmp_path / "run"), "--step", "4"]) == 2
+    assert "was made by an earlier version" in capsys.readouterr().err
+
+
+def test_models_of_a_script(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = type("Job", (Scored,), {"scores": [1.0]})
+    job(["--train-iters", "2", "--lr", "0.1", "--save", str(run)]).fit()
+    assert main(["export", str(run), "--step", "2"]) == 0
+    told, wanted = (load_file(run / name / "model.safetensors") for name in ("export-step-2", "export"))
+    assert told.keys() == wanted.keys() == dict(nn.Linear(1, 1).named_parameters()).keys()
+    assert all(torch.equal(told[name], wanted[name]) for name in wanted)
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])

@@ -1,0 +1,131 @@
+"""``rapidformer predict``: from files of every kind to one line a row, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, GPT2LMHeadModel, pipeline
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.commands.main import main
+from tests.support.preference_runs import pretrained, words
+from tests.support.texts import write_jsonl
+from tests.support.worker_group import run_in_workers
+
+TEXTS = [words(2 + i * 5 % 11, i) for i in range(21)]
+LABELS = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path) -> Path:
+    torch.manual_seed(7)
+    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=48, **LABELS,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("bert")
+    model = BertForSequenceClassification(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def predict(folder: Path, source: Path, output: Path, *flags: str) -> list[dict[str, Any]]:
+    assert main(["predict", str(folder), "--input", str(source), "--output", str(output), *flags]) == 0
+    assert not list(output.parent.glob("*.tmp"))
+    return lines_of(output)
+
+
+def predict_all(workers: Any, runs: Mapping[str, list[str]]) -> None:
+    """Each in a worker, which the command takes for one that it has started."""
+    with mock.patch("rapidformer_templates.system.launch.report_errors", lambda body: body()):
+        for output, given in runs.items():
+            main(["predict", *given, "--output", output])
+
+
+def test_files_of_every_kind_and_any_number_of_workers(tmp_path: Path, bert: Path, gpt_folder: Path) -> None:
+    rows = [{"text": text, "number": i, "note": "é №"} for i, text in enumerate(TEXTS)]
+    jsonl = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.txt").write_text("".join(f"{text}\r\n" for text in TEXTS), encoding="utf-8")
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([("review",), *((text,) for text in TEXTS)])
+    told = predict(bert, jsonl, tmp_path / "of-jsonl.jsonl")
+    assert [{**line, "prediction": 0} for line in told] == [{**row, "prediction": 0} for row in rows]
+    wanted = pipeline("text-classification", str(bert))(TEXTS)
+    scores = [line["prediction"]["score"] for line in told]
+    assert scores == pytest.approx([one["score"] for one in wanted], rel=1e-3)
+    assert len(set(scores)) > 10
+    for name, column in (("rows.txt", "text"), ("rows.csv", "review")):
+        again = predict(bert, tmp_path / name, tmp_path / f"{name}.jsonl", "--text-column", column)
+        assert again == [{column: line["text"], "prediction": line["prediction"]} for line in told]
+    gpt = pretrained(tmp_path / "gpt", gpt_folder)
+    for name, flags in {"greedy": [], "drawn": ["--temperature", "2", "--seed", "3"]}.items():
+        predict(gpt, jsonl, tmp_path / f"{name}.jsonl", "--max-new-tokens", "5", "--micro-batch-size", "4", *flags)
+    shared = {
+        "of-jsonl": [str(bert)],
+        "greedy": [str(gpt), "--max-new-tokens", "5", "--micro-batch-size", "4"],
+        "drawn": [str(gpt), *["--max-new-tokens", "5", "--micro-batch-size", "4", "--temperature", "2", "--seed", "3"]],
+    }
+    run_in_workers(
+        2, predict_all, {f"{tmp_path}/{name}.shared": [*of, "--input", str(jsonl)] for name, of in shared.items()}
+    )
+    for name in shared:
+        assert (tmp_path / f"{name}.shared").read_bytes() == (tmp_path / f"{name}.jsonl").read_bytes(), name
+    assert (tmp_path / "greedy.jsonl").read_bytes() != (tmp_path / "drawn.jsonl").read_bytes()
+
+
+def test_what_is_refused(tmp_path: Path, bert: Path, capsys: Any) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"txt": "a"}, {"txt": None}])
+    kept = write_jsonl(tmp_path / "kept.jsonl", [{"text": "a", "prediction": 1}])
+    other = tmp_path / "rows.xml"
+    other.write_text("<a/>")
+    output, workers = str(tmp_path / "out.jsonl"), ("--nproc-per-node", "2")
+    with mock.patch("rapidformer_templates.system.launch.run_workers") as run_workers:
+        for source, given, told in (
+            (rows, (), "none of the columns is called text"),
+            (rows, ("--text-column", "txt"), f"the column 'txt' is empty\n  where  {rows}:2"),
+            (tmp_path / "none.csv", (), "none.csv does not exist"),
+            (other, (), "files .xml are not read"),
+            (kept, (), "there is a column 'prediction' already"),
+            (rows, ("--output", str(kept)), "is there already"),
+            (rows, ("--output", str(rows), "--overwrite"), "is there already"),
+            (rows, ("--output", str(tmp_path)), "is a folder"),
+            (rows, ("--temperature", "-1"), "--temperature must be at least 0"),
+        ):
+            assert main(["predict", str(bert), "--input", str(source), "--output", output, *given, *workers]) == 2
+            assert told in capsys.readouterr().err
+    run_workers.assert_not_called()
+    assert main(["predict", str(bert), "--output", output]) == 2
+    assert "--input is missing" in capsys.readouterr().err
+
+
+def test_a_run_of_adapters(tmp_path: Path, gpt_folder: Path) -> None:
+    start = pretrained(tmp_path / "start", gpt_folder)
+    source = write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in TEXTS])
+    flags = f"--task causal_lm --pretrained-model-name-or-path {start} --data-dir {tmp_path} --lora-rank 2 --lr 0.1"
+    Trainer([*f"{flags} --train-iters 2 --seq-length 32 --save {tmp_path / 'run'}".split()]).fit()
+    assert main(["export", str(tmp_path / "run"), "--merge"]) == 0
+    told = predict(tmp_path / "run", source, tmp_path / "out.jsonl", "--max-new-tokens", "4")
+    assert told == predict(tmp_path / "run/merged", source, tmp_path / "merged.jsonl", "--max-new-tokens", "4")
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(gpt_folder),
+        GPT2LMHeadModel.from_pretrained(tmp_path / "run/merged"),
+    )
+    ids = tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
+    alone = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    assert told[0]["prediction"]["text"] == tokenizer.decode(alone, skip_special_tokens=True)

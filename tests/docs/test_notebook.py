@@ -1,0 +1,54 @@
+"""The example notebook is run by a kernel, from its first cell to its last, and shows what it says."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples/notebook.ipynb"
+
+
+def said(cell: Any, name: str) -> str:
+    """What a cell has printed, or its value (``value``)."""
+    if name == "value":
+        return "".join(
+            output["data"]["text/plain"] for output in cell.outputs if output.output_type == "execute_result"
+        )
+    return "".join(output["text"] for output in cell.outputs if output.get("name") == name)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    kept = nbformat.read(NOTEBOOK, 4)
+    notebook = nbformat.read(NOTEBOOK, 4)
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    cells = {kind: [cell for cell in read.cells if cell.cell_type == "code"]
+             for kind, read in (("run", notebook), ("kept", kept))}  # fmt: skip
+    for kind in ("run", "kept"):
+        _, _, alone, predicted, evaluated, together, one, mistake = cells[kind]
+        for cell, workers in ((alone, 1), (together, 2)):
+            assert f"{workers} × cpu, fp32" in said(cell, "stderr")
+            assert "step 48/48  eval_loss" in said(cell, "stderr")
+            assert "results" in said(cell, "stdout")
+            assert "48 steps, loss 0.7 to 0.1" in said(cell, "stdout")
+        assert [record["label"] for record in ast.literal_eval(said(predicted, "value"))] == ["bad", "good"]
+        assert said(evaluated, "stdout") == "BertForSequenceClassification\n"
+        assert ast.literal_eval(said(evaluated, "value"))["accuracy"] == 1.0
+        assert ast.literal_eval(said(one, "value"))["label"] == "bad"
+        (error,) = mistake.outputs
+        assert error["traceback"] == [
+            "error: unknown flag 'epoch'",
+            "  where  In[9]:1",
+            "  help   did you mean epochs?",
+        ]
+    assert [path.name for path in tmp_path.iterdir()] == ["notebook-data"]

@@ -1,0 +1,175 @@
+"""A program that goes on after ``fit``: the model in it, evaluation, predictions, and the process as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rapidformer_templates import Data, Trainer
+from rapidformer_templates.errors import ConfigError, DataError
+from tests.support.lines import Line
+
+LINE = {"lr": 0.1, "epochs": 1, "micro_batch_size": 4, "no_save": True, "log_interval": 100}
+
+
+class Held(Line):
+    """A line with a part to evaluate on, and a way to read what its model puts out."""
+
+    def build_data(self) -> Data:
+        data = super().build_data()
+        data.valid = data.train[:6]
+        return data
+
+    def read_outputs(self, outputs: Any, batch: Any) -> tuple[list[float], list[float]]:
+        return outputs[:, 0].tolist(), batch["y"][:, 0].tolist()
+
+
+def loss_by_hand(job: Trainer, samples: Any) -> float:
+    x, y = (torch.tensor([float(sample[name][0]) for sample in samples]) for name in ("x", "y"))
+    with torch.no_grad():
+        return float(((job.model(x[:, None])[:, 0] - y) ** 2).mean())
+
+
+def test_the_process_is_as_it_was_and_a_second_fit_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["server.py", "--port", "80"])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    torch.manual_seed(3)
+    before, environment = torch.get_rng_state(), dict(os.environ)
+    weights = []
+    for flags in ({}, {}, {"fsdp_memory_optimization": True}, {"fsdp_memory_optimization": True}):
+        job = Held(**LINE, **flags)
+        summary = job.fit()
+        assert type(job.model) is torch.nn.Linear
+        assert job.evaluate()["eval_loss"] == summary["metrics"]["eval_loss"]
+        weights.append(job.model.weight.item())
+    assert len(set(weights)) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert not dist.is_initialized()
+    assert dict(os.environ) == environment
+
+
+def test_evaluate_and_predict_are_those_of_the_model() -> None:
+    job = Held(**LINE, ema_decay=0.5)
+    with pytest.raises(AttributeError, match="Held has no model yet"):
+        assert job.model
+    untrained = job.evaluate()["eval_loss"]
+    assert untrained == pytest.approx(loss_by_hand(job, job.data.valid))
+    summary = job.fit()
+    assert job.evaluate() == summary["metrics"]  # of the averages, which are what is exported
+    assert not job.model.training
+    assert job.evaluate(job.data.train)["eval_loss"] == pytest.approx(loss_by_hand(job, job.data.train))
+    one = job.predict(job.data.valid[0])
+    assert one == pytest.approx(job.model(torch.from_numpy(job.data.valid[0]["x"])).item())
+    assert job.predict(list(job.data.valid), batch_size=4) == pytest.approx(
+        [job.model(torch.from_numpy(sample["x"])).item() for sample in job.data.valid]
+    )
+    assert job.predict([]) == []
+    assert not job.model.training
+
+
+def test_what_cannot_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Line(**LINE)
+    job.fit()
+    with pytest.raises(DataError, match="there are no data to evaluate on"):
+        job.evaluate()
+    with pytest.raises(ConfigError) as caught:
+        job.predict(job.data.train[0])
+    assert "override read_outputs(self, outputs, batch)" in str(caught.value.hint)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="this process is one of several workers"):
+        Held(**LINE).evaluate()
+    own = type("Own", (Line,), {"predict": lambda self, outputs, batch: ([], [])})
+    with pytest.raises(ConfigError, match=r"Own\.predict is no hook") as caught:
+        own(**LINE)
+    assert caught.value.hint == "did you mean read_outputs(self, outputs, batch)?"
+
+
+PROGRAM = """
+import sys, threading
+import numpy as np
+import torch
+from torch import nn
+from rapidformer_templates import Callback, Data, Trainer
+
+SLOPE, lock = 2.0, threading.Lock()
+
+class Cell(Trainer):
+    def build_data(self):
+        x = np.random.default_rng(0).normal(size=(20, 1)).astype(np.float32)
+        rows = [{"x": row, "y": SLOPE * row + 1} for row in x]
+        return Data(train=rows, valid=rows[:6])
+
+    def build_model(self):
+        return nn.Linear(1, 1)
+
+    def compute_loss(self, model, batch):
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+class Losses(Callback):
+    seen = ()
+    def on_step_end(self, trainer, step, result): self.seen = [*self.seen, float(result.loss)]
+    def state_dict(self): return {"seen": list(self.seen)}
+    def load_state_dict(self, state): self.seen = state["seen"]
+
+class Fails(Cell):
+    def compute_loss(self, model, batch):
+        raise ZeroDivisionError("of my own")
+
+class Locked(Cell):
+    def compute_loss(self, model, batch):
+        with lock:
+            return super().compute_loss(model, batch)
+
+sys.argv = ["notebook", "--unknown"]
+flags = {"lr": 0.1, "epochs": 2, "no_save": True, "device": "cpu"}
+losses = [Losses(), Losses()]
+one = Cell(micro_batch_size=4, callbacks=losses[:1], **flags)
+two = Cell(micro_batch_size=2, callbacks=losses[1:], **flags)
+summaries = [one.fit(), two.fit(workers=2)]
+assert summaries[1]["metrics"] == two.evaluate(), summaries
+assert torch.allclose(one.model.weight, two.model.weight, rtol=0, atol=1e-7)
+assert np.allclose(losses[0].seen, losses[1].seen, rtol=1e-6) and len(losses[1].seen) == 10
+assert two.config.launch.nproc_per_node == 2
+print("trained")
+try:
+    Fails(micro_batch_size=2, **flags).fit(workers=2)
+except ZeroDivisionError as error:
+    assert "in worker" in error.__notes__[0] and "of my own" in error.__notes__[0]
+    print("own error")
+try:
+    Locked(micro_batch_size=2, **flags).fit(workers=2)
+except Exception as error:
+    print(error)
+"""
+
+
+@pytest.mark.distributed
+def test_a_class_that_is_in_no_file_goes_to_workers(tmp_path: Path) -> None:
+    """As in a notebook, of which no worker can run the cells again."""
+    source = Path(__file__).parents[2] / "src"
+    settings = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-"], input=PROGRAM, cwd=tmp_path, env=settings, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained\n" in done.stdout
+    assert "own error\n" in done.stdout
+    assert done.stdout.endswith(
+        "error: lock (which Locked.compute_loss uses), a lock, cannot be sent to workers: "
+        "cannot pickle '_thread.lock' object\n"
+        "  where  fit(workers=…)\n"
+        "  help   make it in the hook that needs it (build_data, build_model …), which runs in each worker\n"
+    )
+    assert "results" in done.stdout  # what the workers print
+    assert "step 10/10" in done.stderr
+    assert list(tmp_path.iterdir()) == []

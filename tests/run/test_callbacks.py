@@ -1,0 +1,126 @@
+"""Callbacks as objects: what they are told, and a state that a run which died goes on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer_templates import Callback
+from rapidformer_templates.errors import CheckpointError, ConfigError
+from rapidformer_templates.run.callbacks import checked_callbacks, states_of
+from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same
+from tests.support.lines import FLAGS as LINE
+from tests.support.lines import Line
+
+
+class Events(Callback):
+    """Notes what it is told, and keeps it with checkpoints."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Any]] = []
+
+    def note(self, event: str, value: Any) -> None:
+        self.seen.append([event, value])
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.note("start", trainer.config.training.train_iters)
+
+    def on_step_end(self, trainer: Any, step: int, result: Any) -> None:
+        self.note("step", [step, float(result.loss)])
+
+    def on_epoch_end(self, trainer: Any, epoch: int) -> None:
+        self.note("epoch", epoch)
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
+        self.note("evaluate", [step, metrics["eval_loss"]])
+
+    def on_checkpoint(self, trainer: Any, step: int, folder: Path) -> None:
+        self.note("checkpoint", [step, folder.name])
+
+    def on_train_end(self, trainer: Any, summary: Mapping[str, Any]) -> None:
+        self.note("end", summary["steps"])
+
+
+class Kept(Events):
+    """Keeps what it has seen with checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def job(folder: Path, *callbacks: Callback, flags: str = "", dies_after: int | None = None) -> DropoutJob:
+    made = DropoutJob([*FLAGS.split(), "--eval-interval", "4", "--save", str(folder), *flags.split()],
+                      callbacks=list(callbacks))  # fmt: skip
+    made.dies_after = dies_after
+    return made
+
+
+def test_state_of_a_run_that_died_is_that_of_the_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, first, second, other = Kept(), Kept(), Kept(), Events()
+    job(tmp_path / "whole", whole, other).fit()
+    assert whole.seen == other.seen
+    assert [event for event, _ in whole.seen][:5] == ["start", "step", "step", "step", "checkpoint"]
+    assert {event for event, _ in whole.seen} == {"start", "step", "evaluate", "checkpoint", "end"}
+    with pytest.raises(Died):
+        job(tmp_path / "run", first, dies_after=8).fit()  # the template's own hook comes first
+    job(tmp_path / "run", second, Events(), flags="--resume").fit()
+    assert_same(tmp_path / "whole", tmp_path / "run")
+    steps = [value for event, value in second.seen if event in ("step", "evaluate")]
+    assert steps == [value for event, value in whole.seen if event in ("step", "evaluate")]
+    state = json.loads((tmp_path / "run/checkpoints/step-12/state.json").read_text())
+    assert list(state["callbacks"]) == ["Kept"]
+    assert "warning" not in capsys.readouterr().err
+
+    class New(Kept):
+        """Was not there at the checkpoint."""
+
+    job(tmp_path / "run", New(), flags="--resume --train-iters 13").fit()
+    err = capsys.readouterr().err
+    assert "the checkpoint has a state of Kept, which this run has not: it is lost" in err
+    assert "the checkpoint has no state of test_state_of" in err
+
+
+def test_epochs_and_two_of_one_class() -> None:
+    one, two = Kept(), Kept()
+    Line([*LINE, "--epochs", "1", "--no-save"], callbacks=[one, two]).fit()
+    assert ["epoch", 1] in one.seen
+    assert set(states_of([one, two])) == {"Kept", "Kept-2"}
+
+
+class Misspelt(Callback):
+    """Has a method that nothing would call."""
+
+    def on_epoch_ends(self, trainer: Any, epoch: int) -> None:
+        """Never."""
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message", "hint"),
+    [
+        (Kept(), "callbacks is a Kept", "give a list of objects"),
+        ([Kept], "callbacks[0] is the class Kept, and no object of a Callback", "give a list of objects"),
+        ([Kept(), print], "callbacks[1] is a builtin_function_or_method, and no", "derive its class from"),
+        ([Misspelt()], "Misspelt.on_epoch_ends is no callback, and nothing would call it", "mean on_epoch_end?"),
+    ],
+)
+def test_what_is_no_callback_is_refused(callbacks: Any, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked_callbacks(callbacks)
+    assert caught.value.message.startswith(message)
+    assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("state", [{"at": Path("x")}, {1: "a"}, {"pair": (1, 2)}, ["a"]])
+def test_a_state_that_would_come_back_otherwise_is_refused(state: Any) -> None:
+    callback = Kept()
+    callback.state_dict = lambda: state  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as caught:
+        states_of([callback])
+    assert caught.value.where == "Kept.state_dict()"

@@ -1,0 +1,199 @@
+"""What a saved model says of rows, task by task, beside transformers' own pipelines and forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer, BertConfig, GPT2Config, PreTrainedModel, T5Config, pipeline
+
+from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.run.predictions import predict_samples
+from rapidformer_templates.run.saved_model import Opened, open_saved
+from tests.support.texts import WORDS
+
+TEXTS = [" ".join(np.random.default_rng(i).choice(WORDS, 2 + i * 3 % 11)) for i in range(7)]
+LABELS = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "label2id": {"bad": 0, "good": 1, "odd": 2}}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def bert(tmp_path: Path, bert_folder: Path) -> Make:
+    """The folder of a model with some head, far from indifferent, as ``save_pretrained`` writes it."""
+
+    def make(head: str, **config: Any) -> Path:
+        tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+        sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": 48, "initializer_range": 0.3}
+        return saved(tmp_path / head, getattr(transformers, head)(BertConfig(**sizes, **config)), tokenizer)
+
+    return make
+
+
+def saved(folder: Path, model: PreTrainedModel, tokenizer: Any) -> Path:
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def records(opened: Opened, samples: list[Any], **generation: Any) -> list[dict[str, Any]]:
+    """In batches of three, so that rows are put together and brought back into their order."""
+    return predict_samples(opened.task, opened.model, samples, 3, Generation(**generation))
+
+
+def close(told: float, wanted: float) -> bool:
+    return told == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+
+
+def test_one_label(bert: Make) -> None:
+    folder = bert("BertForSequenceClassification", **LABELS)
+    told = records(open_saved(folder), list(TEXTS))
+    for record, wanted in zip(told, pipeline("text-classification", str(folder), top_k=None)(TEXTS), strict=True):
+        assert (record["label"], record["score"]) == (wanted[0]["label"], record["scores"][wanted[0]["label"]])
+        assert all(close(record["scores"][of["label"]], of["score"]) for of in wanted)
+
+
+def test_several_labels_and_numbers(bert: Make) -> None:
+    folder = bert("BertForSequenceClassification", **LABELS, problem_type="multi_label_classification")
+    tell = pipeline("text-classification", str(folder), top_k=None)
+    for record, wanted in zip(records(open_saved(folder), list(TEXTS)), tell(TEXTS), strict=True):
+        assert all(close(record["scores"][of["label"]], of["score"]) for of in wanted)
+        assert sorted(record["labels"]) == sorted(of["label"] for of in wanted if of["score"] > 0.5)
+    folder = bert("BertForSequenceClassification", num_labels=1, problem_type="regression")
+    wanted = pipeline("text-classification", str(folder), function_to_apply="none")(TEXTS)
+    told = records(open_saved(folder), list(TEXTS))
+    assert all(close(one["value"], other["score"]) for one, other in zip(told, wanted, strict=True))
+    scored = records(open_saved(folder, "reward"), [{"prompt": "the cat", "completion": " sees a tree"}])
+    whole = pipeline("text-classification", str(folder), function_to_apply="none")("the cat sees a tree")
+    assert close(scored[0]["score"], whole[0]["score"])
+
+
+def test_texts_and_their_seconds(bert: Make) -> None:
+    folder = bert("BertForSequenceClassification", **LABELS)
+    pairs = [{"premise": a, "hypothesis": b} for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]
+    wanted = pipeline("text-classification", str(folder))(
+        [{"text": p["premise"], "text_pair": p["hypothesis"]} for p in pairs]
+    )
+    told = records(open_saved(folder), pairs)
+    assert [record["label"] for record in told] == [one["label"] for one in wanted]
+    assert told != records(open_saved(folder), [{"text": text} for text in TEXTS])
+
+
+def test_tags_of_words(bert: Make) -> None:
+    folder = bert("BertForTokenClassification", **LABELS)
+    told = records(open_saved(folder), [{"tokens": text.split()} for text in TEXTS])
+    assert told == records(open_saved(folder), list(TEXTS))
+    for record, text in zip(told, TEXTS, strict=True):
+        found = pipeline("token-classification", str(folder), ignore_labels=[])(text)
+        starts = np.cumsum([0, *(len(word) + 1 for word in text.split())])[:-1]
+        assert record["tags"] == [next(f["entity"] for f in found if f["start"] == start) for start in starts]
+    long = records(open_saved(folder), [" ".join(WORDS * 3)])[0]["tags"]
+    assert len(long) == 3 * len(WORDS)
+    assert (long[0], long[-1]) != (None, None)
+    assert long[-1] is None  # cut off at the 48 tokens that the model takes
+
+
+def test_hidden_words(bert: Make) -> None:
+    folder = bert("BertForMaskedLM")
+    texts = ["the [MASK] sees a tree", "[MASK] cat runs", "a big [MASK] never [MASK] under it"]
+    told, fill = records(open_saved(folder), texts), pipeline("fill-mask", str(folder))
+    for text, record in zip(texts, told, strict=True):
+        wanted = fill(text)
+        for mask, best in zip(record["masks"], wanted if "MASK] never" in text else [wanted], strict=True):
+            assert [c["token"] for c in mask] == [c["token_str"] for c in best]
+            assert all(close(one["score"], other["score"]) for one, other in zip(mask, best, strict=True))
+    assert told[0]["text"] == fill(texts[0])[0]["sequence"]
+    with pytest.raises(DataError, match=r"there is no \[MASK\]") as error:
+        records(open_saved(folder), [*texts, "no mask"])
+    assert "row 4" in error.value.render()
+
+
+def test_answers_in_a_context(bert: Make) -> None:
+    folder = bert("BertForQuestionAnswering")
+    opened = open_saved(folder)
+    contexts = [" ".join(WORDS[i : i + 9]) for i in (0, 7, 20)]
+    rows = [{"question": "the cat", "context": context} for context in contexts]
+    told = records(opened, rows)
+    for context, record in zip(contexts, told, strict=True):
+        encoded = opened.tokenizer("the cat", context, return_tensors="pt", return_offsets_mapping=True)
+        offsets, inside = encoded.pop("offset_mapping")[0], [i == 1 for i in encoded.encodings[0].sequence_ids]
+        with torch.no_grad():
+            out = opened.model(**encoded)
+        spans = [(i, j) for i in range(len(inside)) for j in range(i, len(inside)) if inside[i] and inside[j]]
+        i, j = max(spans, key=lambda span: float(out.start_logits[0, span[0]] + out.end_logits[0, span[1]]))
+        assert record["answer"] == context[offsets[i][0] : offsets[j][1]]
+    long = {"question": "the cat", "context": " ".join(WORDS * 4)}  # several windows, beside rows of one
+    assert records(opened, [rows[0], long, rows[1]])[::2] == [told[0], told[1]]
+
+
+@pytest.fixture
+def gpt(tmp_path: Path, gpt_folder: Path) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    return saved(tmp_path / "gpt", transformers.GPT2LMHeadModel(config), tokenizer)
+
+
+def test_texts_that_go_on(gpt: Path) -> None:
+    opened = open_saved(gpt)
+    told = records(opened, list(TEXTS), max_new_tokens=8)
+    for text, record in zip(TEXTS, told, strict=True):
+        ids = opened.tokenizer(text, return_tensors="pt").input_ids
+        alone = opened.model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert record == {"text": opened.tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)}
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    answered = [{"messages": [*row["messages"], {"role": "assistant", "content": "yes"}]} for row in rows]
+    answers = records(opened, rows, max_new_tokens=4)
+    assert answers == records(opened, answered, max_new_tokens=4)
+    asked = opened.tokenizer.apply_chat_template(rows[0]["messages"], add_generation_prompt=True, tokenize=False)
+    assert asked.endswith("assistant:\n")
+    assert answers[0] == records(opened, [asked], max_new_tokens=4)[0]
+    assert records(opened, [{"instruction": TEXTS[0]}], max_new_tokens=4) == answers[:1]
+
+
+def test_draws_follow_the_seed(gpt: Path) -> None:
+    opened = open_saved(gpt)
+    before = torch.random.get_rng_state()
+    drawn = [records(opened, list(TEXTS), max_new_tokens=8, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_prompts_that_fill_the_model(gpt: Path) -> None:
+    with pytest.raises(DataError, match="the prompt has 159 tokens, and the model takes 64"):
+        records(open_saved(gpt), ["the", "the" + " the" * 79])
+    with pytest.raises(DataError, match="none of the columns is called"):
+        records(open_saved(gpt), [{"name": "the"}])
+
+
+def test_texts_from_texts(tmp_path: Path, bert_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0,
+        eos_token_id=3, decoder_start_token_id=0,
+    )  # fmt: skip
+    folder = saved(tmp_path / "t5", transformers.T5ForConditionalGeneration(config), tokenizer)
+    opened = open_saved(folder)
+    for text, record in zip(TEXTS, records(opened, list(TEXTS), max_new_tokens=6), strict=True):
+        alone = opened.model.generate(tokenizer(text, return_tensors="pt").input_ids, max_new_tokens=6, do_sample=False)
+        assert record == {"text": tokenizer.decode(alone[0], skip_special_tokens=True)}
+
+
+def test_folders_that_say_nothing(tmp_path: Path, bert: Make) -> None:
+    folder = bert("BertModel")
+    with pytest.raises(ConfigError, match="a BertModel, and does not say what it is for"):
+        open_saved(folder)
+    with pytest.raises(ConfigError, match="neither a run folder nor a model"):
+        open_saved(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        open_saved(tmp_path / "nowhere")

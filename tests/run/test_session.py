@@ -1,0 +1,353 @@
+"""A loop of one's own: its steps are those of a run, whatever divides the model, and it goes on where it was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from examples import own_loop
+from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose
+from rapidformer_templates.engines.given_optimizer import as_recipe, as_schedule
+from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory, Refused
+from tests.support.worker_group import run_in_workers
+
+EXAMPLE = Path(own_loop.__file__)
+LAYOUTS = {
+    "ddp": "",
+    "zero-3": "--zero-3-memory-optimization",
+    "tensor": "--tensor-model-parallel-size 2",
+    "pipeline": "--pipeline-model-parallel-size 2",
+}
+CPU = ["--device", "cpu"]
+
+
+class InOrder:
+    """The samples of the example, one after the other, as its loop takes them."""
+
+    in_order = True
+
+    def __len__(self) -> int:
+        return len(own_loop.TOKENS)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class AsRun(Trainer):
+    """What the example trains, by the loop of the library."""
+
+    def build_model(self) -> nn.Module:
+        return own_loop.build_model()
+
+    def build_data(self) -> Data:
+        samples: Any = InOrder()
+        return Data(train=samples, collate=lambda rows: own_loop.collate(torch.tensor(rows)))
+
+    def build_optimizer(self) -> OptimizerSpec:
+        return OptimizerSpec(torch.optim.AdamW, {"lr": 3e-3})
+
+    def build_scheduler(self, total_steps: int) -> Callable[[int], float]:
+        return lambda step: 1.0
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.losses = [*getattr(self, "losses", []), float(result.loss)]
+
+
+def _run(*flags: str) -> list[float]:
+    sizes = (
+        f"--micro-batch-size 2 --global-batch-size {own_loop.BATCH} --train-iters {own_loop.STEPS} --lr 3e-3 --no-save"
+    )
+    template = AsRun([*CPU, *sizes.split(), *flags])
+    template.fit()
+    return template.losses
+
+
+@pytest.fixture(scope="module")
+def run() -> list[float]:
+    return _run()
+
+
+def _everywhere(workers: Any, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: own_loop.train([*CPU, *flags.split()], f"{folder}/{name}") for name, flags in LAYOUTS.items()
+    }
+    found["resumed"] = _resumed(folder)
+    found["replicas"] = _refusal(lambda: _tensor_parallel_step(workers.rank))
+    found["uneven"] = _uneven(workers)
+    found["instance"] = _instance(workers.rank, own_loop.collate(torch.arange(4) + 4 * workers.rank))
+    return found
+
+
+def _instance(rank: int, batch: dict[str, torch.Tensor]) -> list[float]:
+    """Losses of a model that each worker has made of other random numbers, with an optimizer of torch."""
+    torch.manual_seed(rank)
+    model = own_loop.build_model()
+    with compose(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu", micro_batch_size=4) as session:
+        return [float(session.step([batch]).loss) for _ in range(3)]
+
+
+def _refusal(body: Callable[[], Any]) -> str:
+    try:
+        body()
+    except RapidformerError as error:
+        return error.render()
+    return "accepted"
+
+
+def _tensor_parallel_step(rank: int) -> None:
+    with compose(own_loop.build_model, lr=1e-3, device="cpu", tensor_model_parallel_size=2) as session:
+        session.step([own_loop.collate(torch.tensor([rank]))])
+
+
+def _resumed(folder: str) -> tuple[list[float], list[float], float]:
+    """(losses with dropout of a session, those of its second half after a load, the loss that ZeRO-3 then sees)."""
+
+    def build() -> nn.Module:
+        model = own_loop.build_model()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+        return model
+
+    def steps(session: Any) -> list[float]:
+        batches = [own_loop.collate(torch.arange(4) + 4 * session.workers.data_rank + 8 * i) for i in range(3)]
+        return [float(session.step([batch]).loss) for batch in batches]
+
+    flags: Any = {"lr": 1e-2, "device": "cpu", "micro_batch_size": 4, "clip_grad": 0.1}
+    with compose(build, **flags) as first:
+        steps(first)
+        first.save(f"{folder}/half", {"epoch": 1})
+        whole = steps(first)
+        seen = first.evaluate(own_loop.collate(torch.arange(5)))
+        first.save(f"{folder}/end")
+    with compose(build, **flags) as second:
+        assert second.load(f"{folder}/half") == {"epoch": 1}
+        assert second.steps == 3
+        again = steps(second)
+    with compose(build, zero_3_memory_optimization=True, **flags) as other:
+        other.load(f"{folder}/end")
+        elsewhere = other.evaluate(own_loop.collate(torch.arange(5)))
+        assert (seen.targets, other.steps) == (elsewhere.targets, 6)
+    return whole, again, abs(elsewhere.loss - seen.loss)
+
+
+def _uneven(workers: Any) -> list[float]:
+    """Losses where the second worker has fewer samples than the first, and then none."""
+    with compose(own_loop.build_model, lr=1e-2, device="cpu", micro_batch_size=2, global_batch_size=8) as session:
+        shares: list[tuple[list[int], ...]] = [([0, 1], [2, 3]), ([4, 5],)] if workers.rank else [([6],), ([7],)]
+        shares = [*shares, () if workers.rank else ([8, 9],)]
+        losses = [float(session.step([own_loop.collate(torch.tensor(r)) for r in step]).loss) for step in shares]
+        return [*losses, session.evaluate(None if workers.rank else own_loop.collate(torch.arange(3))).loss]
+
+
+@pytest.fixture(scope="module")
+def in_workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_in_workers(2, _everywhere, str(tmp_path_factory.mktemp("sessions")))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_own_loop_has_the_losses_of_a_run(layout: str, run: list[float], in_workers: list[dict[str, Any]]) -> None:
+    assert len(run) == own_loop.STEPS
+    for found in in_workers:
+        assert found[layout] == pytest.approx(run, abs=1e-6)
+
+
+def test_own_loop_alone_is_a_run_to_the_last_bit(run: list[float], tmp_path: Path) -> None:
+    assert own_loop.train(CPU, str(tmp_path)) == run
+    assert len(EXAMPLE.read_text(encoding="utf-8").partition("from pathlib")[2].splitlines()) < 45
+
+
+@pytest.mark.distributed
+def test_a_session_goes_on_bitwise_and_in_another_layout(in_workers: list[dict[str, Any]]) -> None:
+    for found in in_workers:
+        whole, again, apart = found["resumed"]
+        assert whole == again  # with dropout
+        assert len(set(whole)) == 3
+        assert apart < 1e-6
+
+
+@pytest.mark.distributed
+def test_a_worker_with_fewer_samples_counts_for_what_it_has(in_workers: list[dict[str, Any]]) -> None:
+    with compose(own_loop.build_model, lr=1e-2, device="cpu", micro_batch_size=8) as session:
+        steps = ([6, 0, 1, 2, 3], [7, 4, 5], [8, 9])
+        wanted = [float(session.step([own_loop.collate(torch.tensor(rows))]).loss) for rows in steps]
+        wanted.append(session.evaluate(own_loop.collate(torch.arange(3))).loss)
+    assert in_workers[0]["uneven"] == pytest.approx(wanted, abs=1e-6)
+    assert in_workers[1]["uneven"] == in_workers[0]["uneven"]
+
+
+@pytest.mark.distributed
+def test_a_model_is_that_of_the_first_worker(in_workers: list[dict[str, Any]]) -> None:
+    alone = _instance(0, own_loop.collate(torch.arange(8)))
+    for found in in_workers:
+        assert found["instance"] == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.distributed
+def test_workers_of_a_replica_must_bring_the_same_batches(in_workers: list[dict[str, Any]]) -> None:
+    for found in in_workers:
+        assert "workers that share a replica of the model bring different batches" in found["replicas"]
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on(run: list[float], tmp_path: Path) -> None:
+    """kill -9 in the middle; the same command goes on, and all losses are those of the run."""
+    command = [sys.executable, str(EXAMPLE), *CPU]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        checkpoints = tmp_path / "runs/own-loop/checkpoints"
+        while not (checkpoints / "step-3").exists():
+            assert first.poll() is None
+            time.sleep(0.01)
+        os.kill(first.pid, signal.SIGKILL)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not done.stdout.startswith("step 1:")
+    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
+    assert losses == pytest.approx(run[-len(losses) :], abs=1e-6)
+
+
+def test_summary_has_the_receipts(tmp_path: Path) -> None:
+    with compose(own_loop.build_model, lr=1e-3, device="cpu", checkpoint_activations=True) as session:
+        session.step([own_loop.collate(torch.arange(4))])
+        summary = session.summary()
+        session.export(tmp_path / "export")
+    assert (summary["steps"], summary["samples"]) == (1, 4)
+    assert "checkpoint-activations" in summary["switches"]
+    assert summary["receipts"]["micro_steps"] == 1
+    assert (tmp_path / "export/model.safetensors").is_file()
+
+
+def _optimized(optimizer: Any, model: Any, **flags: Any) -> list[float]:
+    with compose(model, optimizer, device="cpu", **flags) as session:
+        return [float(session.step([own_loop.collate(torch.arange(8) + i)]).loss) for i in range(3)]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return own_loop.build_model()
+
+
+def test_an_optimizer_of_torch_is_what_it_was_made_for() -> None:
+    """With groups of their own, and a scheduler: against torch's own loop."""
+
+    def made(model: nn.Module) -> tuple[torch.optim.Optimizer, LambdaLR]:
+        wide = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": wide, "weight_decay": 0.3, "lr": 2e-2}, {"params": others}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9))
+        return optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
+
+    model = _model()
+    model.config.use_cache = False
+    optimizer, scheduler = made(model)
+    wanted = []
+    for i in range(3):
+        loss = model(**own_loop.collate(torch.arange(8) + i)).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+    ours = _model()
+    own, its_scheduler = made(ours)
+    assert _optimized(own, ours, schedule=its_scheduler) == pytest.approx(wanted, abs=1e-6)
+    assert _optimized(partial(torch.optim.AdamW, betas=(0.8, 0.9)), _model(), lr=1e-2) != pytest.approx(wanted)
+
+
+def _stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**own_loop.collate(torch.arange(2))).loss.backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_stepped, "has made steps already"),
+        (lambda model: torch.optim.AdamW([model.transformer.wte.weight]), "leaves out"),
+        (lambda model: torch.optim.AdamW(nn.Linear(2, 2).parameters()), "that the model does not have"),
+        (lambda model: "adam", "of type str"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_anew_is_refused(make: Any, told: str) -> None:
+    model = own_loop.build_model()
+    with pytest.raises(ConfigError, match=told):
+        as_recipe(make(model), model, {})
+
+
+def test_a_rate_beside_a_recipe_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--lr has nothing to act on"):
+        compose(own_loop.build_model, OptimizerSpec(torch.optim.SGD, {"lr": 0.1}), device="cpu", lr=1e-3)
+
+
+def test_schedules_that_are_none_of_steps_are_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [parameter]}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=1.0)
+    with pytest.raises(ConfigError, match="not by the step"):
+        as_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    uneven = as_schedule(LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5**step]))
+    assert uneven(0) == 1.0
+    with pytest.raises(ConfigError, match="different shares"):
+        uneven(1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"save": "runs/x"}, "--save acts on the library's own loop"),
+        ({"epochs": 3}, "--epochs acts on"),
+        ({"neftune_alpha": 5.0}, "--neftune-alpha acts on"),
+        ({"lr_decay_style": "cosine"}, "a schedule must know its end"),
+        ({"data_iterator": "dynamic-shape"}, "dynamic-shape"),
+    ],
+)
+def test_flags_without_effect_are_refused(flags: dict[str, Any], told: str) -> None:
+    with pytest.raises((ConfigError, Refused), match=told):
+        compose(own_loop.build_model, lr=1e-3, device="cpu", **flags)
+
+
+def test_running_out_of_memory_names_the_next_step() -> None:
+    def fails(model: Any, batch: Any) -> Any:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    batch = own_loop.collate(torch.arange(8))
+    with (
+        pytest.raises(OutOfMemory, match="--micro-batch-size 1"),
+        compose(own_loop.build_model, None, fails, lr=1e-3, device="cpu", micro_batch_size=8) as session,
+    ):
+        session.step([batch])
+    with pytest.raises(ZeroDivisionError), compose(own_loop.build_model, lr=1e-3, device="cpu"):
+        _ = 1 / 0
+
+
+def test_rules_are_those_of_a_run() -> None:
+    with pytest.raises(Refused, match="RF"):
+        compose(
+            own_loop.build_model, lr=1e-3, device="cpu", zero_1_memory_optimization=True, fsdp_memory_optimization=True
+        )
+
+
+def test_what_a_step_cannot_use_is_told(tmp_path: Path) -> None:
+    batch = own_loop.collate(torch.arange(1))
+    with compose(own_loop.build_model, lr=1e-3, device="cpu") as session:
+        with pytest.raises(DataError, match="no batch, and none before it"):
+            session.step([])
+        with pytest.raises(DataError, match="2 micro batches where a step has 1"):
+            session.step([batch, batch])
+        with pytest.raises(CheckpointError, match="neither a checkpoint nor a run folder"):
+            session.load(tmp_path)
+        assert session.steps == 0
