@@ -108,7 +108,7 @@ class Terminal:
         os.close(theirs)
         self.own = own
 
-    def until(self, pattern: str, seconds: float = 60) -> str:
+    def until(self, pattern: str, seconds: float = 300) -> str:
         """What it shows until something is seen."""
         shown, end = "", time.monotonic() + seconds
         while not re.search(pattern, shown):

@@ -18,6 +18,7 @@ from rapidformer_templates.planning.config import dashed, field_types, value_kin
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.intervals import Interval
 from rapidformer_templates.planning.registry import switch_options
+from rapidformer_templates.planning.trackers import PACKAGES, Trackers
 
 _DIGITS = r"[0-9]+(_[0-9]+)*"
 _NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
@@ -111,6 +112,13 @@ def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
             "type": [*kinds, "string", "integer"],
             "exclusiveMinimum": 0,
             "pattern": rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$",
+        }
+    if kind is Trackers:
+        one = f"({'|'.join(PACKAGES)})"
+        return {
+            "type": [*kinds, "string", "array"],
+            "pattern": rf"^\s*(all|none|{one}(\s*,\s*{one})*)\s*$",
+            "items": {"enum": list(PACKAGES)},
         }
     return {"type": kinds if kind is bool else [*kinds, *_SCALAR]}
 

@@ -379,9 +379,9 @@ def _plain(value: Any) -> Any:
     """A value as YAML has it: of the kinds that every reader knows."""
     if isinstance(value, tuple):
         return list(value)
-    if isinstance(value, Interval):
-        return int(value) if value.isdigit() else str(value)
-    return value
+    if isinstance(value, Interval) and value.isdigit():
+        return int(value)
+    return str(value) if isinstance(value, str) else value
 
 
 def _assemble(

@@ -81,7 +81,12 @@ def own_hooks(template: type) -> list[str]:
 
 
 def _library_base(template: type) -> type:
-    return next(kind for kind in template.__mro__ if any(hasattr(m, "acting_flags") for m in vars(kind).values()))
+    """The first class that defines hooks with defaults; one that only takes a default over is a script's own."""
+    return next(kind for kind in template.__mro__ if any(_is_default(m, kind) for m in vars(kind).values()))
+
+
+def _is_default(method: Any, kind: type) -> bool:
+    return hasattr(method, "acting_flags") and method.__module__ == kind.__module__
 
 
 def _own_classes(template: type) -> list[type]:
