@@ -111,6 +111,8 @@ class ParallelEngine(SingleEngine):
 
     def _reduce(self) -> None:
         self._shards.reduce()
+        if self.workers.data > 1:
+            self.receipts["gradient_exchange"] = self._shards.exchange()
 
     def _grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient of the loss, before its loss scale; of the summed gradient in the units."""

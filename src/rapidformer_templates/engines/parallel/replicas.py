@@ -9,6 +9,7 @@ masters are divided as the optimizer's state is, and gradients are added up in f
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ class DataShards:
         self._queue: deque[Window] = deque()
         self._sent: set[Window] = set()
         self._pending: tuple[Window, torch.Tensor, torch.Tensor, Any] | None = None
+        self._starts = self._early_starts = 0
+        self._waited = 0.0  # seconds of the host in this step
         for index, entry in enumerate(trained):
             if entry.narrow or self.replicas > 1:
                 entry.parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._came(index))
@@ -179,6 +182,7 @@ class DataShards:
             self._ready.add(index)
             while self._queue and all(segment.parameter in self._ready for segment in self._queue[0].segments):
                 self._start(self._queue.popleft())
+                self._early_starts += 1
 
     def _widen(self, index: int) -> None:
         """Add a gradient of 16 bits to those before it, and free it."""
@@ -224,6 +228,7 @@ class DataShards:
     def _start(self, window: Window) -> None:
         """Send a window's gradients on their way, and take in those of the one before."""
         self._sent.add(window)
+        self._starts += 1
         flat = self._pack(window)
         received, work = flat, None
         if self.sharded:
@@ -257,7 +262,9 @@ class DataShards:
         window, _, received, work = self._pending
         self._pending = None
         if work is not None:
+            begin = time.perf_counter()
             work.wait()
+            self._waited += time.perf_counter() - begin
         if self._kind[window].narrow:
             received = received.to(self._types.accumulate)
         if self.early and window in self._sums:
@@ -347,11 +354,23 @@ class DataShards:
         self._sums.clear()
         self._wide.clear()
         self._sent.clear()
+        self._starts = self._early_starts = 0
+        self._waited = 0.0
         self._reached = [False] * len(self.trained)
         for unit in self.units:
             unit.values.grad = None
         for entry in self.trained:
             entry.parameter.grad = None
+
+    def exchange(self) -> dict[str, Any]:
+        """Of this step: how many windows were exchanged, how many of them left while a backward was still at work, and
+        the seconds in which this worker's host did nothing but wait for them (none, where a device does the waiting).
+        """
+        return {
+            "windows": self._starts,
+            "sent_in_backward": self._early_starts,
+            "waited_seconds": round(self._waited, 6),
+        }
 
     def gradients(self) -> list[torch.Tensor]:
         """What this rank has of gradients now."""
