@@ -171,6 +171,40 @@ def test_norms_stay_fp32_and_nothing_else() -> None:
     }
 
 
+def _seen_by(norm: nn.Module) -> Any:
+    def see(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        norm(output.detach().float().flatten(0, 1))
+
+    return see
+
+
+class Normalised(CausalJob):
+    """Keeps running means of what it sees, which differs from worker to worker."""
+
+    def make(self) -> nn.Module:
+        model = super().make()
+        model.seen = self.seen = nn.BatchNorm1d(16)
+        model.transformer.drop.register_forward_hook(_seen_by(self.seen))
+        return model
+
+
+def _running_means(workers: Any) -> list[torch.Tensor]:
+    means = []
+    for flags in (BF16, f"{BF16} {KEPT}"):
+        job = Normalised([*STEPS.split(), "--lr", "1e-3", "--micro-batch-size", "4", *flags.split()])
+        with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+            job.fit()
+        means.append(job.seen.running_mean.clone())
+    return means
+
+
+@pytest.mark.distributed
+def test_running_means_are_those_of_the_first_worker_as_under_ddp() -> None:
+    first, second = run_in_workers(2, _running_means)
+    torch.testing.assert_close(second[0], first[0], rtol=0, atol=0)
+    torch.testing.assert_close(first[0], first[1], rtol=ROUNDING["bf16"], atol=1e-3)
+
+
 class ComesTwice(CausalJob):
     """Its blocks are recomputed by nested backward passes, each of which brings a gradient of the shared matrix."""
 

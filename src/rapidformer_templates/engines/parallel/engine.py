@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,6 +42,8 @@ class ParallelEngine(SingleEngine):
         self.model = model.to(self.workers.device).train()
         tied = self._open_groups_of_copies()
         self._agree_on_weights(tied)
+        persistent = model.state_dict(keep_vars=True)
+        self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
         trained = self._trained()
         types = self._gradient_types or IN_FP32
         self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied, types=types)
@@ -85,7 +87,7 @@ class ParallelEngine(SingleEngine):
 
     def _agree_on_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Replicas, and copies in several stages, begin with the values of the first, however they were drawn."""
-        placement, mesh = placement_of(self.model), self.workers.mesh
+        placement = placement_of(self.model)
         tensors = {
             placement.whole_name(canonical_name(name)): local_part(tensor).detach()
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
@@ -93,8 +95,12 @@ class ParallelEngine(SingleEngine):
         for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
             dist.broadcast(tensors[name], group=tied[stages], group_src=0)
         if self.workers.data > 1:
-            for tensor in tensors.values():
-                dist.broadcast(tensor, group=mesh.get_group("data") if mesh else None, group_src=0)
+            self._follow_first_replica(tensors.values())
+
+    def _follow_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
+        mesh = self.workers.mesh
+        for tensor in tensors:
+            dist.broadcast(tensor, group=mesh.get_group("data") if mesh else None, group_src=0)
 
     @property
     def _averages_over(self) -> int:
@@ -113,6 +119,7 @@ class ParallelEngine(SingleEngine):
         self._shards.reduce()
         if self.workers.data > 1:
             self.receipts["gradient_exchange"] = self._shards.exchange()
+            self._follow_first_replica(self._kept_buffers)  # running means and the like, as DDP has it
 
     def _grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient of the loss, before its loss scale; of the summed gradient in the units."""
