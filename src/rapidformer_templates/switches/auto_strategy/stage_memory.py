@@ -37,9 +37,9 @@ def telling_stages(model: ModelShapes, layout: Layout, setting: Setting) -> list
     Raises:
         ModelError: the model cannot be cut in this way.
     """
-    sizes = [0] if layout.pipeline == 1 else model.stage_sizes(layout.pipeline)
-    middle = {sizes[rank]: rank for rank in range(layout.pipeline - 2, 0, -1)}
-    return [Stage(model, layout, rank, setting) for rank in sorted({0, *middle.values(), layout.pipeline - 1})]
+    stages = [Stage(model, layout, rank, setting) for rank in range(layout.pipeline)]
+    middle = {stage.blocks: stage for stage in reversed(stages[1:-1])}
+    return [stages[0], *middle.values(), *stages[1:][-1:]]
 
 
 class Stage:
@@ -50,9 +50,26 @@ class Stage:
         coordinates: of the worker; among those who share the blocks' matrices, the first has most.
     """
 
-    def __init__(self, model: ModelShapes, layout: Layout, rank: int, setting: Setting, peer: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelShapes,
+        layout: Layout,
+        rank: int,
+        setting: Setting,
+        peer: int = 0,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """``blocks``: from one number up to the other; by default as the layout is cut."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
-        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, peer)
+        begin, end = blocks or self._cut()
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, begin, end, peer)
+
+    def _cut(self) -> tuple[int, int]:
+        if self.layout.pipeline == 1:
+            return 0, sum(self.model.depths.values())
+        sizes = self.layout.stages or self.model.stage_sizes(self.layout.pipeline)
+        begin = sum(sizes[: self.rank])
+        return begin, begin + sizes[self.rank]
 
     @property
     def is_first(self) -> bool:
@@ -74,9 +91,7 @@ class Stage:
     @property
     def blocks(self) -> int:
         """How many it has."""
-        if self.layout.pipeline == 1:
-            return sum(self.model.depths.values())
-        return self.model.stage_sizes(self.layout.pipeline)[self.rank]
+        return self.coordinates.end - self.coordinates.begin
 
     @property
     def in_flight(self) -> int:
