@@ -116,7 +116,7 @@ def test_blocks_that_differ_are_traced_one_by_one() -> None:
     model = shapes("gpt2")
     wide = model.whole.transformer.h[2].mlp.c_fc
     wide.weight = torch.nn.Parameter(torch.empty(32, 200, device="meta"))
-    assert not model._repeats
+    assert not model.repeats
 
 
 @pytest.mark.slow

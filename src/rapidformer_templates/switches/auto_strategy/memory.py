@@ -84,7 +84,7 @@ def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exa
     variant = variant_of(layout, setting)
     if layout.by_parallel_engine:
         stages = telling_stages(model, layout, setting)
-        return max((_of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
+        return max((of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
     held = max(held_by_worker(model, layout, setting), key=_sum_of_states)
     return _worst(model, layout, setting, held, model.trace(variant, exact=exact))
 
@@ -123,7 +123,8 @@ def _sum_of_states(held: Held) -> int:
     return held.parameters + held.gradients + held.optimizer
 
 
-def _of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
+def of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
+    """The memory of a stage's worker."""
     held = stage.held()  # of the first replica, whose shares have no padding
     return _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
 

@@ -60,11 +60,17 @@ class Variant:
 
 
 class Coordinates(NamedTuple):
-    """A worker's part of a replica: its stage, and its rank among those who share each block's matrices."""
+    """A worker's part of a replica: its stage, and its rank among those who share each block's matrices.
+
+    Attributes:
+        begin, end: the stage's blocks, from one number up to the other.
+    """
 
     tensor: int
     pipeline: int
     stage: int
+    begin: int
+    end: int
     peer: int = 0
 
 
@@ -196,7 +202,7 @@ class ModelShapes:
         return sum(facts.count for facts in self.all_parameters.values()) - sum(self.block_elements.values())
 
     @cached_property
-    def _repeats(self) -> bool:
+    def repeats(self) -> bool:
         """Whether the blocks of a stack are alike, so that three of them tell of all."""
         if not self.depths or min(self.depths.values()) <= TRACED_BLOCKS:
             return False
@@ -220,7 +226,7 @@ class ModelShapes:
         key = (variant, blocks, exact)
         if key not in self._whole_traces:
             traced = self._traced(variant) if exact else self._between(variant)
-            if self._repeats or blocks:
+            if self.repeats or blocks:
                 depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
                 traced = traced.deepened(depths, self._gradients[variant.tensor])
             self._whole_traces[key] = traced
@@ -254,7 +260,7 @@ class ModelShapes:
         of_all = variants[0]
         compute_type = COMPUTE_TYPES[of_all.precision]
         with silent_group(of_all.tensor) as workers, fake_tensors():
-            model = self.build(TRACED_BLOCKS if self._repeats else None).train()
+            model = self.build(TRACED_BLOCKS if self.repeats else None).train()
             if of_all.narrow_parameters and compute_type is not None:
                 for parameter in (p for p in model.parameters() if p.is_floating_point()):
                     parameter.data = parameter.data.to(compute_type)
@@ -288,14 +294,22 @@ class ModelShapes:
         if self.stages is not None and len(self.stages) == pipeline:
             return list(self.stages)
         if pipeline not in self._sizes:
-            outside = [name for name in self.all_parameters if self.block_of(name) is None]
-            front, back = (
-                float(sum(self.all_parameters[name].count for name in outside if end in self.ends_of(name)))
-                for end in ("first", "last")
-            )
-            blocks = [float(count) for count in self.block_elements.values()]
-            self._sizes[pipeline] = balanced_cut(front, blocks, back, pipeline)
+            self._sizes[pipeline] = balanced_cut(*self.stage_elements, pipeline)
         return self._sizes[pipeline]
+
+    @cached_property
+    def stage_elements(self) -> tuple[float, list[float], float]:
+        """Elements of what only the first stage has, of each block, and of what only the last stage has.
+
+        Raises:
+            ModelError: the model cannot be cut into stages.
+        """
+        outside = [name for name in self.all_parameters if self.block_of(name) is None]
+        front, back = (
+            float(sum(self.all_parameters[name].count for name in outside if end in self.ends_of(name)))
+            for end in ("first", "last")
+        )
+        return front, [float(count) for count in self.block_elements.values()], back
 
     def stage_parameters(self, coordinates: Coordinates) -> dict[str, Facts]:
         """What a worker of a stage has of the trained parameters, by name and in the model's order.
@@ -323,15 +337,14 @@ class ModelShapes:
         local = self.local_parameters(coordinates.tensor, coordinates.peer)
         if coordinates.pipeline == 1:
             return local
-        sizes, rank = self.stage_sizes(coordinates.pipeline), coordinates.stage
-        begin = sum(sizes[:rank])
+        rank = coordinates.stage
         end = "first" if rank == 0 else "last" if rank == coordinates.pipeline - 1 else "middle"
 
         def is_here(name: str) -> bool:
             block = self.block_of(name)
             if block is None:
                 return end in self.ends_of(name)
-            return begin <= self.blocks[block][1] < begin + sizes[rank]
+            return coordinates.begin <= self.blocks[block][1] < coordinates.end
 
         return {name: facts for name, facts in local.items() if is_here(name)}
 

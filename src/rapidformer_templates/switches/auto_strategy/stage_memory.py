@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +12,10 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinate
 from rapidformer_templates.switches.auto_strategy.optimizer_states import FP32, Facts, runs
 from rapidformer_templates.switches.auto_strategy.setting import Setting
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
-from rapidformer_templates.switches.auto_strategy.trace import Phase
+from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
+
+SENT = 2
+"""Transfers in each direction that a stage holds until they have surely arrived."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,9 @@ def telling_stages(model: ModelShapes, layout: Layout, setting: Setting) -> list
     Raises:
         ModelError: the model cannot be cut in this way.
     """
-    sizes = [0] if layout.pipeline == 1 else model.stage_sizes(layout.pipeline)
-    middle = {sizes[rank]: rank for rank in range(layout.pipeline - 2, 0, -1)}
-    return [Stage(model, layout, rank, setting) for rank in sorted({0, *middle.values(), layout.pipeline - 1})]
+    stages = [Stage(model, layout, rank, setting) for rank in range(layout.pipeline)]
+    middle = {stage.blocks: stage for stage in reversed(stages[1:-1])}
+    return [stages[0], *middle.values(), *stages[1:][-1:]]
 
 
 class Stage:
@@ -46,9 +50,26 @@ class Stage:
         coordinates: of the worker; among those who share the blocks' matrices, the first has most.
     """
 
-    def __init__(self, model: ModelShapes, layout: Layout, rank: int, setting: Setting, peer: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelShapes,
+        layout: Layout,
+        rank: int,
+        setting: Setting,
+        peer: int = 0,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """``blocks``: from one number up to the other; by default as the layout is cut."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
-        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, peer)
+        begin, end = blocks or self._cut()
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, begin, end, peer)
+
+    def _cut(self) -> tuple[int, int]:
+        if self.layout.pipeline == 1:
+            return 0, sum(self.model.depths.values())
+        sizes = self.layout.stages or self.model.stage_sizes(self.layout.pipeline)
+        begin = sum(sizes[: self.rank])
+        return begin, begin + sizes[self.rank]
 
     @property
     def is_first(self) -> bool:
@@ -70,9 +91,7 @@ class Stage:
     @property
     def blocks(self) -> int:
         """How many it has."""
-        if self.layout.pipeline == 1:
-            return sum(self.model.depths.values())
-        return self.model.stage_sizes(self.layout.pipeline)[self.rank]
+        return self.coordinates.end - self.coordinates.begin
 
     @property
     def in_flight(self) -> int:
@@ -114,24 +133,62 @@ class Stage:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
         layout, held = self.layout, self.held()
         trace = self.model.trace(variant, self.blocks if layout.pipeline > 1 else None, exact=exact)
-        given, kept = 0, trace.kept
-        if not self.is_first:  # a hidden state came in the place of the embedding
-            given, kept = trace.hidden - trace.phases[0].end, kept + trace.hidden - trace.phases[0].kept
-        others = (self.in_flight - 1) * kept
-        if layout.pipeline > 1:  # one is on its way each way
-            others += (1 if self.is_last or self.is_first else 2) * trace.hidden
+        given = 0 if self.is_first else trace.hidden - trace.phases[0].end  # it came in the place of the embedding
+        corrections = self._corrections(trace.phases)
         moments = []
-        for phase in trace.phases:
-            if self._has(phase):
-                alone = phase.peak_without_gradients + given + others
-                moments.append(self._moment(phase, alone, held))
-        return [*moments, *self._exchange(others, held)]
+        for number, phase in enumerate(trace.phases):
+            if self._has(trace.phases, number):
+                alone = phase.peak_without_gradients + given + corrections[number]
+                for beside, adds in self._in_flight_beside(trace):
+                    moments.append(self._moment(phase, alone + beside, held, adds=adds))
+        return [*moments, *self._exchange(max(beside for beside, _ in self._in_flight_beside(trace)), held)]
 
-    def _moment(self, phase: Phase, activations: int, held: Held) -> Moment:
+    def _in_flight_beside(self, trace: Trace) -> list[tuple[int, bool]]:
+        """(bytes of the other micro batches that are on their way and of what travels, whether gradients are there)."""
+        layout = self.layout
+        if layout.pipeline == 1:
+            return [(0, layout.accumulation > 1)]
+        kept = trace.kept - (trace.casts if self._shares_casts else 0)
+        if not self.is_last:
+            kept -= trace.hidden  # the values that it sends it does not keep
+        if not self.is_first:
+            kept += trace.hidden - trace.phases[0].kept
+        sent = min(SENT, layout.accumulation)
+        travel = (0 if self.is_last else sent) + (0 if self.is_first else sent + 1)
+        first = ((self.in_flight - 1) * kept + travel * trace.hidden, False)
+        # The first backward leaves gradients behind. After it one micro batch more comes in, if there is one.
+        others = min(self.in_flight, layout.accumulation - 1) - 1
+        later = (others * kept + travel * trace.hidden, True)
+        return [first, later] if layout.accumulation > 1 else [first]
+
+    @property
+    def _shares_casts(self) -> bool:
+        """Whether all micro batches of a step have one copy of the weights by autocast."""
+        return self.layout.pipeline > 1 and self.layout.recompute == "none"
+
+    def _corrections(self, phases: Sequence[Phase]) -> list[int]:
+        """For each phase, bytes by which a stage differs from the whole model in one micro batch."""
+        made = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
+        given_up, corrections = 0, []
+        for phase in phases:
+            goes_back = phase.name in ("reduce", "backward", "end") and self.layout.pipeline > 1
+            corrections.append(given_up - (self._tied_bytes if goes_back else 0))
+            if phase.name == "backward" and self._shares_casts:
+                given_up += made[phase.stack]
+        return corrections
+
+    @cached_property
+    def _tied_bytes(self) -> int:
+        """Gradients that in a whole model wait for those of the embedding; its stages have a copy each."""
+        shared = (name for name in self.parameters if len(self.model.names_of(name)) > 1)
+        return FP32 * sum(self.parameters[name].count for name in shared if len(self.model.ends_of(name)) > 1)
+
+    def _moment(self, phase: Phase, activations: int, held: Held, *, adds: bool) -> Moment:
+        """``adds``: whether gradients of earlier micro batches are there."""
         unfinished = phase.peak - phase.peak_without_gradients
         if not self._sums_early:
-            return Moment(activations, held.gradients if self.layout.accumulation > 1 else unfinished, 0)
-        added_up = held.gradients if self.layout.accumulation > 1 else 0
+            return Moment(activations, held.gradients if adds else unfinished, 0)
+        added_up = held.gradients if adds else 0
         if self._window_bytes < self._bytes:  # what is packed is given up; a window fills while another travels
             return Moment(activations, added_up, 3 * self._window_bytes if phase.after_first_gradient else 0)
         return Moment(activations, added_up + unfinished, 0)
@@ -152,9 +209,12 @@ class Stage:
     def _window_bytes(self) -> int:
         return FP32 * min(WINDOW, sum(facts.count for facts in self.parameters.values()))
 
-    def _has(self, phase: Phase) -> bool:
-        if phase.name in ("head", "turn"):
-            return self.is_last
-        if phase.name in ("begin", "end"):
+    def _has(self, phases: Sequence[Phase], number: int) -> bool:
+        """Whether a phase of the whole model is one of this stage, too: head and loss are the last one's alone."""
+        name = phases[number].name
+        if name in ("begin", "end"):
             return self.is_first
-        return True
+        if name in ("head", "turn"):
+            return self.is_last
+        backwards = [index for index, phase in enumerate(phases) if phase.name == "backward"]
+        return self.is_last or name != "reduce" or not backwards or number > backwards[0]

@@ -1,8 +1,8 @@
 """How long a step takes: computation, waiting in the pipeline, and communication, from counted work and stated rates.
 
 What is assumed: matrix products run at the sustained rate of the device and everything else at the rate of its
-memory; stages and shards are equal; a worker computes or waits for its peers, but what DDP and FSDP exchange
-hides behind the computation of the micro batch that it belongs to.
+memory; shards are equal, and so are stages whose blocks nobody has counted; a worker computes or waits for its peers,
+but what DDP and FSDP exchange hides behind the computation of the micro batch that it belongs to.
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ def predict_seconds(layout: Layout, trace: Trace, facts: Facts, hardware: Hardwa
     share = layout.tensor * layout.pipeline
     width = 4 if hardware.precision == "fp32" else 2
     computed = trace.flops / (hardware.tflops * 1e12) + trace.traffic / (hardware.memory_bandwidth * GB)
-    computed /= layout.pipeline
+    largest = max(layout.stages) / sum(layout.stages) if layout.stages else 1 / layout.pipeline
+    computed *= largest  # the others wait for the largest stage
     near, far = hardware.intra_node * GB, hardware.inter_node * GB
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
 
     # Two sums over the tensor group a block in the forward, two in the backward; recomputation repeats the forward's.
-    sums = (4 if layout.recompute == "none" else 6) * facts.blocks / layout.pipeline
+    sums = (4 if layout.recompute == "none" else 6) * facts.blocks * largest
     ring = 2 * (layout.tensor - 1) / layout.tensor
     tensor = sums * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
 

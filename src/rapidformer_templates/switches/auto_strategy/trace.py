@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -53,6 +53,7 @@ class Phase:
         traffic: bytes that its other operations read and write.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
         kept: bytes made in it that are alive when the backward begins.
+        casts: of these, autocast's copies of weights.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Phase:
     traffic: int
     after_first_gradient: bool = False
     kept: int = 0
+    casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,17 @@ class Trace:
     @property
     def kept(self) -> int:
         """Bytes that the forward leaves for the backward, up to the last block."""
+        return sum(phase.kept for phase in self._up_to_last_block)
+
+    @property
+    def casts(self) -> int:
+        """Of these, autocast's copies of weights."""
+        return sum(phase.casts for phase in self._up_to_last_block)
+
+    @property
+    def _up_to_last_block(self) -> Sequence[Phase]:
         forwards = [i for i, phase in enumerate(self.phases) if phase.name == "forward"]
-        return sum(phase.kept for phase in self.phases[: forwards[-1] + 1]) if forwards else 0
+        return self.phases[: forwards[-1] + 1] if forwards else ()
 
     def at(self, micro_batch: int, other: Trace, traced: tuple[int, int]) -> Trace:
         """The trace of another micro batch, from this one and another's: every amount is affine in the samples.
@@ -113,7 +124,7 @@ class Trace:
             amounts = {
                 name: getattr(a, name)
                 + (getattr(b, name) - getattr(a, name)) * (micro_batch - first) // (second - first)
-                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept")
+                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "casts")
             }
             phases.append(replace(a, **amounts))
         hidden = self.hidden + (other.hidden - self.hidden) * (micro_batch - first) // (second - first)
@@ -165,6 +176,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 flops=phase.flops * times,
                 traffic=phase.traffic * times,
                 kept=phase.kept * times,
+                casts=phase.casts * times,
             )
         )
     return tuple(deeper)
@@ -177,13 +189,18 @@ def _bytes_of(values: Any) -> int:
     return sum(_bytes_of(value) for value in values) if isinstance(values, (tuple, list)) else 0
 
 
+_CAST = torch.ops.aten._to_copy.default
+
+
 class _Watch(LiveStorages):
     """Live storages, operations and finished gradients, phase by phase."""
 
     def __init__(self, model: nn.Module, *, dense: bool) -> None:
         self.phases: list[Phase] = []
         self._made_in: dict[int, int] = {}
+        self._casts: set[int] = set()
         super().__init__([*model.parameters(), *model.buffers()])
+        self._known = frozenset(self._sizes)
         self.finished = 0
         self.hidden = 0
         self._dense = dense
@@ -206,6 +223,8 @@ class _Watch(LiveStorages):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self.see(leaf)
+        if func is _CAST and id(args[0].untyped_storage()) in self._known:
+            self._casts.add(id(result.untyped_storage()))
         without = self.live - self.finished
         if without > self._without:
             self._without = without
@@ -230,11 +249,12 @@ class _Watch(LiveStorages):
 
     def turn(self) -> None:
         """End the forward: what is alive now is kept for the backward."""
-        kept = Counter[int]()
+        kept, casts = Counter[int](), Counter[int]()
         for key, phase in self._made_in.items():
             kept[phase] += self._sizes[key]
+            casts[phase] += self._sizes[key] if key in self._casts else 0
         self.enter("turn")
-        self.phases = [replace(phase, kept=kept[i]) for i, phase in enumerate(self.phases)]
+        self.phases = [replace(phase, kept=kept[i], casts=casts[i]) for i, phase in enumerate(self.phases)]
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         super()._watch(storage, size)
@@ -243,6 +263,7 @@ class _Watch(LiveStorages):
     def _forget(self, key: int) -> None:
         super()._forget(key)
         del self._made_in[key]
+        self._casts.discard(key)
 
     def finish(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
