@@ -27,10 +27,15 @@ from benchmarks.planner_worker import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.bench.tables import PARALLEL
 from rapidformer_templates.commands.main import plan_request
+from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
-from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
 from rapidformer_templates.system import launch
 
@@ -61,6 +66,12 @@ class Case:
         narrow = [] if self.precision == "fp32" else ["--mixed-precision", self.precision]
         return [*self.layout.flags(), *narrow, *self.adapters.split()]
 
+    def setting(self, shapes: ModelShapes) -> Setting:
+        """What the plan of these flags says of memory besides the layout."""
+        config = REGISTRY.complete(parse(self.flags, REGISTRY.options()))
+        place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
+        return setting_of(resolve(config, place), shapes.width)
+
     @property
     def name(self) -> str:
         layout = self.layout
@@ -72,6 +83,12 @@ class Case:
         ways += [self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")] if self.adapters else []
         return f"{sizes}  {layout.micro_batch}×{layout.accumulation}  {' '.join(ways)}".rstrip()
 
+
+PUBLISHED_LAYOUTS = tuple(
+    Layout(tensor, pipeline, 4 // (tensor * pipeline), accumulation=tensor * pipeline)
+    for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
+)
+"""Those of the published 3D table: 4 workers, micro batch 1, global batch 4."""
 
 CASES = (
     Case("gpt2", Layout(micro_batch=4)),
@@ -114,6 +131,13 @@ CASES = (
     Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),
     Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", f"{LORA} --quantize-base int4"),
     Case("bert", Layout(data=2, micro_batch=4), adapters=f"{LORA} --quantize-base int4"),
+    *(Case("gpt", layout, "bf16") for layout in PUBLISHED_LAYOUTS),
+    Case("gpt2", Layout(data=2, micro_batch=2, partitioning="distributed-optimizer"), "bf16"),
+    Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="distributed-optimizer"), "bf16"),
+    Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="distributed-optimizer")),
+    Case("llama", Layout(tensor=2, data=2, micro_batch=2, accumulation=2, partitioning="zero-2"), "bf16"),
+    Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-1"), "bf16"),
+    Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-2"), "bf16"),
 )
 """Three models, 1, 2 and 4 workers, every engine; adapters, and frozen weights in 8 and 4 bits."""
 
@@ -201,8 +225,9 @@ def _run(cases: Sequence[Case], world: int) -> list[list[dict[str, Any]]]:
 
 
 def _result(case: Case, told: list[dict[str, Any]]) -> Result:
-    sizes, setting = MODELS[case.model], Setting(case.precision)
+    sizes = MODELS[case.model]
     shapes = sizes.shapes(case.adapters)
+    setting = case.setting(shapes)
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
     measured = [Held(*(rank["held"][kind] for kind in kinds)) for rank in told]
     recorded = [statistics.median(rank["allocator_peaks"]) for rank in told if rank["allocator_peaks"]]

@@ -47,7 +47,7 @@ def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, 
 
 def test_there_are_at_least_20_layouts_of_3_models_on_1_2_and_4_workers() -> None:
     assert len(CASES) >= 20
-    assert {case.model for case in CASES} == {"gpt2", "llama", "bert"}
+    assert {case.model for case in CASES} == {"gpt2", "llama", "bert", "gpt"}
     assert {case.layout.world for case in CASES} == {1, 2, 4}
     ways = {case.layout.partitioning for case in CASES}
-    assert ways == {"none", "zero-1", "zero-2", "zero-3", "fsdp"}
+    assert ways == {"none", "distributed-optimizer", "zero-1", "zero-2", "zero-3", "fsdp"}

@@ -59,8 +59,8 @@ class Layout:
         return self.tensor * self.pipeline * self.data
 
     @property
-    def by_parallel_engine(self) -> bool:
-        """Whether the engine of 3D layouts trains it, which exchanges gradients in windows."""
+    def is_divided(self) -> bool:
+        """Whether the engine of 3D layouts trains it, in whatever precision."""
         return self.tensor * self.pipeline > 1 or self.partitioning == "distributed-optimizer"
 
     @property

@@ -257,7 +257,7 @@ class Search:
             return Rejected(layout, self._too_large(memory))
         trace = shapes.trace(variant_of(layout, setting), exact=exact)
         local = self.environment.local_world_size
-        timing = predict_seconds(layout, trace, self.subject.facts, self.hardware, local)
+        timing = predict_seconds(layout, setting, trace, self.subject.facts, self.hardware, local)
         return Candidate(layout, setting, memory, timing, needed)
 
     def _needed_gb(self, memory: Memory) -> float:

@@ -110,6 +110,6 @@ def with_stages_by_memory(config: RunConfig, environment: Environment) -> RunCon
     """
     plan = resolve(config, environment)
     subject = Subject(config, plan, gpu=environment.device == "cuda")
-    balance = balance_memory(subject.shapes, layout_of(plan), setting_of(plan))
+    balance = balance_memory(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
     chosen = config.replace("auto-memory", pipeline_stages=_numbers(balance.sizes))
     return replace(chosen, chosen=(*chosen.chosen, balance.line()))
