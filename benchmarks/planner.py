@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 
@@ -25,19 +25,22 @@ from benchmarks import planner_others, planner_worker
 from benchmarks.contest import Answer, Columns, Flag, Row, table
 from benchmarks.planner_worker import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.commands.bench.tables import PARALLEL
+from rapidformer_templates.commands.bench.tables import PARALLEL, PARTITIONING, Solution
 from rapidformer_templates.commands.main import plan_request
 from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_of
 from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
 from rapidformer_templates.system import launch
+
+if TYPE_CHECKING:
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
 FLAGS = (Flag("workers", 4, "most worker processes"),)
 
@@ -285,33 +288,57 @@ def _named(names: list[str]) -> str:
 
 PUBLISHED = (
     "--model-type gpt2 --num-layers 24 --hidden-size 2048 --num-attention-heads 32 --seq-length 1024 "
-    "--max-position-embeddings 1024 --device cuda --world-size 4 --mixed-precision fp16"
+    "--max-position-embeddings 1024 --device cuda --world-size 4 --mixed-precision fp16 --micro-batch-size 1 "
+    "--global-batch-size 4"
 )
-"""The model of the published 3D table: 1.3 B parameters on 4 devices of 32 GB."""
+"""The model of the published tables: 1.3 B parameters on 4 devices of 32 GB."""
+
+WAYS = {
+    "16-bit weights": "",
+    "16-bit weights, distributed optimizer": "--use-distributed-optimizer",
+    "fp32 weights": "--keep-fp32-parameters",
+}
+"""Ways to keep the weights, each by its flags; those of the partitioning table have ways of their own."""
+
+RECOMPUTATION = {"none": "", "selective": "--recompute-granularity selective", "full": "--checkpoint-activations"}
 
 
 def published() -> list[Row]:
-    """Predicted MB of each layout of the published table, by what is recomputed."""
+    """Predicted MB of the rows of the published tables, by what is recomputed."""
     from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
     subject = Subject(plan_request(PUBLISHED.split())[0], gpu=True)
     rows = []
-    for solution in PARALLEL.solutions.values():
-        sizes = plan_request([*PUBLISHED.split(), *solution.flags])[0]
-        tensor, pipeline = sizes.get("tensor_model_parallel_size"), sizes.get("pipeline_model_parallel_size")
-        data = 4 // solution.divides
-        layouts = [Layout(tensor, pipeline, data, 1, 4 // data, recompute=how) for how in RECOMPUTED]
-        needed = [predict(subject.shapes, layout, Setting("fp16")) for layout in layouts]
-        row = {"tensor": tensor, "pipeline": pipeline, "data": data, "parameters": subject.facts.parameters}
-        row["states_mb"] = (needed[0].parameters + needed[0].gradients + needed[0].optimizer) / 1e6
-        row |= {f"{how}_mb": memory.total / 1e6 for how, memory in zip(RECOMPUTED, needed, strict=True)}
-        rows.append({**row, "published_mb": solution.published[1]})
-    return rows
+    for name, solution in PARALLEL.solutions.items():
+        ways = [way for way in WAYS if solution.divides < 4 or "distributed" not in way]
+        rows += [_predicted(subject, f"{name}: {way}", solution, WAYS[way]) for way in ways]
+    with_numbers = {name: s for name, s in PARTITIONING.solutions.items() if not isinstance(s.published, str)}
+    return rows + [_predicted(subject, name, solution) for name, solution in with_numbers.items()]
+
+
+def _predicted(subject: Subject, name: str, solution: Solution, way: str = "") -> Row:
+    flags = [*PUBLISHED.split(), *solution.flags, *way.split()]
+    needed = {}
+    for how, words in RECOMPUTATION.items():
+        config, place, _ = plan_request([*flags, *words.split()])
+        plan = resolve(config, place)
+        needed[how] = predict(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
+    states = needed["none"].parameters + needed["none"].gradients + needed["none"].optimizer
+    fitting = [how for how, memory in needed.items() if memory.total <= solution.published[1] * 1e6]
+    return {
+        "row": name,
+        "parameters": subject.facts.parameters,
+        "states_mb": states / 1e6,
+        **{f"{how}_mb": memory.total / 1e6 for how, memory in needed.items()},
+        "published_mb": solution.published[1],
+        "at_or_below_with": fitting[0] if fitting else None,
+    }
 
 
 PUBLISHED_COLUMNS = {
-    **{name: f"{{{name}}}" for name in ("tensor", "pipeline", "data")},
-    **{name: f"{{{name}_mb:,.0f}}" for name in ("states", *RECOMPUTED, "published")},
+    "row": "{row}",
+    **{name: f"{{{name}_mb:,.0f}}" for name in ("states", *RECOMPUTATION, "published")},
+    "at or below with": lambda row: row["at_or_below_with"] or "–",
 }
 
 

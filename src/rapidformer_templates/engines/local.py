@@ -148,6 +148,7 @@ class SingleEngine:
         if self._outcomes:
             self._outcomes.begin()
         loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
+        self._reduce()
         if self.before_update:
             self.before_update()
         self._set_lr(lr_factor() if callable(lr_factor) else lr_factor)
@@ -166,7 +167,6 @@ class SingleEngine:
         Raises:
             NonFiniteLoss: as ``train_batch``.
         """
-        self._reduce()
         norm = self._grad_norm()
         return norm, self._update_unread(loss, norm) if self._outcomes else self._update_if_finite(loss, norm)
 

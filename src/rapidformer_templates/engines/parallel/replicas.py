@@ -375,9 +375,7 @@ class DataShards:
     def gradients(self) -> list[torch.Tensor]:
         """What this rank has of gradients now."""
         whole = [entry.gradient for entry in self.trained]
-        arriving = [self._pending[2]] if self._pending and self.sharded else []  # elsewhere it goes into the others
-        kept = [*self._wide.values(), *self._sums.values(), *arriving]
-        return [*(gradient for gradient in whole if gradient is not None), *kept]
+        return [*(gradient for gradient in whole if gradient is not None), *self._wide.values(), *self._sums.values()]
 
 
 @dataclass(frozen=True)
