@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Trainer
 from rapidformer_templates.commands.bench.worker import peak_mb, resident_mb
+from rapidformer_templates.engines.parallel.windows import WINDOW
 from rapidformer_templates.planning.checks import PARTITIONING
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY
@@ -31,21 +32,22 @@ VOCABULARY, LENGTH = 1024, 16
 SWITCHES = [
     switch
     for switch in REGISTRY.switches
-    if switch.family == PARTITIONING
-    and (not switch.needs_package or importlib.util.find_spec(switch.needs_package))
+    if switch.family == PARTITIONING and (not switch.needs_package or importlib.util.find_spec(switch.needs_package))
 ]
 FLAGS = {"none": ""} | {switch.name: " ".join(map(spelling, switch.on)) for switch in SWITCHES}
 SETTINGS = {
     "fp32": "--global-batch-size 2",
-    "bf16": "--global-batch-size 2 --mixed-precision bf16",
-    "fp32, two micro batches": "--global-batch-size 4",
+    "bf16, two micro batches": "--global-batch-size 4 --mixed-precision bf16",
 }
+CASES = [(switch.name, setting) for switch in SWITCHES for setting in SETTINGS]
+WINDOWS_MB = {"distributed-optimizer": 2 * 4 * WINDOW / 1e6}
+"""What a switch takes beside the states whatever the model: two windows of gradients, one packed, one on its way."""
 
 
 class Job(Trainer):
-    """Weights outweigh what else a step needs: 11 million, with a micro batch of 16 tokens."""
+    """Weights outweigh what else a step needs: 8 million, with a micro batch of 16 tokens."""
 
-    width, blocks = 384, 6
+    width, blocks = 384, 4
 
     def build_data(self) -> Data:
         tokens = torch.randint(VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -53,6 +55,7 @@ class Job(Trainer):
 
     def build_model(self) -> Any:
         sizes: dict[str, Any] = {"n_embd": self.width, "n_layer": self.blocks, "n_head": 4, "n_positions": LENGTH}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=VOCABULARY, use_cache=False))
 
 
@@ -68,7 +71,6 @@ def _train(kind: type[Job], flags: str) -> tuple[int, float]:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
     before = resident_mb()
-    print('BEFORE', before)
     own = "--device cpu --lr 1e-4 --train-iters 2 --micro-batch-size 1 --no-save"
     receipts = kind([*own.split(), *flags.split()]).fit()["receipts"]
     held = max(sum(rank.get(name, 0) for name in HELD) for rank in receipts["held_bytes_by_rank"])
@@ -78,6 +80,7 @@ def _train(kind: type[Job], flags: str) -> tuple[int, float]:
 @contextmanager
 def _freed_memory_is_given_back() -> Iterator[None]:
     """In every run, or one would be measured with the memory that the one before it has left."""
+
     def give_back() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
 
@@ -90,22 +93,29 @@ def _freed_memory_is_given_back() -> Iterator[None]:
     allocate_as_usual()
 
 
-def _train_all(workers: Any, cases: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[int, float]]:
+def _train_all(workers: Any) -> dict[tuple[str, str], tuple[int, float]]:
     with _freed_memory_is_given_back():
-        for switch, setting in cases:
-            _train(Small, f"{FLAGS[switch]} {SETTINGS[setting]}")
-        return {(switch, setting): _train(Job, f"{FLAGS[switch]} {SETTINGS[setting]}") for switch, setting in cases}
+        for flags in FLAGS.values():
+            _train(Small, f"{flags} {SETTINGS['bf16, two micro batches']}")
+        return {
+            (switch, setting): _train(Job, f"{FLAGS[switch]} {SETTINGS[setting]}")
+            for switch in FLAGS
+            for setting in SETTINGS
+        }
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[tuple[str, str], tuple[int, float]]:
-    """Of each case the most of both workers."""
-    ranks = run_in_workers(2, _train_all, [(switch, setting) for setting in SETTINGS for switch in FLAGS])
+    """Of each switch in each setting the most of both workers."""
+    ranks = run_in_workers(2, _train_all)
     return {case: (ranks[0][case][0], max(rank[case][1] for rank in ranks)) for case in ranks[0]}
 
 
-def test_all(measured):
-    n = sum(p.numel() for p in Job.build_model(Job).parameters())
-    for c, (h, p) in measured.items():
-        print(c, round(h/n,2), round(p*1e6/n,2))
-    assert 0
+@pytest.mark.parametrize(("switch", "setting"), CASES)
+def test_states_and_buckets_are_fewer_bytes_than_under_ddp(switch: str, setting: str, measured: Any) -> None:
+    assert measured[switch, setting][0] < measured["none", setting][0]
+
+
+@pytest.mark.parametrize(("switch", "setting"), CASES)
+def test_a_process_grows_no_larger_than_under_ddp(switch: str, setting: str, measured: Any) -> None:
+    assert measured[switch, setting][1] <= measured["none", setting][1] + WINDOWS_MB.get(switch, 0.0)
