@@ -209,21 +209,22 @@ def measure(cases: Sequence[Case], advance: Advance = lambda text: None) -> list
     results = []
     for world in sorted({case.layout.world for case in cases}):
         group = [case for case in cases if case.layout.world == world]
-        results += [_result(case, told) for case, told in zip(group, _run(group, world), strict=True)]
+        told = run_in_groups([(case.model, case.flags) for case in group], world)
+        results += [_result(case, ranks) for case, ranks in zip(group, told, strict=True)]
         advance(f"{world} workers")
     return results
 
 
-def _run(cases: Sequence[Case], world: int) -> list[list[dict[str, Any]]]:
-    """What each rank tells of each case."""
-    words = json.dumps([{"model": case.model, "workers": world, "flags": case.flags} for case in cases])
+def run_in_groups(jobs: Sequence[tuple[str, Sequence[str]]], world: int) -> list[list[dict[str, Any]]]:
+    """What each rank of a group of so many processes tells of each job, which is a model and the flags of its run."""
+    words = json.dumps([{"model": model, "workers": world, "flags": list(flags)} for model, flags in jobs])
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
         command = [sys.executable, "-m", planner_worker.__name__, words, folder]
         if world == 1:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         else:
             launch.run_workers(command, world)
-        files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(cases))]
+        files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(jobs))]
         return [[json.loads(file.read_text(encoding="utf-8")) for file in ranks] for ranks in files]
 
 
