@@ -71,7 +71,7 @@ class PipelineEngine(ParallelEngine):
         Args:
             output: None where all that came before is frozen.
         """
-        self._shards.begin_backward(part)
+        self._shards.begin_backward(part, last=self._last)
         if output is not None:
             torch.autograd.backward(output, gradient)
         self._shards.end_backward()
@@ -173,6 +173,7 @@ class _Step:
 
     def _backward(self, stage: int, number: int) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
+        engine._last = number == len(self.microbatches) - 1
         if stage == engine.last_stage:
             engine._begin_backward(self._losses.pop(number), self.microbatches[number])
         else:
