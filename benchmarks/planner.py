@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 FLAGS = (Flag("workers", 4, "most worker processes"),)
 
 LORA = "--lora-rank 8"
+FUSED = "--fused-linear-cross-entropy"
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 """Errors of the peak, as shares."""
@@ -56,7 +57,7 @@ class Case:
 
     Attributes:
         model: a key of ``MODELS``.
-        adapters: flags of adapters, which change the model; empty without.
+        adapters: flags of adapters or of the fused loss, which change the model; empty without.
     """
 
     model: str
@@ -83,7 +84,9 @@ class Case:
         ways += {"none": [], "full": ["recompute"], "selective": ["selective"]}[layout.recompute]
         ways += ["sequence"] if layout.sequence_parallel else []
         ways += [self.precision] if self.precision != "fp32" else []
-        ways += [self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")] if self.adapters else []
+        ways += [f"stages {','.join(map(str, layout.stages))}"] if layout.stages else []
+        adapters = self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")
+        ways += [adapters.replace(FUSED, "fused")] if adapters else []
         return f"{sizes}  {layout.micro_batch}×{layout.accumulation}  {' '.join(ways)}".rstrip()
 
 
@@ -124,6 +127,13 @@ CASES = (
     Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute="full"), "bf16"),
     Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute="selective"), "bf16"),
     Case("bert", Layout(pipeline=2, micro_batch=4, accumulation=2), "bf16"),
+    *(
+        Case("llama", Layout(pipeline=stages, micro_batch=2, accumulation=8, recompute=how), precision)
+        for stages in (1, 2, 4)
+        for precision, how in (("fp32", "none"), ("bf16", "none"), ("bf16", "full"))
+    ),
+    *(Case("llama", Layout(pipeline=stages, micro_batch=2, accumulation=8), "bf16", FUSED) for stages in (1, 2, 4)),
+    Case("llama", Layout(pipeline=4, micro_batch=2, accumulation=8, stages=(1, 2, 3, 2)), "bf16"),
     Case("llama", Layout(data=2, micro_batch=2, partitioning="fsdp", recompute="selective"), "bf16"),
     Case("llama", Layout(data=4, micro_batch=2, partitioning="fsdp", recompute="full")),
     Case("llama", Layout(tensor=2, pipeline=2, micro_batch=2, accumulation=4)),

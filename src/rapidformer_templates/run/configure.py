@@ -58,9 +58,9 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
         raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
     config = with_template_defaults(REGISTRY.adopt(config), name)
     if config.get("auto_strategy"):
-        return _found(template, config, "auto_strategy", _with_best_layout)
+        return _searched(template, config, "auto_strategy", _with_best_layout)
     if config.get("pipeline_stages") == AUTO_MEMORY:
-        return _found(template, config, "pipeline_stages", _with_stages)
+        return _searched(template, config, "pipeline_stages", _balanced_by_memory)
     return config
 
 
@@ -74,7 +74,7 @@ OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
 Search = Callable[[RunConfig, Environment], RunConfig]
 
 
-def _found(template: type[Template], config: RunConfig, asked: str, search: Search) -> RunConfig:
+def _searched(template: type[Template], config: RunConfig, asked: str, search: Search) -> RunConfig:
     """The configuration with what the planner finds; ``asked``: the flag that asks for it.
 
     Raises:
@@ -106,7 +106,7 @@ def _with_best_layout(config: RunConfig, environment: Environment) -> RunConfig:
     return config.replace(AUTO_STRATEGY, **best_layout(config, environment))
 
 
-def _with_stages(config: RunConfig, environment: Environment) -> RunConfig:
+def _balanced_by_memory(config: RunConfig, environment: Environment) -> RunConfig:
     from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
 
     return with_stages_by_memory(config, environment)

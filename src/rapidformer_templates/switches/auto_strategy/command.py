@@ -32,7 +32,7 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
         ModelError: the model cannot be built.
         ConfigError: the memory of the devices is not known.
     """
-    by_memory = _cuts_by_memory(config)
+    by_memory = _balances_memory(config)
     if by_memory:  # each layout with a pipeline asks for it, and no other one may
         config = config.replace("default", pipeline_stages=None)
     plan = _without_a_layout(config, environment, registry)
@@ -41,7 +41,7 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
     return Search(config, environment, subject, hardware, registry, by_memory=by_memory).run(), hardware
 
 
-def _cuts_by_memory(config: RunConfig) -> bool:
+def _balances_memory(config: RunConfig) -> bool:
     return bool(config.get("pipeline_stages") == AUTO_MEMORY)
 
 
@@ -66,7 +66,7 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
         )
     if os.environ.get("RANK", "0") == "0":
         print("\n".join([*reasons(result, hardware), *not_predicted(result)]), file=sys.stderr, flush=True)
-    given = config.origins.keys() - ({"pipeline_stages"} if _cuts_by_memory(config) else set())
+    given = config.origins.keys() - ({"pipeline_stages"} if _balances_memory(config) else set())
     found = result.layouts[0].layout.values_that_act(given)
     return found if "pipeline_stages" in given else {"pipeline_stages": None, **found}
 

@@ -76,10 +76,10 @@ class Stage:
     ) -> None:
         """``blocks``: from one number up to the other; by default as the layout is cut."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
-        begin, end = blocks or self._cut()
+        begin, end = blocks or self._own_blocks()
         self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, begin, end, peer)
 
-    def _cut(self) -> tuple[int, int]:
+    def _own_blocks(self) -> tuple[int, int]:
         if self.layout.pipeline == 1:
             return 0, sum(self.model.depths.values())
         sizes = self.layout.stages or self.model.stage_sizes(self.layout.pipeline)
