@@ -304,12 +304,16 @@ PUBLISHED = (
 )
 """The model of the published tables: 1.3 B parameters on 4 devices of 32 GB."""
 
-WAYS = {
-    "16-bit weights": "",
-    "16-bit weights, distributed optimizer": "--use-distributed-optimizer",
-    "fp32 weights": "--keep-fp32-parameters",
-}
-"""Ways to keep the weights, each by its flags; those of the partitioning table have ways of their own."""
+
+def ways_to_keep(solution: Solution) -> dict[str, str]:
+    """Ways to keep the weights in a row of the 3D table, each with its flags."""
+    ways = {"16-bit weights": "", "fp32 weights": "--keep-fp32-parameters"}
+    if solution.divides < 4:
+        ways["16-bit weights, distributed optimizer"] = "--use-distributed-optimizer"
+    if "--tensor-model-parallel-size" in solution.flags:
+        ways["fp32 weights, sequence parallel"] = "--keep-fp32-parameters --sequence-parallel"
+    return ways
+
 
 RECOMPUTATION = {"none": "", "selective": "--recompute-granularity selective", "full": "--checkpoint-activations"}
 
@@ -321,8 +325,7 @@ def published() -> list[Row]:
     subject = Subject(plan_request(PUBLISHED.split())[0], gpu=True)
     rows = []
     for name, solution in PARALLEL.solutions.items():
-        ways = [way for way in WAYS if solution.divides < 4 or "distributed" not in way]
-        rows += [_predicted(subject, f"{name}: {way}", solution, WAYS[way]) for way in ways]
+        rows += [_predicted(subject, f"{name}: {way}", solution, w) for way, w in ways_to_keep(solution).items()]
     with_numbers = {name: s for name, s in PARTITIONING.solutions.items() if not isinstance(s.published, str)}
     return rows + [_predicted(subject, name, solution) for name, solution in with_numbers.items()]
 
