@@ -26,6 +26,7 @@ QUESTIONS = {
     "planner": "memory that a plan predicts, beside real steps",
     "moe": "a mixture of experts beside the dense model",
     "adapters": "LoRA, DoRA and QLoRA beside the whole model",
+    "precision": "loss and bytes of 16-bit weights with fp32 masters",
     "optimizers": "state, loss and time of each optimizer",
     "fused-loss": "memory and time with and without logits",
 }
