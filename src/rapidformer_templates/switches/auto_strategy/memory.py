@@ -164,8 +164,7 @@ def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, ph
     bucket = setting.bucket * width
     match layout.partitioning:
         case "none" | "oss" if layout.data > 1:
-            # DDP's buckets are the gradients; those of micro batches that are not sent yet lie beside them.
-            return [Moment(alone, held.gradients, whole if later else 0)]
+            return [Moment(alone, held.gradients, 0)]  # in DDP's buckets, and nowhere else
         case "none" | "oss" | "oss-sdp":
             return [Moment(alone, apart, 0)] + ([Moment(alone, whole, 0)] if later else [])
         case "zero-1" if later:
