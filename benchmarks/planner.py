@@ -27,11 +27,12 @@ from benchmarks.planner_worker import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress
 from rapidformer_templates.commands.bench.tables import PARALLEL
 from rapidformer_templates.commands.main import plan_request
+from rapidformer_templates.planning.deepspeed_file.buckets import by_width
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
 from rapidformer_templates.switches.auto_strategy.setting import Setting
-from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from rapidformer_templates.switches.auto_strategy.state_bytes import Held, How
 from rapidformer_templates.system import launch
 
 FLAGS = (Flag("workers", 4, "most worker processes"),)
@@ -182,27 +183,30 @@ def measure(cases: Sequence[Case], advance: Advance = lambda text: None) -> list
     results = []
     for world in sorted({case.layout.world for case in cases}):
         group = [case for case in cases if case.layout.world == world]
-        results += [_result(case, told) for case, told in zip(group, _run(group, world), strict=True)]
+        told = run_in_groups([(case.model, case.flags) for case in group], world)
+        results += [_result(case, ranks) for case, ranks in zip(group, told, strict=True)]
         advance(f"{world} workers")
     return results
 
 
-def _run(cases: Sequence[Case], world: int) -> list[list[dict[str, Any]]]:
-    """What each rank tells of each case."""
-    words = json.dumps([{"model": case.model, "workers": world, "flags": case.flags} for case in cases])
+def run_in_groups(jobs: Sequence[tuple[str, Sequence[str]]], world: int) -> list[list[dict[str, Any]]]:
+    """What each rank of a group of so many processes tells of each job, which is a model and the flags of its run."""
+    words = json.dumps([{"model": model, "workers": world, "flags": list(flags)} for model, flags in jobs])
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
         command = [sys.executable, "-m", planner_worker.__name__, words, folder]
         if world == 1:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         else:
             launch.run_workers(command, world)
-        files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(cases))]
+        files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(jobs))]
         return [[json.loads(file.read_text(encoding="utf-8")) for file in ranks] for ranks in files]
 
 
 def _result(case: Case, told: list[dict[str, Any]]) -> Result:
-    sizes, setting = MODELS[case.model], Setting(case.precision)
+    sizes = MODELS[case.model]
     shapes = sizes.shapes(case.adapters)
+    kept_whole = by_width(shapes.width)["stage3_param_persistence_threshold"]
+    setting = Setting(case.precision, how=How(kept_whole=kept_whole))
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
     measured = [Held(*(rank["held"][kind] for kind in kinds)) for rank in told]
     recorded = [statistics.median(rank["allocator_peaks"]) for rank in told if rank["allocator_peaks"]]

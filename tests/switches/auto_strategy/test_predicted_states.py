@@ -254,7 +254,8 @@ def predicted(case: Case) -> list[Held]:
     _, workers, template, values = case
     job = JOBS[template]([*words(values, "run"), "--nproc-per-node", str(workers)])
     plan = resolve(job.config, detect(template, "test", device="cpu", world_size=workers))
-    return held_by_worker(shapes(job.config, plan), _layout_of(plan), setting_of(plan))
+    of_model = shapes(job.config, plan)
+    return held_by_worker(of_model, _layout_of(plan), setting_of(plan, of_model.width))
 
 
 @pytest.fixture(scope="module")

@@ -193,7 +193,7 @@ def _update(layout: Layout, held: Held) -> Moment:
 
 def _gathered_by_zero(model: ModelShapes, setting: Setting, width: int) -> int:
     """Whole parameters that ZeRO-3 holds: all of them, until there are 10^9 elements, and what they arrive in."""
-    return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count >= setting.how.kept_whole)
+    return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count > setting.how.kept_whole)
 
 
 def _gathered_by_fsdp(model: ModelShapes, setting: Setting, phase: Phase, width: int) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.windows import Window, windows
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, lies_in_codes, shape_of
+from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
@@ -122,6 +123,11 @@ class ModelShapes:
     def parameters(self) -> dict[str, Facts]:
         """The trained ones."""
         return {name: facts for name, facts in self.all_parameters.items() if facts.is_trained}
+
+    @cached_property
+    def width(self) -> int:
+        """What the sizes of buckets follow."""
+        return width_of(self.whole)
 
     @cached_property
     def buffer_bytes(self) -> int:

@@ -199,7 +199,7 @@ class Search:
         refusal = next(iter(self.registry.refusals(request)), None)
         if refusal:
             return f"{refusal[0].code}: {refusal[1].message}"
-        return setting_of(plan_of(request, self.registry))
+        return setting_of(plan_of(request, self.registry), self.subject.shapes.width)
 
     def _asking_for(self, layout: Layout) -> RunConfig:
         """The configuration with this layout, whatever its batches are."""

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, filled
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, How
-
-REDUCE_BUCKET = 20_000_000
-"""Elements of the buffer in which ZeRO gathers gradients, if a DeepSpeed file does not say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,18 @@ class Setting:
     gpu: bool = False
     how: How = PLAIN
     offload: str = ""
-    bucket: int = REDUCE_BUCKET
+    bucket: int = LEAST
     divides_experts: bool = False
     reshards: bool = True
 
 
-def setting_of(plan: Plan) -> Setting:
-    """The setting of a resolved run."""
-    zero: dict[str, Any] = plan.engine_options.get("deepspeed", {}).get("zero_optimization", {})
+def setting_of(plan: Plan, width: int) -> Setting:
+    """The setting of a resolved run.
+
+    Args:
+        width: of the model, which ZeRO's buckets follow.
+    """
+    zero: dict[str, Any] = filled(plan.engine_options.get("deepspeed", {}).get("zero_optimization", {}), width)
     rule = STATES[plan.optimizer_implementation]
     if spelling("ema_decay") in plan.values:
         rule = rule.with_average()
@@ -55,7 +57,7 @@ def setting_of(plan: Plan) -> Setting:
         gpu=plan.device == "cuda",
         how=how,
         offload=str(plan.engine_options.get("offload", "")).partition(":")[0],
-        bucket=zero.get("reduce_bucket_size", REDUCE_BUCKET),
+        bucket=zero.get("reduce_bucket_size", LEAST),
         divides_experts="expert-parallel" in plan.switches,
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
     )
