@@ -31,6 +31,7 @@ FLAGS = (
     Flag("lr", 1e-3, "peak learning rate"),
     Flag("layers", 4, "of the model"),
     Flag("hidden", 192, "width of the model"),
+    Flag("fp16", True, "in fp16, too, which few CPUs have units for"),
 )
 
 TURN, MICRO = 10, 4
@@ -103,7 +104,8 @@ def _batch(rows: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def measure(options: argparse.Namespace, rows: torch.Tensor, advance: Advance = lambda text: None) -> list[Row]:
     """Train each way, in turns."""
-    contenders = {way: Contender(way, options, rows) for way in WAYS}
+    ways = [way for way, flags in WAYS.items() if options.fp16 or flags.get("mixed_precision") != "fp16"]
+    contenders = {way: Contender(way, options, rows) for way in ways}
     Contest({way: one.turn for way, one in contenders.items()}).run(-(-options.steps // TURN), advance=advance)
     losses = {way: one.loss() for way, one in contenders.items()}
     times = {way: statistics.median(one.seconds) for way, one in contenders.items()}
