@@ -338,18 +338,19 @@ def _predicted(subject: Subject, name: str, solution: Solution, way: str = "") -
         plan = resolve(config, place)
         needed[how] = predict(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
     states = needed["none"].parameters + needed["none"].gradients + needed["none"].optimizer
-    fitting = [how for how, memory in needed.items() if memory.total <= solution.published[1] * 1e6]
+    published_mb = int(solution.published[1])
+    fitting = [how for how, memory in needed.items() if memory.total <= published_mb * 1e6]
     return {
         "row": name,
         "parameters": subject.facts.parameters,
         "states_mb": states / 1e6,
         **{f"{how}_mb": memory.total / 1e6 for how, memory in needed.items()},
-        "published_mb": solution.published[1],
+        "published_mb": published_mb,
         "at_or_below_with": fitting[0] if fitting else None,
     }
 
 
-PUBLISHED_COLUMNS = {
+PUBLISHED_COLUMNS: Columns = {
     "row": "{row}",
     **{name: f"{{{name}_mb:,.0f}}" for name in ("states", *RECOMPUTATION, "published")},
     "at or below with": lambda row: row["at_or_below_with"] or "–",
