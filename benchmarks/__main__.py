@@ -27,6 +27,7 @@ QUESTIONS = {
     "states": "bytes a parameter that each way to share them out holds",
     "moe": "a mixture of experts beside the dense model",
     "adapters": "LoRA, DoRA and QLoRA beside the whole model",
+    "precision": "loss and bytes of 16-bit weights with fp32 masters",
     "optimizers": "state, loss and time of each optimizer",
     "fused-loss": "memory and time with and without logits",
 }

@@ -72,7 +72,7 @@ class Case:
 
     def setting(self, shapes: ModelShapes) -> Setting:
         """What the plan of these flags says of memory besides the layout."""
-        config = REGISTRY.complete(parse(self.flags, REGISTRY.options()))
+        config = REGISTRY.adopt(parse(self.flags, REGISTRY.options()))
         place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
         return setting_of(resolve(config, place), shapes.width)
 
@@ -338,14 +338,14 @@ def _predicted(subject: Subject, name: str, solution: Solution, way: str = "") -
         plan = resolve(config, place)
         needed[how] = predict(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
     states = needed["none"].parameters + needed["none"].gradients + needed["none"].optimizer
-    megabytes = float(solution.published[1])
-    fitting = [how for how, memory in needed.items() if memory.total <= megabytes * 1e6]
+    published_mb = int(solution.published[1])
+    fitting = [how for how, memory in needed.items() if memory.total <= published_mb * 1e6]
     return {
         "row": name,
         "parameters": subject.facts.parameters,
         "states_mb": states / 1e6,
         **{f"{how}_mb": memory.total / 1e6 for how, memory in needed.items()},
-        "published_mb": megabytes,
+        "published_mb": published_mb,
         "at_or_below_with": fitting[0] if fitting else None,
     }
 
