@@ -61,7 +61,7 @@ class Contender:
         model = gpt2(options.layers, options.hidden, max(1, options.hidden // 64), 256, LENGTH)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01)
         warmup = max(1, options.steps // 10)
-        sizes = {"micro_batch_size": MICRO, "global_batch_size": ROWS, "clip_grad": 1.0}
+        sizes: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": ROWS, "clip_grad": 1.0}
         with contextlib.redirect_stderr(io.StringIO()):
             self.session = compose(
                 model,

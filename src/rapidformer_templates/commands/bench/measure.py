@@ -40,9 +40,12 @@ def facts_of(scale: Scale) -> list[Facts]:
     """The parameters of a scale's model, without their data."""
     import torch
 
+    from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters
+
     with torch.device("meta"):
         model: nn.Module = build_model(scale)
-    return [Facts(tuple(p.shape), decays=p.ndim >= 2) for p in model.parameters()]
+    narrowed = narrowed_parameters(model)
+    return [Facts(tuple(p.shape), decays=p.ndim >= 2, narrows=id(p) in narrowed) for p in model.parameters()]
 
 
 def flops_of(job: Job) -> float:

@@ -8,8 +8,24 @@ from typing import Any
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, filled
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, STATES
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, How
+
+WIDTHS = {"fp32": FP32, "bf16": BF16}
+
+
+@dataclass(frozen=True)
+class NarrowWeights:
+    """Weights of 16 bits with fp32 masters; of a number of their gradients, the bytes.
+
+    Attributes:
+        accumulate: added up over micro batches.
+        reduce: summed over replicas.
+    """
+
+    accumulate: int = FP32
+    reduce: int = FP32
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,7 @@ class Setting:
         bucket: elements of ZeRO's buffer for gradients.
         divides_experts: expert parallelism.
         reshards: whether FSDP gives up a block's whole parameters between forward and backward.
+        narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
     """
 
     precision: str = "fp32"
@@ -33,6 +50,11 @@ class Setting:
     bucket: int = LEAST
     divides_experts: bool = False
     reshards: bool = True
+    narrow: NarrowWeights | None = None
+
+    def by_parallel_engine(self, layout: Layout) -> bool:
+        """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
+        return self.narrow is not None or layout.is_divided
 
 
 def setting_of(plan: Plan, width: int) -> Setting:
@@ -52,6 +74,8 @@ def setting_of(plan: Plan, width: int) -> Setting:
         kept_whole=zero.get("stage3_param_persistence_threshold", KEPT_WHOLE),
         sub_group=zero.get("sub_group_size"),
     )
+    asked: dict[str, str] | None = plan.engine_options.get("narrow_weights")
+    narrow = None if asked is None else NarrowWeights(WIDTHS[asked["accumulate"]], WIDTHS[asked["reduce"]])
     return Setting(
         precision=plan.precision,
         gpu=plan.device == "cuda",
@@ -60,4 +84,5 @@ def setting_of(plan: Plan, width: int) -> Setting:
         bucket=zero.get("reduce_bucket_size", LEAST),
         divides_experts="expert-parallel" in plan.switches,
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
+        narrow=narrow,
     )

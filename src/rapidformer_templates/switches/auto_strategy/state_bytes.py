@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rapidformer_templates.switches.auto_strategy.optimizer_states import (
     ADAMW,
+    BF16,
     FP32,
     UNCOUNTED_ADAM,
     Facts,
@@ -95,6 +96,14 @@ def replicated(parameters: Sequence[Facts], workers: int, width: int, how: How =
     """DDP: everything everywhere."""
     count = FP32 * sum(p.count for p in parameters)
     return [Held(count, count, how.optimizer.bytes_of(parameters))] * workers
+
+
+def replicated_with_masters(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+    """Weights of 16 bits, fp32 masters and sums of gradients in fp32: everything everywhere."""
+    (held, *_) = replicated(parameters, 1, width, how)
+    narrowed = sum(p.count for p in parameters if p.narrows)
+    parts = (held.parameters - (FP32 - BF16) * narrowed, held.gradients, held.optimizer + FP32 * narrowed)
+    return [Held(*parts)] * workers
 
 
 def replicated_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:

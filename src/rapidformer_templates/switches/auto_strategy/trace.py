@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -52,7 +52,9 @@ class Phase:
         flops: operations of the matrix products in it.
         traffic: bytes that its other operations read and write.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
+        finished: bytes of the gradients that are finished when it ends.
         kept: bytes made in it that are alive when the backward begins.
+        casts: of these, autocast's copies of weights.
     """
 
     name: str
@@ -63,7 +65,9 @@ class Phase:
     flops: int
     traffic: int
     after_first_gradient: bool = False
+    finished: int = 0
     kept: int = 0
+    casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,17 @@ class Trace:
     @property
     def kept(self) -> int:
         """Bytes that the forward leaves for the backward, up to the last block."""
+        return sum(phase.kept for phase in self._up_to_last_block)
+
+    @property
+    def casts(self) -> int:
+        """Of these, autocast's copies of weights."""
+        return sum(phase.casts for phase in self._up_to_last_block)
+
+    @property
+    def _up_to_last_block(self) -> Sequence[Phase]:
         forwards = [i for i, phase in enumerate(self.phases) if phase.name == "forward"]
-        return sum(phase.kept for phase in self.phases[: forwards[-1] + 1]) if forwards else 0
+        return self.phases[: forwards[-1] + 1] if forwards else ()
 
     def at(self, micro_batch: int, other: Trace, traced: tuple[int, int]) -> Trace:
         """The trace of another micro batch, from this one and another's: every amount is affine in the samples.
@@ -113,7 +126,7 @@ class Trace:
             amounts = {
                 name: getattr(a, name)
                 + (getattr(b, name) - getattr(a, name)) * (micro_batch - first) // (second - first)
-                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept")
+                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "casts")
             }
             phases.append(replace(a, **amounts))
         hidden = self.hidden + (other.hidden - self.hidden) * (micro_batch - first) // (second - first)
@@ -162,9 +175,11 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 peak=phase.peak + alive + finished,
                 peak_without_gradients=phase.peak_without_gradients + alive,
                 end=phase.end + (alive if i < backward[0] else 0),
+                finished=phase.finished + (gradients if i >= backward[1] else 0),
                 flops=phase.flops * times,
                 traffic=phase.traffic * times,
                 kept=phase.kept * times,
+                casts=phase.casts * times,
             )
         )
     return tuple(deeper)
@@ -177,16 +192,23 @@ def _bytes_of(values: Any) -> int:
     return sum(_bytes_of(value) for value in values) if isinstance(values, (tuple, list)) else 0
 
 
+_CAST = torch.ops.aten._to_copy.default
+
+
 class _Watch(LiveStorages):
     """Live storages, operations and finished gradients, phase by phase."""
 
-    def __init__(self, model: nn.Module, *, dense: bool) -> None:
+    def __init__(self, model: nn.Module, *, dense: bool, sum_type: torch.dtype | None) -> None:
         self.phases: list[Phase] = []
         self._made_in: dict[int, int] = {}
+        self._casts: set[int] = set()
         super().__init__([*model.parameters(), *model.buffers()])
+        self._known = frozenset(self._sizes)
         self.finished = 0
         self.hidden = 0
         self._dense = dense
+        self._sum_type = sum_type
+        self._sums: list[torch.Tensor] = []
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
         self._without = 0
         self._flops = self._traffic = 0
@@ -206,6 +228,8 @@ class _Watch(LiveStorages):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self.see(leaf)
+        if func is _CAST and id(args[0].untyped_storage()) in self._known:
+            self._casts.add(id(result.untyped_storage()))
         without = self.live - self.finished
         if without > self._without:
             self._without = without
@@ -221,7 +245,8 @@ class _Watch(LiveStorages):
         now = self.live - self.finished
         without = max(self._without, now)
         amounts = (self.peak, without, now, self._flops, self._traffic)
-        self.phases.append(Phase(*self._phase, *amounts, after_first_gradient=self._has_gradient))
+        begun = self._has_gradient
+        self.phases.append(Phase(*self._phase, *amounts, after_first_gradient=begun, finished=self.finished))
         self._has_gradient = self.finished > 0 or name == "reduce"
         self._phase = (name, stack)
         self.restart()
@@ -230,11 +255,12 @@ class _Watch(LiveStorages):
 
     def turn(self) -> None:
         """End the forward: what is alive now is kept for the backward."""
-        kept = Counter[int]()
+        kept, casts = Counter[int](), Counter[int]()
         for key, phase in self._made_in.items():
             kept[phase] += self._sizes[key]
+            casts[phase] += self._sizes[key] if key in self._casts else 0
         self.enter("turn")
-        self.phases = [replace(phase, kept=kept[i]) for i, phase in enumerate(self.phases)]
+        self.phases = [replace(phase, kept=kept[i], casts=casts[i]) for i, phase in enumerate(self.phases)]
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         super()._watch(storage, size)
@@ -243,12 +269,19 @@ class _Watch(LiveStorages):
     def _forget(self, key: int) -> None:
         super()._forget(key)
         del self._made_in[key]
+        self._casts.discard(key)
 
     def finish(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         if not self.finished:
             self.enter("reduce")
-        self.finished += local_part(parameter.grad).untyped_storage().nbytes()
+        gradient = local_part(parameter.grad)
+        if self._sum_type is None or gradient.dtype == torch.float32:
+            self.finished += gradient.untyped_storage().nbytes()
+            return
+        self.finished += gradient.numel() * self._sum_type.itemsize
+        self._sums.append(gradient.to(self._sum_type))
+        parameter.grad = None
 
 
 class OnGpu(TorchFunctionMode):
@@ -291,6 +324,7 @@ def trace(
     batch: Batch,
     *,
     compute_type: torch.dtype | None = None,
+    sum_type: torch.dtype | None = None,
     recompute: str = "none",
     gpu: bool = False,
     compute_loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None,
@@ -301,13 +335,14 @@ def trace(
         model: on fake tensors, as :func:`fake.fake_tensors` makes them.
         batch: fake tensors, shapes as in training.
         compute_type: of autocast; None computes in the type of the parameters.
+        sum_type: what gradients of 16 bits are added up in as they come; None leaves them as they are.
         recompute: one of ``layouts.RECOMPUTED``, a block at a time.
         gpu: whether the run is for a GPU.
         compute_loss: by default the loss that the model puts out.
     """
     padded = "attention_mask" in batch
     with contextlib.ExitStack() as stack:
-        watch = _Watch(model, dense=not padded)
+        watch = _Watch(model, dense=not padded, sum_type=sum_type)
         _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -396,10 +431,16 @@ def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
     return positions
 
 
-def gradient_bytes(model: nn.Module) -> dict[str, int]:
-    """Bytes of the gradients of a block, by stack."""
+def gradient_bytes(model: nn.Module, sum_type: torch.dtype | None = None) -> dict[str, int]:
+    """Bytes of the gradients of a block, by stack; ``sum_type`` as in :func:`trace`."""
     sizes: dict[str, int] = {}
     for name, (stack, _) in stacks_of(model).items():
-        parameters = model.get_submodule(name).parameters()
-        sizes[stack] = sum(local_part(p).nbytes for p in parameters if p.requires_grad)
+        trained = [p for p in model.get_submodule(name).parameters() if p.requires_grad]
+        sizes[stack] = sum(local_part(p).numel() * _width_of_gradient(p, sum_type) for p in trained)
     return sizes
+
+
+def _width_of_gradient(parameter: nn.Parameter, sum_type: torch.dtype | None) -> int:
+    if sum_type is None or parameter.dtype == torch.float32:
+        return parameter.itemsize
+    return sum_type.itemsize
