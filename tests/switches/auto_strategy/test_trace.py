@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import with_swi
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.offload_activations.offloader import Offloader
+from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
+from tests.support.stand_in_host import ROOM, StandInHost
 
 
 def real_step(model: Any, variant: Variant) -> None:
@@ -52,6 +56,24 @@ def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Vari
         real_step(model, variant)
     assert predicted.peak >= live.peak * 0.997  # 1 KB of a mask is much in a model of this size
     assert predicted.peak == pytest.approx(live.peak, rel=0.01)
+
+
+OFFLOADED = [("gpt2", "none", "fp32"), ("gpt2", "full", "fp32"), ("llama", "selective", "bf16"), ("t5", "none", "fp32")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "recompute", "precision"), OFFLOADED)
+def test_a_trace_knows_what_goes_to_the_host(name: str, recompute: str, precision: str) -> None:
+    variant = Variant(4, recompute, precision, offload=True)
+    with mock.patch(f"{ROOM}.offloader.LEAST_BYTES", 1024):
+        predicted = shapes(name).trace(variant)
+        model = real_model(name, 5, variant)
+        offloader = Offloader(StandInHost(), torch.device("cpu"))
+        offload_blocks(list(find_blocks(model).values()), offloader)
+        with LiveStorages([*model.parameters(), *model.buffers()]) as live:
+            real_step(model, variant)
+    assert predicted.sent == offloader.counts.sent > 0
+    assert predicted.peak == pytest.approx(live.peak, rel=0.003)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])

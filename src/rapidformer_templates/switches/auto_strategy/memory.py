@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
@@ -57,7 +57,7 @@ class Memory:
         buffers: what an engine holds beside them: buckets, whole parameters of blocks that are at work.
         activations: everything else that is alive then. Where the peak is before the gradients are
             there, their memory is used for activations, and only the rest counts here.
-        host: of offloaded states, in the host memory of a GPU's worker; no part of the total.
+        host: of offloaded states and activations, in the host memory of a GPU's worker; no part of the total.
     """
 
     parameters: int
@@ -86,7 +86,8 @@ def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exa
         stages = telling_stages(model, layout, setting)
         return max((_of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
     held = max(held_by_worker(model, layout, setting), key=_sum_of_states)
-    return _worst(model, layout, setting, held, model.trace(variant, exact=exact))
+    trace = model.trace(variant, exact=exact)
+    return _with_host(_worst(model, layout, setting, held, trace), trace.sent)
 
 
 def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN) -> list[Held]:
@@ -125,7 +126,13 @@ def _sum_of_states(held: Held) -> int:
 
 def _of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
     held = stage.held()  # of the first replica, whose shares have no padding
-    return _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
+    memory = _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
+    return _with_host(memory, stage.sent(variant, exact=exact))
+
+
+def _with_host(memory: Memory, activations: int) -> Memory:
+    """With what the blocks keep in host memory."""
+    return replace(memory, host=memory.host + activations)
 
 
 NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
@@ -136,7 +143,9 @@ def variant_of(layout: Layout, setting: Setting) -> Variant:
     """What a micro batch of this layout's activations depends on."""
     narrow = setting.precision != "fp32" and layout.partitioning in NARROWING and not layout.by_parallel_engine
     shared = layout.tensor, layout.sequence_parallel
-    return Variant(layout.micro_batch, layout.recompute, setting.precision, narrow, *shared)
+    return Variant(
+        layout.micro_batch, layout.recompute, setting.precision, narrow, *shared, setting.offloads_activations
+    )
 
 
 def _worst(model: ModelShapes, layout: Layout, setting: Setting, held: Held, trace: Trace) -> Memory:

@@ -49,6 +49,7 @@ class Variant:
         narrow_parameters: whether the parameters are of that type themselves, as ZeRO and FSDP have them.
         tensor: workers that share each block's matrices.
         sequence_parallel: whether they share the rest along the sequence.
+        offload: whether what the blocks keep goes to the host.
     """
 
     micro_batch: int
@@ -57,6 +58,7 @@ class Variant:
     narrow_parameters: bool = False
     tensor: int = 1
     sequence_parallel: bool = False
+    offload: bool = False
 
 
 class Coordinates(NamedTuple):
@@ -266,6 +268,7 @@ class ModelShapes:
                     self.batch(variant.micro_batch),
                     compute_type=compute_type,
                     recompute=variant.recompute,
+                    offload=variant.offload,
                     gpu=self.gpu,
                 )
 

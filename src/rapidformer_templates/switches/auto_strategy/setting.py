@@ -25,6 +25,7 @@ class Setting:
         offload: ``cpu`` or ``nvme`` where the optimizer lies there, else empty.
         bucket: elements of ZeRO's buffer for gradients.
         divides_experts: expert parallelism.
+        offloads_activations: whether what the blocks keep goes to the host.
         reshards: whether FSDP gives up a block's whole parameters between forward and backward.
     """
 
@@ -35,6 +36,7 @@ class Setting:
     bucket: int = REDUCE_BUCKET
     divides_experts: bool = False
     reshards: bool = True
+    offloads_activations: bool = False
 
 
 def setting_of(plan: Plan) -> Setting:
@@ -58,4 +60,5 @@ def setting_of(plan: Plan) -> Setting:
         bucket=zero.get("reduce_bucket_size", REDUCE_BUCKET),
         divides_experts="expert-parallel" in plan.switches,
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
+        offloads_activations="offload-activations" in plan.switches,
     )

@@ -11,7 +11,7 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinate
 from rapidformer_templates.switches.auto_strategy.optimizer_states import FP32, Facts, runs
 from rapidformer_templates.switches.auto_strategy.setting import Setting
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
-from rapidformer_templates.switches.auto_strategy.trace import Phase
+from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,14 @@ class Stage:
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
         layout, held = self.layout, self.held()
-        trace = self.model.trace(variant, self.blocks if layout.pipeline > 1 else None, exact=exact)
+        trace = self._trace(variant, exact=exact)
         given, kept = 0, trace.kept
         if not self.is_first:  # a hidden state came in the place of the embedding
             given, kept = trace.hidden - trace.phases[0].end, kept + trace.hidden - trace.phases[0].kept
         others = (self.in_flight - 1) * kept
+        if variant.offload:
+            given = 0 if self.is_first else trace.hidden  # it stays, and the embedding does not
+            others -= max(self.in_flight - 2, 0) * trace.kept_by_last  # only the newest forward's has not been sent yet
         if layout.pipeline > 1:  # one is on its way each way
             others += (1 if self.is_last or self.is_first else 2) * trace.hidden
         moments = []
@@ -126,6 +129,14 @@ class Stage:
                 alone = phase.peak_without_gradients + given + others
                 moments.append(self._moment(phase, alone, held))
         return [*moments, *self._exchange(others, held)]
+
+    def sent(self, variant: Variant, *, exact: bool) -> int:
+        """Bytes of its micro batches in flight that are on the host at a time."""
+        trace = self._trace(variant, exact=exact)
+        return self.in_flight * trace.sent + (self.in_flight - 1) * (trace.kept_by_last if variant.offload else 0)
+
+    def _trace(self, variant: Variant, *, exact: bool) -> Trace:
+        return self.model.trace(variant, self.blocks if self.layout.pipeline > 1 else None, exact=exact)
 
     def _moment(self, phase: Phase, activations: int, held: Held) -> Moment:
         unfinished = phase.peak - phase.peak_without_gradients
