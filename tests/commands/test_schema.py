@@ -137,6 +137,7 @@ def _answer(words: list[str]) -> tuple[Any, ...]:
         return values, [found.rule for found in refused.diagnostics]
 
 
+@pytest.mark.slow
 def test_a_command_written_as_a_file_is_the_same_command(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     commands = _commands()

@@ -76,7 +76,12 @@ def test_flags_exist(page: Path) -> None:
     assert named - known == set()
 
 
-PLANS = [(page, command) for page in PAGES for command in commands(page) if command.startswith("rapidformer plan")]
+PLANS = [
+    pytest.param(page, command, marks=pytest.mark.slow if "--auto-strategy" in command else ())
+    for page in PAGES
+    for command in commands(page)
+    if command.startswith("rapidformer plan")
+]
 
 
 @pytest.mark.parametrize(("page", "command"), PLANS, ids=lambda value: name(value) if isinstance(value, Path) else None)

@@ -67,6 +67,16 @@ def precision(config: RunConfig, environment: Environment) -> str:
     return asked or "fp32"
 
 
+def wide_weights(request: Request) -> str | None:
+    """Why the parameters stay fp32 under mixed precision; None if they are of 16 bits, with fp32 masters."""
+    if request.config.get("keep_fp32_parameters"):
+        return "--keep-fp32-parameters"
+    owner = next((switch for switch in request.active.values() if switch.engine), None)
+    if owner is not None and not owner.narrow_weights:
+        return owner.name
+    return next((switch.name for switch in request.active.values() if switch.narrow_weights is False), None)
+
+
 def model_facts(config: RunConfig) -> ModelFacts:
     """Kind and sizes of the model from its flags, else from the ``config.json`` of a local folder.
 

@@ -12,12 +12,13 @@ from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.optimizers import implementation, optimizer_options
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.request import build_request, precision
+from rapidformer_templates.planning.request import build_request, precision, wide_weights
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
 from rapidformer_templates.planning.switch import Request
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"
+PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
 
 
 def resolve(
@@ -75,7 +76,10 @@ def _engine(request: Request) -> str:
 
     What divides the model comes before what divides its states, and its engine knows of both.
     """
-    plain = DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE
+    if precision(request.config, request.environment) != "fp32" and wide_weights(request) is None:
+        plain = PARALLEL_ENGINE  # which has masters
+    else:
+        plain = DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE
     return next((switch.engine for switch in request.active.values() if switch.engine), plain)
 
 

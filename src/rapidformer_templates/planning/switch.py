@@ -286,6 +286,8 @@ class Switch:
         under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
         implied: whether a model is such that the switch is on without any flag.
         keeps_base: whether the weights that a run begins with stay beside what is trained.
+        narrow_weights: of an engine, whether it trains parameters of 16 bits with fp32 masters, which no engine of a
+            switch does unless it says so; of any other switch, False if the parameters must stay fp32.
         no_second_forward: why a step must not have a forward of another model, or of two rows a sample; None if it may.
         no_second_model: why there is no place for a forward of a reference in a step; None if there is.
     """
@@ -322,6 +324,7 @@ class Switch:
     under_3d: Mapping[str, Any] = field(default_factory=dict)
     implied: Callable[[ModelFacts], bool] = _never
     keeps_base: bool = False
+    narrow_weights: bool | None = None
     no_second_forward: str | None = None
     no_second_model: str | None = None
 

@@ -77,6 +77,7 @@ OPTIMIZER_HAS_CPU_FORM = Rule(
 SWITCHES = (
     Switch(
         name="cpu-offload",
+        narrow_weights=False,
         summary="Optimizer state in host memory; with ZeRO-3 also parameters.",
         source="[R, D]",
         precedence=Precedence.SHARD,

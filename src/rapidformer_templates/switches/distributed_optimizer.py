@@ -38,6 +38,7 @@ SWITCHES = (
         templates=("Trainer",),
         notes=idle_alone("distributed-optimizer: one data-parallel worker, so there is nothing to shard"),
         engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
+        narrow_weights=True,
         engine_options=lambda request: {"shard_over_data": "optimizer"},
         receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
         acted=shared_out(updated_elements="optimizer state"),

@@ -1,16 +1,16 @@
-"""Mixed precision: matrix products in 16 bits, weights and optimizer state in 32."""
+"""Mixed precision: matrix products and the weights that they take in 16 bits, fp32 masters and optimizer state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
-from rapidformer_templates.planning.request import precision
+from rapidformer_templates.planning.request import precision, wide_weights
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -36,15 +36,52 @@ class MixedPrecisionFlags:
         aliases={"fp16": "fp16", "bf16": "bf16"},
         metavar="fp16|bf16",
     )
+    keep_fp32_parameters: bool = flag(
+        False,
+        "weights stay fp32 and are cast where they are used, instead of 16-bit weights with fp32 masters",
+        only_with=("mixed_precision", "bf16"),
+    )
+    grad_accum_dtype: Literal["fp32", "bf16"] = flag(
+        "fp32", "what gradients of 16-bit weights are added up in", only_with=("mixed_precision", "bf16")
+    )
+    grad_reduce_dtype: Literal["fp32", "bf16"] = flag(
+        "fp32", "what they are summed in over data-parallel workers", only_with=("mixed_precision", "bf16")
+    )
 
 
 def _notes(request: Request) -> Sequence[str]:
-    if request.config.get("mixed_precision") != "auto":
-        return ()
-    chosen = precision(request.config, request.environment)
-    return (
-        f"--mixed-precision without a type: {chosen}, because the device is a {request.environment.device.upper()}",
-    )
+    chosen, why = precision(request.config, request.environment), wide_weights(request)
+    kept = f"the parameters are not turned into 16-bit weights with fp32 masters ({why})"
+    notes = [kept if why else f"weights are {chosen}, with fp32 masters beside the optimizer's state"]
+    if request.config.get("mixed_precision") == "auto":
+        device = request.environment.device.upper()
+        notes.insert(0, f"--mixed-precision without a type: {chosen}, because the device is a {device}")
+    return notes
+
+
+def _engine_options(request: Request) -> Mapping[str, Any]:
+    if wide_weights(request):
+        return {}
+    config = request.config
+    return {"narrow_weights": {"accumulate": config.get("grad_accum_dtype"), "reduce": config.get("grad_reduce_dtype")}}
+
+
+OF_GRADIENTS = ("grad_accum_dtype", "grad_reduce_dtype")
+
+
+def _gradients_of_wide_weights(request: Request) -> list[Finding]:
+    """These flags speak of the gradients of weights of 16 bits."""
+    given = [name for name in OF_GRADIENTS if request.config.get(name) != "fp32"]
+    why = wide_weights(request)
+    if not given or not why:
+        return []
+    return [
+        Finding(
+            f"gradients are of the type of the parameters here, which are not 16-bit weights with masters ({why})",
+            request.asked(*given),
+            changes=tuple(replace({name: "fp32"}) for name in given),
+        )
+    ]
 
 
 def _bf16_before_ampere(request: Request) -> list[Finding]:
@@ -70,20 +107,22 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="mixed-precision",
-        summary="Matrix products in fp16 (with loss scaling) or bf16; weights and optimizer state stay fp32.",
+        summary="Matrix products and weights in fp16 (with loss scaling) or bf16; fp32 masters and optimizer state.",
         source="[R, S]",
         precedence=Precedence.PRECISION,
         options=MixedPrecisionFlags,
         on={"mixed_precision": "bf16"},
         predicts=Prediction(
             {
-                "parameters": "of ZeRO in 16 bits",
+                "parameters": "16 bits, but where a switch keeps them in fp32",
                 "gradients": "of ZeRO in 16 bits",
+                "optimizer": "with fp32 masters of weights of 16 bits",
                 "activations": "products in 16 bits, with what autocast copies",
                 "time": "products at the rate of that precision",
             }
         ),
         notes=_notes,
+        engine_options=_engine_options,
         receipt=("parameter_dtypes", "activation_dtypes"),
         acted=_acted,
         changes_result=True,
@@ -95,6 +134,14 @@ SWITCHES = (
                 "[R]",
                 needs_template("mixed-precision"),
                 Example("--mixed-precision bf16", machine={"template": None}),
+            ),
+            Rule(
+                "RF201",
+                "The types of gradients can be chosen for 16-bit weights with masters.",
+                "gradients have the type of their weights everywhere else, or one that DeepSpeed or FSDP choose",
+                "[M]",
+                _gradients_of_wide_weights,
+                Example("--mixed-precision bf16 --keep-fp32-parameters --grad-accum-dtype bf16"),
             ),
             Rule(
                 "RF019",

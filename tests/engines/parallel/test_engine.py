@@ -145,7 +145,7 @@ def test_half_precision_follows_one_process_within_its_rounding(
     torch.testing.assert_close(found, wanted, rtol=2**-bits, atol=0)
     receipts = runs[kind]["summary"]["receipts"]
     assert dtype in receipts["activation_dtypes"]
-    assert receipts["parameter_dtypes"] == ["float32"]
+    assert receipts["parameter_dtypes"] == sorted([dtype, "float32"])  # matrices, and norms
 
 
 def test_offload_moves_the_state_and_nothing_else(runs: Any, references: Any) -> None:

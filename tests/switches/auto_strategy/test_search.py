@@ -98,6 +98,7 @@ def test_every_rejected_layout_names_its_constraint(monkeypatch: pytest.MonkeyPa
     assert all(r.constraint for r in rejected)
 
 
+@pytest.mark.slow
 def test_what_the_user_gives_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --max-global-batch-size 8 --device cpu"
     given = "--micro-batch-size 2 --zero-1-memory-optimization --checkpoint-activations"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import nn
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.parallel import state as parallel_state
+from rapidformer_templates.engines.parallel.narrowing import IN_FP32, TYPES, GradientTypes, narrowed_parameters
 from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.recipe import OptimizerSpec
@@ -25,20 +28,25 @@ class ParallelEngine(SingleEngine):
 
     The parameters may be whole, or DTensors of a tensor-parallel group. The optimizer is over ordinary
     tensors in the memory of the parameters: all that this worker has of each, or, where the optimizer
-    state is sharded over the replicas, runs of it.
+    state is sharded over the replicas, runs of it. Of parameters of 16 bits it is over fp32 masters.
     """
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
         self._sharding: str | None = plan.engine_options.get("shard_over_data")
+        self._gradient_types = _gradient_types(plan.engine_options.get("narrow_weights"))
         self._shards: DataShards
+        self._last = False  # whether this is a micro batch after which gradients are complete
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         self.model = model.to(self.workers.device).train()
         tied = self._open_groups_of_copies()
         self._agree_on_weights(tied)
+        persistent = model.state_dict(keep_vars=True)
+        self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
         trained = self._trained()
-        self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied)
+        types = self._gradient_types or IN_FP32
+        self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied, types=types)
         named = [(unit.of.name, unit.values) for unit in self._shards.units]
         differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
         if not named:  # a stage of frozen blocks, or fewer elements than replicas: optimizers refuse an empty list
@@ -53,13 +61,14 @@ class ParallelEngine(SingleEngine):
         return [u.values for u in self._shards.units if held[u.of.name].counts and (u.is_run or first)]
 
     def _trained(self) -> list[Trained]:
-        placement = placement_of(self.model)
-        trained = []
+        placement, trained = placement_of(self.model), []
+        narrowed = narrowed_parameters(self.model) if self._gradient_types else set()
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 whole = placement.whole_name(canonical_name(name))
                 copies, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
-                trained.append(Trained(whole, parameter, copies, chunk))
+                narrow = self.compute_type if id(parameter) in narrowed else None
+                trained.append(Trained(whole, parameter, copies, chunk, narrow))
         return trained
 
     def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -78,7 +87,7 @@ class ParallelEngine(SingleEngine):
 
     def _agree_on_weights(self, tied: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
         """Replicas, and copies in several stages, begin with the values of the first, however they were drawn."""
-        placement, mesh = placement_of(self.model), self.workers.mesh
+        placement = placement_of(self.model)
         tensors = {
             placement.whole_name(canonical_name(name)): local_part(tensor).detach()
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
@@ -86,20 +95,31 @@ class ParallelEngine(SingleEngine):
         for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
             dist.broadcast(tensors[name], group=tied[stages], group_src=0)
         if self.workers.data > 1:
-            for tensor in tensors.values():
-                dist.broadcast(tensor, group=mesh.get_group("data") if mesh else None, group_src=0)
+            self._follow_first_replica(tensors.values())
+
+    def _follow_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
+        mesh = self.workers.mesh
+        for tensor in tensors:
+            dist.broadcast(tensor, group=mesh.get_group("data") if mesh else None, group_src=0)
 
     @property
     def _averages_over(self) -> int:
         return 1  # the shards are sums
 
+    def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
+        self._last = last
+        return nullcontext()
+
     def _backward(self, loss: torch.Tensor) -> None:
-        self._shards.begin_backward()
+        self._shards.begin_backward(last=self._last)
         super()._backward(loss)
         self._shards.end_backward()
 
     def _reduce(self) -> None:
         self._shards.reduce()
+        if self.workers.data > 1:
+            self.receipts["gradient_exchange"] = self._shards.exchange()
+            self._follow_first_replica(self._kept_buffers)  # running means and the like, as DDP has it
 
     def _grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient of the loss, before its loss scale; of the summed gradient in the units."""
@@ -121,13 +141,18 @@ class ParallelEngine(SingleEngine):
         self._shards.drop()
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        return {**super().held(), "gradients": self._shards.gradients()}
+        held = super().held()
+        masters = [unit.values for unit in self._shards.units]  # others lie in the memory of the parameters
+        return {**held, "gradients": self._shards.gradients(), "optimizer": [*held["optimizer"], *masters]}
 
     def _held_tensors(self) -> dict[str, parallel_state.Held]:
         return parallel_state.held_tensors(self.model, self.workers)
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        return parallel_state.pieces(self._held_tensors(), self._shards.units, self.optimizer, kind, self.workers)
+        shards = self._shards
+        return parallel_state.pieces(
+            self._held_tensors(), shards.units, self.optimizer, kind, self.workers, narrow=shards.narrow
+        )
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         parallel_state.load(
@@ -135,4 +160,9 @@ class ParallelEngine(SingleEngine):
         )
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
-        return parallel_state.full_weights(self._held_tensors(), self.workers)
+        return parallel_state.full_weights(self._held_tensors(), self._shards.masters(), self.workers)
+
+
+def _gradient_types(asked: Mapping[str, str] | None) -> GradientTypes | None:
+    """Of parameters of 16 bits; None where they are to stay as they are built."""
+    return None if asked is None else GradientTypes(TYPES[asked["accumulate"]], TYPES[asked["reduce"]])

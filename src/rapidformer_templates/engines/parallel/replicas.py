@@ -2,10 +2,14 @@
 
 ZeRO-1 and ZeRO-2 as Rajbhandari et al., 2020, describe them: each of N replicas keeps the optimizer state
 (and, in ZeRO-2, the summed gradients) of one N-th of its parameters, updates that and sends it to the others.
+
+Parameters may be of 16 bits, with fp32 masters that are updated in their place (Micikevicius et al., 2018): the
+masters are divided as the optimizer's state is, and gradients are added up in fp32 as they come.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer_templates.engines.parallel.narrowing import IN_FP32, GradientTypes, narrow
 from rapidformer_templates.engines.parallel.windows import Window, windows
 from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers, all_gather, reduce_scatter
 
 
@@ -27,6 +33,7 @@ class Trained:
     Attributes:
         name: canonical, in the whole model.
         parameter: the model's; under tensor parallelism a DTensor.
+        narrow: the type of 16 bits that it is to be of, with a master in its own; None leaves it as it is.
         stages: pipeline ranks that hold a copy of it; empty if this is the only one.
         chunk: the local part of the pipeline whose backward brings its gradient; None is any.
     """
@@ -35,6 +42,7 @@ class Trained:
     parameter: nn.Parameter
     stages: tuple[int, ...] = ()
     chunk: int | None = None
+    narrow: torch.dtype | None = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -43,7 +51,7 @@ class Trained:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """What this worker has of its gradient."""
+        """What this worker has of its gradient, as the backward leaves it."""
         return None if self.parameter.grad is None else local_part(self.parameter.grad)
 
 
@@ -54,7 +62,7 @@ class Unit:
     Attributes:
         of: the parameter.
         start: first element of the run in the parameter's flattened local part.
-        values: the run, in the memory of the parameter itself.
+        values: the run, in the memory of the parameter itself, or, of a parameter of 16 bits, its master.
         is_run: no other replica updates it.
     """
 
@@ -68,16 +76,19 @@ class DataShards:
     """The gradients and updates of a worker's parameters, among the replicas of the model.
 
     Every step is: backward passes (each between :meth:`begin_backward` and :meth:`end_backward`),
-    :meth:`reduce`, the optimizer's update of the ``units``, :meth:`gather`, :meth:`drop`.
+    :meth:`reduce`, the optimizer's update of the ``units``, :meth:`gather`, :meth:`drop`. Gradients travel while
+    the last backward runs; those of ZeRO-2, which no worker keeps whole, in each.
 
     Args:
         trained: the parameters.
         workers: this process among its peers.
         shards: ``None``, ``optimizer`` (ZeRO-1) or ``gradients`` (ZeRO-2).
         tied: the process group of the workers that hold copies of a parameter, by their pipeline ranks.
+        types: those of the gradients of narrow parameters; others have one type throughout.
 
     Attributes:
         units: what this rank's optimizer is over.
+        narrow: names of the parameters that are of 16 bits and have masters.
     """
 
     def __init__(
@@ -87,6 +98,7 @@ class DataShards:
         *,
         shards: str | None,
         tied: Mapping[tuple[int, ...], dist.ProcessGroup],
+        types: GradientTypes = IN_FP32,
     ) -> None:
         self.trained = trained
         self.tied = tied
@@ -94,17 +106,28 @@ class DataShards:
         self.group = workers.mesh.get_group("data") if workers.mesh else None
         self.sharded = shards is not None and self.replicas > 1
         self.early = self.sharded and shards == "gradients"
+        self._types = types
         self._windows, self._kind = _windows(trained, self.replicas)
         self._rank = workers.data_rank
         self._runs: dict[Window, list[tuple[Unit, int]]] = {window: [] for window in self._windows}
         self.units = self._divide() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
+        self.narrow = {entry.name for entry in trained if entry.narrow}
+        for entry in trained:
+            if entry.narrow:
+                narrow(entry.parameter, entry.narrow)
         self._sums: dict[Window, torch.Tensor] = {}  # this rank's share of the summed gradients
+        self._wide: dict[int, torch.Tensor] = {}  # of narrow parameters, what their gradients have come to so far
         self._reached = [False] * len(trained)
+        self._exchanging = False  # in this backward
         self._ready: set[int] = set()
+        self._left: set[int] = set()
         self._queue: deque[Window] = deque()
+        self._sent: set[Window] = set()
         self._pending: tuple[Window, torch.Tensor, torch.Tensor, Any] | None = None
-        if self.early:
-            for index, entry in enumerate(trained):
+        self._starts = self._early_starts = 0
+        self._waited = 0.0  # seconds of the host in this step
+        for index, entry in enumerate(trained):
+            if entry.narrow or self.replicas > 1:
                 entry.parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._came(index))
 
     def _divide(self) -> list[Unit]:
@@ -112,30 +135,68 @@ class DataShards:
         for window in self._windows:
             for (index, start, count), offset in window.owned(self._rank):
                 entry = self.trained[index]
-                unit = Unit(entry, start, nn.Parameter(entry.local.view(-1)[start : start + count]), True)
+                run = entry.local.view(-1)[start : start + count]
+                unit = Unit(entry, start, nn.Parameter(run.clone() if entry.narrow else run), True)
                 self._runs[window].append((unit, offset))
                 units.append(unit)
         return units
 
-    # The backward passes: only ZeRO-2 exchanges in them.
+    # The backward passes.
 
-    def begin_backward(self, chunk: int | None = None) -> None:
-        """Before a backward pass, of the named local part of the pipeline."""
-        if self.early:
-            self._ready.clear()
-            self._queue = deque(w for w in self._windows if self._kind[w].chunk in (None, chunk))
+    def begin_backward(self, chunk: int | None = None, *, last: bool) -> None:
+        """Before a backward pass.
+
+        Args:
+            chunk: the local part of the pipeline whose pass it is; None is the whole model.
+            last: of this step, for what it comes to.
+        """
+        self._exchanging = self.early or (last and self.replicas > 1)
+        self._ready.clear()
+        self._left.clear()
+        if self._exchanging:
+            # What several parts may come to is complete only after the last of them.
+            chunks = (None, chunk) if self.early or chunk is None else (chunk,)
+            self._queue = deque(w for w in self._windows if self._kind[w].chunk in chunks)
 
     def end_backward(self) -> None:
         """After it: what the loss did not reach counts as zero, because other ranks may have reached it."""
         while self._queue:
             self._start(self._queue.popleft())
-        self._finish()
+        if self.early:
+            self._finish()
+        self._exchanging = False
+        self._left.clear()
 
     def _came(self, index: int) -> None:
         """A gradient is there. Windows leave in one order on all ranks, each as soon as it is complete."""
-        self._ready.add(index)
-        while self._queue and all(segment.parameter in self._ready for segment in self._queue[0].segments):
-            self._start(self._queue.popleft())
+        if index in self._left:
+            raise RapidformerError(
+                f"the gradient of {self.trained[index].name} came twice in one backward, and had been sent by then",
+                where="compute_loss()",
+                hint="checkpoint with use_reentrant=False, or with --checkpoint-activations",
+            )
+        leaves_at_once = self._exchanging and self.sharded and index not in self._wide
+        if self.trained[index].narrow and not leaves_at_once:
+            self._widen(index)
+        if self._exchanging:
+            self._ready.add(index)
+            while self._queue and all(segment.parameter in self._ready for segment in self._queue[0].segments):
+                self._start(self._queue.popleft())
+                self._early_starts += 1
+
+    def _widen(self, index: int) -> None:
+        """Add a gradient of 16 bits to those before it, and free it."""
+        gradient = self.trained[index].gradient
+        assert gradient is not None
+        if index in self._wide:
+            self._wide[index] += gradient
+        else:
+            self._wide[index] = gradient.to(self._types.accumulate)
+        self.trained[index].parameter.grad = None
+
+    def _gradient(self, index: int) -> torch.Tensor | None:
+        """What this worker's backward passes have come to for a parameter."""
+        return self._wide[index] if index in self._wide else self.trained[index].gradient
 
     # The exchange.
 
@@ -144,25 +205,30 @@ class DataShards:
         if self.replicas > 1 or self.tied:
             if not self.early:
                 for window in self._windows:
-                    self._start(window)
+                    if window not in self._sent:
+                        self._start(window)
                 self._finish()
             self._sum_tied()
             reached = self._reached_anywhere()
         else:
-            reached = [entry.gradient is not None for entry in self.trained]
+            reached = [self._gradient(index) is not None for index in range(len(self.trained))]
         there = {id(entry) for entry, flag in zip(self.trained, reached, strict=True) if flag}
         for unit, gradient in self._gradients_of_units():
-            unit.values.grad = gradient if id(unit.of) in there else None
+            if gradient is not None:
+                gradient = gradient.to(unit.values.dtype) if id(unit.of) in there else None
+            unit.values.grad = gradient
 
     def _gradients_of_units(self) -> Iterator[tuple[Unit, torch.Tensor | None]]:
         if not self.sharded:
-            yield from ((unit, unit.of.gradient) for unit in self.units)
+            yield from ((unit, self._gradient(index)) for index, unit in enumerate(self.units))
         for window, runs in self._runs.items():
             for unit, offset in runs:
                 yield unit, self._sums[window][offset : offset + unit.values.numel()]
 
     def _start(self, window: Window) -> None:
         """Send a window's gradients on their way, and take in those of the one before."""
+        self._sent.add(window)
+        self._starts += 1
         flat = self._pack(window)
         received, work = flat, None
         if self.sharded:
@@ -175,16 +241,18 @@ class DataShards:
 
     def _pack(self, window: Window) -> torch.Tensor:
         """The gradients of a window, laid end to end; where there is none, zeros."""
-        like = self.trained[window.segments[0].parameter].local
-        flat = like.new_zeros(window.share * window.ranks)
+        like = self.trained[window.segments[0].parameter]
+        dtype = self._types.reduce if like.narrow else like.local.dtype
+        flat = like.local.new_zeros(window.share * window.ranks, dtype=dtype)
         for (index, start, count), offset in window.with_offsets():
-            entry = self.trained[index]
-            gradient = entry.gradient
+            gradient = self._gradient(index)
             if gradient is not None:
                 self._reached[index] = True
                 flat[offset : offset + count] = gradient.reshape(-1)[start : start + count]
+                self._left.add(index)
                 if self.sharded and start + count == gradient.numel():
-                    entry.parameter.grad = None
+                    self.trained[index].parameter.grad = None
+                    self._wide.pop(index, None)
         return flat
 
     def _finish(self) -> None:
@@ -194,7 +262,11 @@ class DataShards:
         window, _, received, work = self._pending
         self._pending = None
         if work is not None:
+            begin = time.perf_counter()
             work.wait()
+            self._waited += time.perf_counter() - begin
+        if self._kind[window].narrow:
+            received = received.to(self._types.accumulate)
         if self.early and window in self._sums:
             self._sums[window] += received
         else:
@@ -206,10 +278,18 @@ class DataShards:
         """Put the sums where the model's gradients are."""
         flat = self._sums.pop(window)
         for (index, start, count), offset in window.with_offsets():
-            parameter = self.trained[index].parameter
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local_part(parameter.grad).view(-1)[start : start + count] = flat[offset : offset + count]
+            self._summed(index).view(-1)[start : start + count] = flat[offset : offset + count]
+
+    def _summed(self, index: int) -> torch.Tensor:
+        """Where the summed gradient of a parameter is to lie."""
+        entry = self.trained[index]
+        if entry.narrow:
+            if index not in self._wide:
+                self._wide[index] = torch.zeros_like(entry.local, dtype=self._types.accumulate)
+            return self._wide[index]
+        if entry.parameter.grad is None:
+            entry.parameter.grad = torch.zeros_like(entry.parameter)
+        return local_part(entry.parameter.grad)
 
     def _sum_tied(self) -> None:
         """Add up what the copies of a parameter in several stages have got."""
@@ -236,29 +316,66 @@ class DataShards:
     def gather(self) -> None:
         """Give every replica what the others have updated."""
         if not self.sharded:
+            for unit in self.units:
+                if unit.of.narrow:
+                    unit.of.local.copy_(unit.values)
             return
-        for window, runs in self._runs.items():
-            share = self.trained[window.segments[0].parameter].local.new_zeros(window.share)
-            for unit, offset in runs:
-                share[offset : offset + unit.values.numel()] = unit.values
-            flat = share.new_empty(window.share * window.ranks)
-            all_gather(flat, share, group=self.group)
+        for window in self._runs:
+            like = self.trained[window.segments[0].parameter].local
+            flat = self._whole(window, like.dtype)
             for (index, start, count), offset in window.with_offsets():
                 self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
+
+    def _whole(self, window: Window, dtype: torch.dtype) -> torch.Tensor:
+        """What all replicas have of a window's units, laid end to end."""
+        share = self.trained[window.segments[0].parameter].local.new_zeros(window.share, dtype=dtype)
+        for unit, offset in self._runs[window]:
+            share[offset : offset + unit.values.numel()] = unit.values.detach()
+        flat = share.new_empty(window.share * window.ranks)
+        all_gather(flat, share, group=self.group)
+        return flat
+
+    @torch.no_grad()
+    def masters(self) -> dict[str, torch.Tensor]:
+        """On the first replica what its worker has of each narrow parameter, in fp32; every replica must ask."""
+        if not self.sharded:
+            return {unit.of.name: unit.values.detach() for unit in self.units if unit.of.narrow}
+        whole: dict[str, torch.Tensor] = {}
+        for window in (window for window in self._runs if self._kind[window].narrow):
+            flat = self._whole(window, torch.float32)
+            for (index, start, count), offset in window.with_offsets() if self._rank == 0 else ():
+                entry = self.trained[index]
+                values = whole.setdefault(entry.name, torch.empty(entry.local.shape))  # on the host
+                values.view(-1)[start : start + count] = flat[offset : offset + count]
+        return whole
 
     def drop(self) -> None:
         """Forget the gradients."""
         self._sums.clear()
+        self._wide.clear()
+        self._sent.clear()
+        self._starts = self._early_starts = 0
+        self._waited = 0.0
         self._reached = [False] * len(self.trained)
         for unit in self.units:
             unit.values.grad = None
         for entry in self.trained:
             entry.parameter.grad = None
 
+    def exchange(self) -> dict[str, Any]:
+        """Of this step: how many windows were exchanged, how many of them left while a backward was still at work, and
+        the seconds in which this worker's host did nothing but wait for them (none, where a device does the waiting).
+        """
+        return {
+            "windows": self._starts,
+            "sent_in_backward": self._early_starts,
+            "waited_seconds": round(self._waited, 6),
+        }
+
     def gradients(self) -> list[torch.Tensor]:
         """What this rank has of gradients now."""
         whole = [entry.gradient for entry in self.trained]
-        return [*(gradient for gradient in whole if gradient is not None), *self._sums.values()]
+        return [*(gradient for gradient in whole if gradient is not None), *self._wide.values(), *self._sums.values()]
 
 
 @dataclass(frozen=True)
@@ -266,23 +383,30 @@ class _Kind:
     """What parameters must have in common to lie in one window."""
 
     dtype: torch.dtype
+    narrow: torch.dtype | None
     stages: tuple[int, ...]
     chunk: int | None
 
 
 def _windows(trained: Sequence[Trained], ranks: int) -> tuple[list[Window], dict[Window, _Kind]]:
-    """The windows in the order in which a backward comes to them, which is about the reverse of the model's.
+    """The windows in the order in which a backward completes them; it comes to a model in about the reverse order.
 
     Those of parameters with copies elsewhere come last, by the names of the parameters: in the same order
     on every worker that has a copy.
     """
     members: dict[_Kind, list[tuple[int, int]]] = defaultdict(list)
     for index, entry in reversed(list(enumerate(trained))):
-        members[_Kind(entry.parameter.dtype, entry.stages, entry.chunk)].append((index, entry.local.numel()))
+        kind = _Kind(entry.parameter.dtype, entry.narrow, entry.stages, entry.chunk)
+        members[kind].append((index, entry.local.numel()))
     kinds: dict[Window, _Kind] = {}
     for kind in sorted(members, key=lambda kind: kind.stages):
         sizes = members[kind]
         if kind.stages:
             sizes = sorted(sizes, key=lambda size: trained[size[0]].name)
         kinds |= dict.fromkeys(windows(sizes, ranks), kind)
-    return list(kinds), kinds
+
+    def comes(window: Window) -> tuple[bool, int]:
+        there = kinds[window].stages != ()
+        return there, 0 if there else -min(segment.parameter for segment in window.segments)
+
+    return sorted(kinds, key=comes), kinds

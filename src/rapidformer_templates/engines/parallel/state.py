@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,27 +69,39 @@ def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
 
 
 def pieces(
-    held: Mapping[str, Held], units: Sequence[Unit], optimizer: torch.optim.Optimizer, kind: str, workers: Workers
+    held: Mapping[str, Held],
+    units: Sequence[Unit],
+    optimizer: torch.optim.Optimizer,
+    kind: str,
+    workers: Workers,
+    *,
+    narrow: Collection[str] = (),
 ) -> Iterator[Piece]:
     """What this rank writes of ``weights`` or ``optimizer``.
 
     What all replicas have is shared out among them by size; a run of a parameter is written by the one that
-    updates it.
+    updates it. Of a narrow parameter its master is the weight.
     """
     loads = [0] * workers.data
     owners = {}
     for name, entry in held.items():
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += entry.local.numel()
-        if kind == "weights" and entry.counts and owners[name] == workers.data_rank:
-            yield from _run_pieces(name, entry, 0, entry.local.reshape(-1))
+    mine = [
+        unit
+        for unit in units
+        if held[unit.of.name].counts and (unit.is_run or owners[unit.of.name] == workers.data_rank)
+    ]
     if kind == "weights":
+        for name, entry in held.items():
+            if entry.counts and owners[name] == workers.data_rank and name not in narrow:
+                yield from _run_pieces(name, entry, 0, entry.local.reshape(-1))
+        for unit in (unit for unit in mine if unit.of.narrow):
+            yield from _run_pieces(unit.of.name, held[unit.of.name], unit.start, unit.values.detach().reshape(-1))
         return
     kept = group_values.of_parameters(optimizer)
-    for unit in units:
-        entry, is_run = held[unit.of.name], unit.is_run
-        if entry.counts and (is_run or owners[unit.of.name] == workers.data_rank):
-            yield from _state_pieces(entry, unit, kept.get(id(unit.values), {}))
+    for unit in mine:
+        yield from _state_pieces(held[unit.of.name], unit, kept.get(id(unit.values), {}))
 
 
 def _state_pieces(entry: Held, unit: Unit, state: Mapping[str, Any]) -> Iterator[Piece]:
@@ -163,6 +175,9 @@ def load(
         values = torch.empty(entry.local.numel(), dtype=entry.local.dtype)
         _read_run(reader, "weights", name, entry, 0, values)
         entry.local.copy_(values.view(entry.local.shape))
+    for unit in (unit for unit in units if unit.of.narrow):
+        master = unit.values.detach().view(-1)
+        _read_run(reader, "weights", unit.of.name, held[unit.of.name], unit.start, master)
 
 
 def _load_optimizer(
@@ -201,25 +216,34 @@ def _read_state(reader: StateReader, name: str, shape: tuple[int, ...], entry: H
     return values.view(unit.values.shape)
 
 
-def full_weights(held: Mapping[str, Held], workers: Workers) -> dict[str, torch.Tensor] | None:
+def full_weights(
+    held: Mapping[str, Held], masters: Mapping[str, torch.Tensor], workers: Workers
+) -> dict[str, torch.Tensor] | None:
     """Whole weights on the host on rank 0, None on the other ranks; every rank must call it.
 
     They come to rank 0 one after another from the workers of the first replica.
+
+    Args:
+        masters: what stands for the narrow parameters of a worker of the first replica.
     """
     writes = workers.data_rank == 0
     mine = {name: entry for name, entry in held.items() if entry.counts and writes}
+    values_of = {name: masters.get(name, entry.local) for name, entry in mine.items()}
     described = workers.gather(
-        [(name, entry.shape, tuple(entry.local.shape), entry.local.dtype, entry.boxes) for name, entry in mine.items()]
+        [
+            (name, entry.shape, tuple(entry.local.shape), values_of[name].dtype, entry.boxes)
+            for name, entry in mine.items()
+        ]
     )
     if not workers.is_main:
-        for entry in mine.values():
-            dist.send(entry.local.contiguous(), dst=0)
+        for values in values_of.values():
+            dist.send(values.to(workers.device).contiguous(), dst=0)
         return None
     weights: dict[str, torch.Tensor] = {}
     for rank, tensors in enumerate(described):
         for name, shape, local_shape, dtype, boxes in tensors:
             if rank == 0:
-                values = mine[name].local
+                values = values_of[name]
             else:
                 values = torch.empty(local_shape, dtype=dtype, device=workers.device)
                 dist.recv(values, src=rank)

@@ -149,6 +149,7 @@ def _acted(measured: Measured) -> str | None:
 SWITCHES = (
     Switch(
         name="lora",
+        narrow_weights=False,
         summary="Trains small matrices beside frozen weights.",
         source="[peft]",
         keeps_base=True,

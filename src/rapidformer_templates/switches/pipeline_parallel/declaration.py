@@ -131,6 +131,7 @@ SWITCHES = (
         templates=("Trainer",),
         sizes={"pipeline": "pipeline_model_parallel_size"},
         engine="rapidformer_templates.switches.pipeline_parallel.engine:PipelineEngine",
+        narrow_weights=True,
         transform="rapidformer_templates.switches.pipeline_parallel.transform:cut_into_stages",
         receipt=("parameter_bytes", "blocks"),
         acted=_acted,

@@ -51,7 +51,7 @@ class PipelineEngine(ParallelEngine):
 
     def backward_of_part(self, part: int, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """The backward of a local part, from the loss or from the gradient that came from the stage behind it."""
-        self._shards.begin_backward(part)
+        self._shards.begin_backward(part, last=self._last)
         if output.requires_grad:  # not where all that came before is frozen
             output.backward(gradient)
         self._shards.end_backward()
@@ -148,6 +148,7 @@ class _Step:
     def _backward(self, stage: int, number: int) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
         output = self._outputs.pop((stage, number))
+        engine._last = number == len(self.microbatches) - 1
         if stage == engine.last_stage:
             engine._begin_backward(output, self.microbatches[number])
         else:

@@ -83,6 +83,7 @@ TENSOR_PARALLEL = Switch(
     notes=_notes,
     sizes={"tensor": "tensor_model_parallel_size"},
     engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
+    narrow_weights=True,
     transform="rapidformer_templates.switches.tensor_parallel.transform:apply",
     receipt_hooks="rapidformer_templates.switches.tensor_parallel.receipt:Division",
     receipt=("parameter_bytes", "parameter_bytes_whole", "tensor_parallel_size", "logits_columns"),

@@ -1,0 +1,240 @@
+"""Weights of 16 bits with fp32 masters: against a loop by hand, under each layout, and in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from rapidformer_templates.data.order import SampleOrder
+from rapidformer_templates.engines.parallel import replicas, windows
+from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters
+from rapidformer_templates.errors import RapidformerError
+from tests.support.jobs import CausalJob, _pad, _sequences, train, weights_apart
+from tests.support.parallel_jobs import begin, train_all
+from tests.support.worker_group import run_in_workers
+
+STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
+BF16, FP16, KEPT = "--mixed-precision bf16", "--mixed-precision fp16", "--keep-fp32-parameters"
+DISTRIBUTED, ZERO_1, ZERO_2 = (
+    "--use-distributed-optimizer",
+    "--zero-1-memory-optimization",
+    "--zero-2-memory-optimization",
+)
+PIPELINE, TENSOR = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
+ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+"""Of the formats: 8 and 11 bits of mantissa."""
+
+TWO = {
+    "ddp": f"{BF16} --micro-batch-size 4",
+    "ddp-accumulated": f"{BF16} --micro-batch-size 2",
+    "ddp-sums-in-bf16": f"{BF16} --micro-batch-size 2 --grad-accum-dtype bf16 --grad-reduce-dtype bf16",
+    "distributed": f"{BF16} --micro-batch-size 4 {DISTRIBUTED}",
+    "distributed-accumulated": f"{FP16} --micro-batch-size 1 {DISTRIBUTED} --checkpoint-activations",
+    "pipeline": f"{BF16} --micro-batch-size 2 {PIPELINE} 2",
+}
+"""Layouts of two workers; with four, tests/engines/parallel/test_engine.py has some."""
+SAVED = "--train-iters 8 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --lr 1e-3 --no-export-model"
+CHAIN = (
+    (f"--micro-batch-size 4 {BF16}", 3),
+    (f"--micro-batch-size 2 {BF16} {DISTRIBUTED} --resume", 5),
+    (f"--micro-batch-size 4 {BF16} {KEPT} --resume", 7),
+    (f"--micro-batch-size 4 {BF16} {PIPELINE} 2 --resume", 9),
+)
+"""A run that dies and goes on in another layout, and with the other way to keep its weights."""
+
+
+def _precision(flags: str) -> str:
+    return "fp16" if "fp16" in flags else "bf16"
+
+
+def _two_workers(workers: Any, folder: str) -> dict[str, Any]:
+    cases = {name: ("gpt2-4-tied", False, f"{STEPS} {flags}") for name, flags in TWO.items()}
+    with mock.patch.object(replicas, "windows", lambda sizes, ranks: windows.windows(sizes, ranks, 700)):
+        runs = train_all(workers, folder, cases)
+    curve: list[tuple[float, float]] = []
+    for flags, dies_after in CHAIN:
+        curve = [*curve[:-1], *begin("gpt2-4-tied", f"{folder}/chain", f"{SAVED} {flags}", dies_after)]
+    return runs | {"chain": curve}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All layouts in one group of workers, in windows of 700 elements: many, and across parameters."""
+    return run_in_workers(2, _two_workers, str(tmp_path_factory.mktemp("two")))[0]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("one"))
+    cases = {
+        kind: ("gpt2-4-tied", False, f"{STEPS} --micro-batch-size 2 --mixed-precision {kind}") for kind in ROUNDING
+    }
+    runs = train_all(None, folder, cases)
+    return runs | {"chain": begin("gpt2-4-tied", f"{folder}/chain", f"{SAVED} --micro-batch-size 8 {BF16}")}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", TWO)
+def test_layouts_follow_one_process_within_the_rounding_of_the_format(layout: str, runs: Any, alone: Any) -> None:
+    kind = _precision(TWO[layout])
+    found, wanted = runs[layout], alone[kind]
+    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=ROUNDING[kind], atol=0)
+    # Adam divides a gradient by its own size, so that of one near zero the rounding shows in full.
+    assert weights_apart(found["weights"], wanted["weights"]) < 5e-3
+    assert found["summary"]["receipts"]["parameter_dtypes"] == wanted["summary"]["receipts"]["parameter_dtypes"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [name for name in TWO if name != "pipeline"])
+def test_gradients_leave_while_the_backward_is_at_work(layout: str, runs: Any) -> None:
+    exchange = runs[layout]["summary"]["receipts"]["gradient_exchange"]
+    assert exchange["windows"] > 10
+    assert exchange["sent_in_backward"] == exchange["windows"]
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_with_either_way_to_keep_weights(runs: Any, alone: Any) -> None:
+    found, wanted = torch.tensor(runs["chain"]), torch.tensor(alone["chain"])
+    assert found.shape == wanted.shape == (8, 2)
+    torch.testing.assert_close(found, wanted, rtol=3 * ROUNDING["bf16"], atol=0)
+
+
+def test_it_is_a_loop_by_hand(tmp_path: Path) -> None:
+    """A model of 16 bits, its gradients in fp32, AdamW over fp32 copies: plain torch."""
+    found = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16}", str(tmp_path / "run"))
+    torch.manual_seed(1234)
+    model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().train()
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    for name, parameter in model.named_parameters():
+        if ".ln_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    decayed, rest = [m for m in masters if m.ndim >= 2], [m for m in masters if m.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+    samples = _sequences()
+    order, curve = SampleOrder(len(samples), 8, 1234, by_epochs=False), []
+    for step in range(6):
+        rows = [samples[index] for index in order.step(step)[0]]
+        batches = [_pad(rows[first : first + 4], classes=False) for first in (0, 4)]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+        gradients, loss = [torch.zeros_like(m) for m in masters], 0.0
+        for batch, count in zip(batches, counts, strict=True):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                share = model(**batch).loss * count / sum(counts) if count else None
+            if share is None:
+                continue
+            model.zero_grad()
+            share.backward()
+            loss += share.item()
+            for total, parameter in zip(gradients, model.parameters(), strict=True):
+                total += parameter.grad
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient * min(1.0, 0.1 / float(norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / 6)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.copy_(master)
+        curve.append((loss, norm.item()))
+    # A factor of the loss is rounded elsewhere here, which moves single bits of 16.
+    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(curve), rtol=1e-4, atol=0)
+    other = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16} {KEPT}", str(tmp_path / "kept"))
+    assert (torch.tensor(other["curve"]) / torch.tensor(curve) - 1).abs().max() > 1e-3
+    wanted = dict(zip((name for name, _ in model.named_parameters()), masters, strict=True))
+    assert weights_apart(found["weights"], wanted) < 1e-4
+    kept = [name for name, weight in found["weights"].items() if torch.equal(weight, weight.bfloat16().double())]
+    assert not kept, "a checkpoint has the masters, which no format of 16 bits holds"
+
+
+def test_the_export_is_of_the_masters(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    flags = f"{STEPS} --micro-batch-size 8 {BF16}".replace(" --no-export-model", "")
+    found = train("causal", False, flags, str(tmp_path / "run"))
+    exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    assert {weight.dtype for weight in exported.values()} == {torch.float32}
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight.double(), found["weights"][name], rtol=0, atol=0)
+
+
+def test_norms_stay_fp32_and_nothing_else() -> None:
+    model = CausalJob(["--lr", "1"]).make()
+    narrowed = narrowed_parameters(model)
+    assert {name for name, p in model.named_parameters() if id(p) not in narrowed} == {
+        name for name, _ in model.named_parameters() if ".ln_" in name
+    }
+
+
+def _seen_by(norm: nn.Module) -> Any:
+    def see(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        norm(output.detach().float().flatten(0, 1))
+
+    return see
+
+
+class Normalised(CausalJob):
+    """Keeps running means of what it sees, which differs from worker to worker."""
+
+    def make(self) -> nn.Module:
+        model = super().make()
+        model.seen = self.seen = nn.BatchNorm1d(16)
+        model.transformer.drop.register_forward_hook(_seen_by(self.seen))
+        return model
+
+
+def _running_means(workers: Any) -> list[torch.Tensor]:
+    means = []
+    for flags in (BF16, f"{BF16} {KEPT}"):
+        job = Normalised([*STEPS.split(), "--lr", "1e-3", "--micro-batch-size", "4", *flags.split()])
+        with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+            job.fit()
+        means.append(job.seen.running_mean.clone())
+    return means
+
+
+@pytest.mark.distributed
+def test_running_means_are_those_of_the_first_worker_as_under_ddp() -> None:
+    first, second = run_in_workers(2, _running_means)
+    torch.testing.assert_close(second[0], first[0], rtol=0, atol=0)
+    torch.testing.assert_close(first[0], first[1], rtol=ROUNDING["bf16"], atol=1e-3)
+
+
+class ComesTwice(CausalJob):
+    """Its blocks are recomputed by nested backward passes, each of which brings a gradient of the shared matrix."""
+
+    def make(self) -> nn.Module:
+        model = super().make()
+        model.transformer.h[1].mlp.c_fc = model.transformer.h[0].mlp.c_fc
+        for block in model.transformer.h:
+            block.forward = _reentrant(block.forward)
+        return model
+
+
+def _reentrant(forward: Any) -> Any:
+    def run(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(lambda h: forward(h, *args, **kwargs), hidden, use_reentrant=True)
+
+    return run
+
+
+def _comes_twice(workers: Any) -> str:
+    job = ComesTwice([*STEPS.split(), "--lr", "1e-3", "--micro-batch-size", "4", *BF16.split(), DISTRIBUTED])
+    with (
+        mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
+        mock.patch.object(replicas, "windows", lambda sizes, ranks: windows.windows(sizes, ranks, 700)),
+        pytest.raises(RapidformerError, match="came twice in one backward") as refused,
+    ):
+        job.fit()
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+def test_a_gradient_that_comes_after_it_was_sent_is_no_silent_loss() -> None:
+    messages = run_in_workers(2, _comes_twice)
+    assert all("h.0.mlp.c_fc" in message and "use_reentrant=False" in message for message in messages)
