@@ -15,7 +15,6 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
-    always,
 )
 
 
@@ -74,8 +73,10 @@ SWITCHES = (
         precedence=Precedence.KEEP,
         options=OffloadActivationsFlags,
         predicts=Prediction(
-            {"activations": "those of two blocks at a time; the others in host memory"},
-            always(time="copies to the host and back are taken to be hidden behind the computation"),
+            {
+                "activations": "those of two blocks at a time; the others in host memory",
+                "time": "copies, as far as they take longer than the computation beside them",
+            }
         ),
         notes=_notes,
         transform="rapidformer_templates.switches.offload_activations.transform:offload_activations",
