@@ -24,6 +24,7 @@ QUESTIONS = {
     "packing": "documents of a row apart with and without a mask",
     "graph": "ONNX Runtime and inductor beside eager",
     "planner": "memory that a plan predicts, beside real steps",
+    "offload": "the same with activations on the host",
     "moe": "a mixture of experts beside the dense model",
     "adapters": "LoRA, DoRA and QLoRA beside the whole model",
     "optimizers": "state, loss and time of each optimizer",

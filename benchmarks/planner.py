@@ -49,17 +49,20 @@ class Case:
     Attributes:
         model: a key of ``MODELS``.
         adapters: flags of adapters, which change the model; empty without.
+        offload: whether activations go to the host.
     """
 
     model: str
     layout: Layout
     precision: str = "fp32"
     adapters: str = ""
+    offload: bool = False
 
     @property
     def flags(self) -> list[str]:
         narrow = [] if self.precision == "fp32" else ["--mixed-precision", self.precision]
-        return [*self.layout.flags(), *narrow, *self.adapters.split()]
+        offload = ["--offload-activations"] if self.offload else []
+        return [*self.layout.flags(), *narrow, *self.adapters.split(), *offload]
 
     @property
     def name(self) -> str:
@@ -129,6 +132,7 @@ class Result:
         highest: the highest peak of any step of any worker.
         allocator: by the record of torch's allocator; None on several workers.
         resident_mb: the largest process.
+        host: bytes of activations on the host at a time, on the worker that has most there.
         others: what other estimators say.
     """
 
@@ -140,6 +144,7 @@ class Result:
     allocator: int | None
     resident_mb: float
     others: dict[str, float]
+    host: int = 0
 
     @property
     def error(self) -> float:
@@ -201,7 +206,7 @@ def _run(cases: Sequence[Case], world: int) -> list[list[dict[str, Any]]]:
 
 
 def _result(case: Case, told: list[dict[str, Any]]) -> Result:
-    sizes, setting = MODELS[case.model], Setting(case.precision)
+    sizes, setting = MODELS[case.model], Setting(case.precision, offloads_activations=case.offload)
     shapes = sizes.shapes(case.adapters)
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
     measured = [Held(*(rank["held"][kind] for kind in kinds)) for rank in told]
@@ -215,6 +220,7 @@ def _result(case: Case, told: list[dict[str, Any]]) -> Result:
         allocator=int(max(recorded)) if recorded else None,
         resident_mb=max(rank["resident_mb"] for rank in told),
         others=planner_others.estimates(shapes, case.layout, sizes.width, sizes.heads),
+        host=max(rank["host"] for rank in told),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.stand_in_host import ROOM, StandInHost
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.config import RunConfig
@@ -26,7 +27,6 @@ from rapidformer_templates.switches.offload_activations.offloader import Offload
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
-from tests.support.stand_in_host import ROOM, StandInHost
 
 
 def real_step(model: Any, variant: Variant) -> None:

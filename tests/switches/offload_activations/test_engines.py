@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.stand_in_host import taken_for_a_gpu
 from rapidformer_templates.errors import ModelError, SwitchDidNothing
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.jobs import DeepJob
 from tests.support.requests import CPU, GPUS, codes, config_of, refusal
-from tests.support.stand_in_host import taken_for_a_gpu
 from tests.support.worker_group import run_in_workers
 
 STEPS = "--train-iters 2 --global-batch-size 8 --log-interval 1 --lr 1e-2"
@@ -48,7 +48,7 @@ def _run(flags: str) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _both(workers: Any, names: list[str]) -> dict[str, Any]:
-    with taken_for_a_gpu():
+    with taken_for_a_gpu(256):
         return {name: [_run(f"{ENGINES[name]} {switch}") for switch in ("", "--offload-activations")] for name in names}
 
 
@@ -108,5 +108,5 @@ class Blockless(DeepJob):
     ],
 )
 def test_a_model_with_nothing_to_send_is_told(job: type[DeepJob], error: type[Exception], told: str) -> None:
-    with taken_for_a_gpu(), pytest.raises(error, match=told):
+    with taken_for_a_gpu(256), pytest.raises(error, match=told):
         job([*f"{STEPS} --micro-batch-size 4 --offload-activations".split()]).fit()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.stand_in_host import ROOM, StandInHost
 from rapidformer_templates.engines.traces import without_trace
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
@@ -19,7 +20,6 @@ from rapidformer_templates.switches.offload_activations import host
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from tests.support.model_shapes import MODELS, TOKENS
-from tests.support.stand_in_host import ROOM, StandInHost
 
 CPU = torch.device("cpu")
 BLOCKS = 4

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.stand_in_host import ROOM
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.switches.auto_strategy.hardware import GB
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
@@ -17,7 +18,6 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.setting import Setting
 from rapidformer_templates.switches.auto_strategy.timing import _exposed_copies
 from tests.support.model_shapes import shapes
-from tests.support.stand_in_host import ROOM
 
 HERE, AWAY = Setting(gpu=True), Setting(gpu=True, offloads_activations=True)
 

@@ -1,4 +1,4 @@
-"""A host for tests on a CPU: memory of its own, and copies that are made as late as they may be."""
+"""A host for runs on a CPU: memory of its own, and copies that are made as late as they may be."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from rapidformer_templates.planning.registry import Registry
 from rapidformer_templates.planning.switch import Request, Rule
 from rapidformer_templates.switches.offload_activations.host import Wait
+from rapidformer_templates.switches.offload_activations.offloader import LEAST_BYTES
 
 ROOM = "rapidformer_templates.switches.offload_activations"
 
@@ -55,20 +56,15 @@ class StandInHost:
 
 
 @contextmanager
-def taken_for_a_gpu(least_bytes: int = 256) -> Iterator[list[StandInHost]]:
-    """Let runs on a CPU offload to stand-ins, which are in the list: one a model."""
-    hosts: list[StandInHost] = []
+def taken_for_a_gpu(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+    """Let runs on a CPU offload to stand-ins."""
     consulted = Registry.consulted
 
     def without_the_device(self: Registry, request: Request) -> tuple[Rule, ...]:
         return tuple(rule for rule in consulted(self, request) if rule.code != "RF215")
 
-    def make(device: torch.device) -> StandInHost:
-        hosts.append(StandInHost(device))
-        return hosts[-1]
-
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Registry, "consulted", without_the_device))
-        stack.enter_context(mock.patch(f"{ROOM}.transform.PinnedMemory", make))
+        stack.enter_context(mock.patch(f"{ROOM}.transform.PinnedMemory", StandInHost))
         stack.enter_context(mock.patch(f"{ROOM}.offloader.LEAST_BYTES", least_bytes))
-        yield hosts
+        yield
