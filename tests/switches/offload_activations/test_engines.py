@@ -77,7 +77,7 @@ def test_a_cpu_is_refused_before_any_worker_starts() -> None:
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ("", "what blocks keep go"),
+        ("", "what blocks keep goes"),
         ("--checkpoint-activations", "the inputs of recomputed blocks go"),
         ("--recompute-activations", "the inputs of recomputed blocks, and their products with weights, go"),
     ],

@@ -28,13 +28,13 @@ class OffloadActivationsFlags:
 
 
 def _notes(request: Request) -> Sequence[str]:
-    what = "what blocks keep"
+    what = "what blocks keep goes"
     if "checkpoint-activations" in request.active:
         selective = request.config.get("recompute_granularity") == "selective"
-        what = "the inputs of recomputed blocks" + (", and their products with weights," if selective else "")
+        what = f"the inputs of recomputed blocks{', and their products with weights,' if selective else ''} go"
     notes = [
-        f"offload-activations: {what} go to page-locked host memory while the next block computes, and come back "
-        "during the backward of the block behind; where a block computes for less time than its copy takes, it waits"
+        f"offload-activations: {what} to page-locked host memory while the next block computes, and back during the "
+        "backward of the block behind; where a block computes for less time than its copy takes, it waits"
     ]
     if request.sizes.pipeline > 1:
         notes.append("offload-activations: in stages before the last, the first backward of a step waits for its copy")
