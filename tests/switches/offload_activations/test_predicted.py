@@ -42,11 +42,11 @@ def test_all_but_two_blocks_are_on_the_host(model: ModelShapes) -> None:
 
 @pytest.mark.slow
 def test_micro_batches_in_flight_are_on_the_host(model: ModelShapes) -> None:
-    """The first of two stages holds two of them, and of the older one also what its last block keeps."""
+    """The first of two stages holds two of them, and of both also what its last block keeps."""
     layout = Layout(pipeline=2, micro_batch=4, accumulation=4)
     here, away = (predict(model, layout, setting) for setting in (HERE, AWAY))
     a_block = model.trace(variant_of(layout, AWAY)).sent / 7
-    assert away.host == pytest.approx(7 * a_block, rel=0.05)
+    assert away.host == pytest.approx(8 * a_block, rel=0.05)
     assert here.total - away.total > 4 * a_block
 
 

@@ -133,7 +133,8 @@ class Stage:
     def sent(self, variant: Variant, *, exact: bool) -> int:
         """Bytes of its micro batches in flight that are on the host at a time."""
         trace = self._trace(variant, exact=exact)
-        return self.in_flight * trace.sent + (self.in_flight - 1) * (trace.kept_by_last if variant.offload else 0)
+        last = trace.kept_by_last if variant.offload and self.in_flight > 1 else 0  # goes where another forward comes
+        return self.in_flight * (trace.sent + last)
 
     def _trace(self, variant: Variant, *, exact: bool) -> Trace:
         return self.model.trace(variant, self.blocks if self.layout.pipeline > 1 else None, exact=exact)
