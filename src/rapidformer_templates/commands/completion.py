@@ -18,7 +18,7 @@ from rapidformer_templates.planning.registry import REGISTRY, load_object, switc
 
 COMPLETED = {
     "FILE": shtab.FILE, "CSV": shtab.FILE, "PATH": shtab.FILE, "P": shtab.FILE, "DIR": shtab.DIRECTORY,
-    "FOLDER": shtab.DIRECTORY, "RUN": shtab.DIRECTORY,
+    "FOLDER": shtab.DIRECTORY, "RUN": shtab.DIRECTORY, "RUN|FOLDER": shtab.DIRECTORY,
 }  # fmt: skip
 """What stands for a value in the help, and how a shell completes it."""
 

@@ -127,7 +127,18 @@ def _output(asked: argparse.Namespace, default: Path, *, reads: Path) -> Path:
     if output.resolve() == reads.resolve():
         what = "the adapters" if (reads / ADAPTERS).is_file() else "the run's description of its model"
         raise ConfigError(f"{what} would be replaced", where="--output", hint="give another folder")
+    if output.exists() and not _is_export(output):
+        message = f"{output} is no export, and everything in it would be lost"
+        raise ConfigError(message, where="--overwrite", hint="give another --output")
     return output
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder holds what this command writes, and nothing else does."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return True
+    weights = (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json"))
+    return bool(weights) and not any((folder / name).exists() for name in ("plan.json", "index.json", "checkpoints"))
 
 
 def _steps(run: RunFolder) -> list[int]:

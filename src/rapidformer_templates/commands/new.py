@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 from rapidformer_templates.commands.words import Parser
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import dashed
+from rapidformer_templates.system.files import new_folder, write_text, writing
 
 EXAMPLES = Path(__file__).parent / "examples"
 """In a checkout a link to ``examples/`` of the repository, in a wheel the folder itself."""
@@ -32,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
     if wanted.exists():
         raise ConfigError(f"{wanted} is there already and stays as it is", where="FILE", hint="give another name")
     if asked.kind == "examples":
-        shutil.copytree(EXAMPLES, wanted, ignore=shutil.ignore_patterns("__pycache__"))
+        with writing(wanted), new_folder(wanted) as folder:
+            left_out = shutil.ignore_patterns("__pycache__", ".*", "runs")
+            shutil.copytree(EXAMPLES, folder, ignore=left_out, dirs_exist_ok=True)
         print(f"wrote {', '.join(sorted(str(file) for file in wanted.rglob('*') if file.is_file()))}")
         return 0
     if wanted.suffix != ".py":
@@ -40,9 +45,12 @@ def main(argv: Sequence[str]) -> int:
             f"{wanted} is no name of a Python script", where="FILE", hint=f"rapidformer new {asked.kind} {wanted}.py"
         )
     text = (EXAMPLES / "new" / f"{asked.kind}.py").read_text(encoding="utf-8")
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    wanted.write_text(text.replace(f"{STEM}.py", str(wanted)).replace(STEM, wanted.stem), encoding="utf-8")
-    print(f"wrote {wanted}; it runs as it is: python {wanted}")
+    command = shlex.quote(str(wanted))
+    named = re.sub(rf"{STEM}(\.py)?", lambda found: command if found[1] else wanted.stem, text)
+    with writing(wanted):
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        write_text(wanted, named)
+    print(f"wrote {wanted}; it runs as it is: python {command}")
     return 0
 
 

@@ -147,7 +147,11 @@ class SingleEngine:
     ) -> StepResult:
         if self._outcomes:
             self._outcomes.begin()
-        loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
+        try:
+            loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
+        except BaseException:
+            self._drop_gradients()  # or they would be part of the next step, if somebody goes on
+            raise
         self._reduce()
         if self.before_update:
             self.before_update()

@@ -288,3 +288,8 @@ def _nearest_sibling(folder: Path) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def class_of(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class as it was before a sharding engine has swapped it."""
+    return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))

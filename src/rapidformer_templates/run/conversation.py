@@ -57,12 +57,7 @@ class Conversation:
         Raises:
             DataError: the message alone leaves no room for an answer, or the template does not take it.
         """
-        self.messages.append({"role": "user", "content": text})
-        try:
-            ids, forgotten = self._prompt()
-        except DataError:
-            self.messages.pop()
-            raise
+        ids, forgotten = self._prompt({"role": "user", "content": text})
         streamer = _Told(self.tokenizer, tell)
         room = self.generation.max_new_tokens or DEFAULT_NEW_TOKENS
         if self._positions is not None:
@@ -76,20 +71,22 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": "".join(streamer.pieces).strip()})
         return forgotten
 
-    def _prompt(self) -> tuple[torch.Tensor, int]:
-        """(the tokens up to the answer, messages that were forgotten for it)."""
+    def _prompt(self, message: dict[str, str]) -> tuple[torch.Tensor, int]:
+        """(the tokens up to the answer, messages that were forgotten for it); an error forgets nothing."""
         first, forgotten = len(self._first), 0
+        messages = [*self.messages, message]
         while True:
-            text = self._template.render(self.messages, asks=True)
+            text = self._template.render(messages, asks=True)
             ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
             if self._positions is None or ids.shape[1] + LEAST_ROOM <= self._positions:
+                self.messages = messages
                 return ids.to(next(self.model.parameters()).device), forgotten
-            if len(self.messages) <= first + 1:
-                message = (
+            if len(messages) <= first + 1:
+                problem = (
                     f"the message has {ids.shape[1]} tokens, and the model takes {self._positions} with its answer"
                 )
-                raise DataError(message, hint="shorten it")
-            del self.messages[first : first + 2]
+                raise DataError(problem, hint="shorten it")
+            del messages[first : first + 2]
             forgotten += 2
 
 

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.weight_average import average_of
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.loading import read_config_of
+from rapidformer_templates.models.loading import class_of, read_config_of
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.checkpoint.format import Reader
 from rapidformer_templates.run.own_hooks import own_hooks
@@ -58,7 +58,7 @@ def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
             own.describe(model, temporary)
         elif isinstance(model, PreTrainedModel):
             config = _config_of(model)
-            config.architectures = [_class_of(model).__name__]
+            config.architectures = [class_of(model).__name__]
             config.save_pretrained(temporary)
             if model.can_generate():
                 model.generation_config.save_pretrained(temporary)
@@ -88,9 +88,8 @@ def export_checkpoint(checkpoint: Path, described: Path, folder: Path, *, averag
         weights[name] = reader.read(*source, (0,) * len(shape), shape)
     with new_folder(folder) as temporary:
         model = _skeleton(described)
-        for file in described.iterdir():  # the tokenizer; what belongs to the weights is written again with them
-            if file.name != DESCRIPTION:
-                shutil.copy(file, temporary)
+        # The tokenizer; what belongs to the weights is written again with them.
+        shutil.copytree(described, temporary, ignore=shutil.ignore_patterns(DESCRIPTION), dirs_exist_ok=True)
         if model is not None:
             _write(model, weights, temporary)
         else:
@@ -143,11 +142,6 @@ def _mark(folder: Path) -> None:
             module.mark(folder)
 
 
-def _class_of(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class as it was before a sharding engine has swapped it."""
-    return next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
-
-
 def _config_of(model: PreTrainedModel) -> PreTrainedConfig:
     config: PreTrainedConfig = copy.deepcopy(model.config)
     if hasattr(config, "use_cache"):
@@ -163,7 +157,7 @@ def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     # An empty one of the original class saves as transformers expects.
-    skeleton = _empty(_class_of(model), _config_of(model))
+    skeleton = _empty(class_of(model), _config_of(model))
     if model.can_generate():
         skeleton.generation_config = model.generation_config
     transformers_logging.disable_progress_bar()  # its bar would stand among our own lines

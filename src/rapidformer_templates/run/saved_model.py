@@ -84,7 +84,11 @@ class Saved:
         file = RunFolder(self.run).model / DESCRIPTION if self.run else None
         if file is None or not file.is_file():
             return {}
-        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            hint = "export the run again from a checkpoint: rapidformer export RUN --output FOLDER"
+            raise ConfigError(f"it is not JSON: {error}", where=str(file), hint=hint) from error
         return told
 
 

@@ -219,8 +219,9 @@ class Session:
         Raises:
             DataError: as :meth:`step`.
         """
-        (microbatch,), problem = self._taken([] if batch is None else [batch], 1)
-        targets, _, _ = self._agreed([microbatch], problem)
+        microbatches, problem = self._taken([] if batch is None else [batch], 1)
+        targets, _, _ = self._agreed(microbatches, problem)
+        (microbatch,) = microbatches
         self._hear_all()
         with self._meter.paused(), evaluating(self._engine), self._engine.averaged():
             loss, output = self._engine.eval_batch(microbatch)

@@ -5,6 +5,7 @@ It is looked at in every run, with and without adapters, so that peft is importe
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase, frozen_base_of, set_frozen_base
+from rapidformer_templates.models.loading import class_of
 
 CONFIG = "adapter_config"
 """Of an adapted model: peft's configuration of its adapters."""
@@ -58,7 +60,9 @@ def describe(model: nn.Module, folder: Path) -> None:
     config.save_pretrained(str(folder))
     config.inference_mode = False
     if isinstance(model, PreTrainedModel):
-        model.config.save_pretrained(folder)
+        described = copy.deepcopy(model.config)
+        described.architectures = [class_of(model).__name__]  # of the base it may be another head's
+        described.save_pretrained(folder)
 
 
 def restore(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
