@@ -12,20 +12,23 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.deepspeed_file.buckets import by_width
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.setting import NarrowWeights, Setting
+from rapidformer_templates.switches.auto_strategy.state_bytes import How
 from tests.support.preference_runs import make, pairs
 from tests.support.worker_group import run_in_workers
 
+KEPT_WHOLE = "stage3_param_persistence_threshold"
 MASTERS = Setting("bf16", narrow=NarrowWeights())
 ENGINES: dict[str, tuple[tuple[str, ...], str, Setting]] = {
     "none": ((), "none", Setting()),
     "none, weights of 16 bits": (("--mixed-precision", "bf16"), "none", MASTERS),
     "fsdp": (("--fsdp-memory-optimization",), "fsdp", Setting()),
-    "zero-3": (("--zero-3-memory-optimization",), "zero-3", Setting()),
+    "zero-3": (("--zero-3-memory-optimization",), "zero-3", Setting(how=How(kept_whole=by_width(32)[KEPT_WHOLE]))),
 }
 """By name the flags, and what the planner makes of them."""
 
@@ -53,6 +56,7 @@ def measured(workers: Any, flags: list[str]) -> dict[str, int]:
 def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path) -> None:
     flags = make(tmp_path, gpt_folder, pairs(4))
     config = GPT2Config.from_pretrained(tmp_path / "model")
+    assert config.n_embd == 32
     ranks: list[Mapping[str, int]] = run_in_workers(2, measured, [*flags, "--train-iters", "1"])
     alone, beside = (
         ModelShapes(lambda blocks: GPT2LMHeadModel(config), lambda samples: {}, has_copy=copied)
