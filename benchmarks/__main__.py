@@ -25,6 +25,7 @@ QUESTIONS = {
     "graph": "ONNX Runtime and inductor beside eager",
     "planner": "memory that a plan predicts, beside real steps",
     "states": "bytes a parameter that each way to share them out holds",
+    "offload": "the same with activations on the host",
     "moe": "a mixture of experts beside the dense model",
     "adapters": "LoRA, DoRA and QLoRA beside the whole model",
     "precision": "loss and bytes of 16-bit weights with fp32 masters",

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,9 @@ GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 """Errors of the peak, as shares."""
 
 
+OFFLOAD = "--offload-activations"
+
+
 @dataclass(frozen=True)
 class Case:
     """A layout of a model.
@@ -58,23 +61,27 @@ class Case:
     Attributes:
         model: a key of ``MODELS``.
         adapters: flags of adapters or of the fused loss, which change the model; empty without.
+        offload: whether activations go to the host.
     """
 
     model: str
     layout: Layout
     precision: str = "fp32"
     adapters: str = ""
+    offload: bool = False
 
     @property
     def flags(self) -> list[str]:
         narrow = [] if self.precision == "fp32" else ["--mixed-precision", self.precision]
-        return [*self.layout.flags(), *narrow, *self.adapters.split()]
+        offload = [OFFLOAD] if self.offload else []
+        return [*self.layout.flags(), *narrow, *self.adapters.split(), *offload]
 
     def setting(self, shapes: ModelShapes) -> Setting:
         """What the plan of these flags says of memory besides the layout."""
-        config = REGISTRY.complete(parse(self.flags, REGISTRY.options()))
+        words = [word for word in self.flags if word != OFFLOAD]  # which a CPU refuses
+        config = REGISTRY.adopt(parse(words, REGISTRY.options()))
         place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
-        return setting_of(resolve(config, place), shapes.width)
+        return replace(setting_of(resolve(config, place), shapes.width), offloads_activations=self.offload)
 
     @property
     def name(self) -> str:
@@ -166,6 +173,7 @@ class Result:
         highest: the highest peak of any step of any worker.
         allocator: by the record of torch's allocator; None on several workers.
         resident_mb: the largest process.
+        host: bytes of activations on the host at a time, on the worker that has most there.
         others: what other estimators say.
     """
 
@@ -177,6 +185,7 @@ class Result:
     allocator: int | None
     resident_mb: float
     others: dict[str, float]
+    host: int = 0
 
     @property
     def error(self) -> float:
@@ -254,6 +263,7 @@ def _result(case: Case, told: list[dict[str, Any]]) -> Result:
         allocator=int(max(recorded)) if recorded else None,
         resident_mb=max(rank["resident_mb"] for rank in told),
         others=planner_others.estimates(shapes, case.layout, sizes.width, sizes.heads),
+        host=max(rank["host"] for rank in told),
     )
 
 

@@ -11,7 +11,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models import gpt2
+from benchmarks.stand_in_host import taken_for_a_gpu
 from rapidformer_templates.commands.bench.worker import resident_mb
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.planning.config import parse
@@ -121,7 +122,7 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
     Returns:
         Bytes of parameters, gradients, optimizer state and buckets by the receipts; the most bytes of live storages in
         each step from the second on, and the same by the record of the allocator (empty on several workers); memory
-        of the process after the run.
+        of the process after the run; bytes of activations that were on the host at a time.
     """
     sizes = MODELS[model]
 
@@ -149,11 +150,20 @@ def measure(model: str, workers: int, flags: Sequence[str]) -> dict[str, Any]:
                 self.watching.close()
 
     own = ["--device", "cpu", "--train-iters", str(STEPS), "--lr", "1e-4", "--template", "Trainer", "--no-save"]
-    job = Job([*own, *flags])
-    summary = job.fit()
+    # To arrays of numpy, which are no storages: what is counted is what would be on a GPU.
+    with taken_for_a_gpu() if "--offload-activations" in flags else nullcontext():
+        job = Job([*own, *flags])
+        summary = job.fit()
+    host = summary["receipts"].get("offloaded_bytes_at_a_time", 0)
     recorded = peaks_of(job.record.profiler.kineto_results.events()) if workers == 1 else []
     held = summary["receipts"]["held_bytes_by_rank"][torch.distributed.get_rank() if workers > 1 else 0]
-    return {"held": held, "peaks": job.peaks[1:], "allocator_peaks": recorded, "resident_mb": resident_mb()}
+    return {
+        "held": held,
+        "peaks": job.peaks[1:],
+        "allocator_peaks": recorded,
+        "resident_mb": resident_mb(),
+        "host": host,
+    }
 
 
 @contextmanager

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.profiler import read_summary
 from tests.support.ahead import FLAGS, Line
-from tests.support.jobs import CausalJob, train
+from tests.support.jobs import VOCABULARY, CausalJob, train
 from tests.support.mask_hooks import HOOKS, job_of
 
 pytestmark = [
@@ -133,6 +134,30 @@ def test_switches_follow_plain_eager(flags: str, on_cpu: Any, tmp_path: Path) ->
     run = train("causal", False, f"{STEPS} {flags}", str(tmp_path / "run"))
     tolerance = 2**-6 if "bf16" in flags else 1e-3
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=tolerance, atol=0)
+
+
+class Wide(CausalJob):
+    """Blocks whose activations are most of what a step needs."""
+
+    def make(self) -> torch.nn.Module:
+        sizes: dict[str, Any] = {"n_positions": 64, "n_embd": 256, "n_layer": 12, "n_head": 4}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
+
+
+@pytest.mark.parametrize("more", ["", "--checkpoint-activations", "--recompute-activations --mixed-precision bf16"])
+def test_activations_on_the_host_leave_the_same_bits_and_less_memory(more: str) -> None:
+    found = []
+    for offload in ("", "--offload-activations"):
+        torch.cuda.empty_cache()
+        job = Wide([*f"--train-iters 4 --micro-batch-size 32 --lr 1e-3 --log-interval 1 {more} {offload}".split()])
+        torch.cuda.reset_peak_memory_stats()
+        receipts = job.fit()["receipts"]
+        found.append((job.curve, torch.cuda.max_memory_allocated(), receipts))
+    (wanted, plain, _), (curve, offloaded, receipts) = found
+    assert curve == wanted
+    assert receipts["offloaded_bytes"] == receipts["offloaded_bytes_at_a_time"] > 0
+    assert receipts["late_bytes"] == 0
+    assert offloaded < plain - receipts["offloaded_bytes"] / 2
 
 
 @pytest.mark.parametrize("hook", HOOKS)

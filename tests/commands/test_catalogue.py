@@ -69,6 +69,7 @@ TUNING = [
     "--moe-layer-interval",
     "--moe-loss-coeff",
     "--moe-z-loss-coeff",
+    "--offload-activations",
     "--pipeline-stages",
     "--recompute-granularity",
     "--recompute-num-layers",

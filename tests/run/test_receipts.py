@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 COMPANY = {"cpu-offload": ("zero-2",), "nvme-offload": ("zero-3",), "deepspeed-config": ("zero-2",)}
 """With whom a switch has something to do here; of the others, the first that the rules accept."""
 
-ELSEWHERE = {"tf32", "auto-strategy"}
-"""Needs a GPU; needs a run without hooks of its own: both below."""
+ELSEWHERE = {"tf32", "auto-strategy", "offload-activations"}
+"""Needs a GPU; needs a run without hooks of its own: both below. Needs a GPU, or a stand-in: beside its own tests."""
 
 
 def _in_company(name: str) -> Combination | None:

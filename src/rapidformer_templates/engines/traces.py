@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
+
+_LEAVES_TRACE = ContextVar("a forward leaves a trace", default=True)
+
+
+def leaves_trace() -> bool:
+    """Whether a backward may follow a forward that is made now."""
+    return _LEAVES_TRACE.get()
 
 
 @contextmanager
@@ -28,5 +36,9 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Around a forward of which nothing is to remain: no random number is drawn, no buffer changed."""
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), kept_buffers(model):
-        yield
+    before = _LEAVES_TRACE.set(False)
+    try:
+        with torch.random.fork_rng(devices=list(devices)), kept_buffers(model):
+            yield
+    finally:
+        _LEAVES_TRACE.reset(before)

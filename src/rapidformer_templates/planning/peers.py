@@ -72,6 +72,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("use-tf32 allow-tf32", "--tf32", ""),
     # Memory.
     ("gradient-checkpointing activation-checkpointing use-gradient-checkpointing", "--checkpoint-activations", ""),
+    ("activation-offloading enable-activation-offloading cpu-offloading-activations", "--offload-activations", ""),
     ("recompute-method", "--recompute-num-layers", "the first N blocks, Megatron-LM's method block; without it: all"),
     ("fsdp use-fsdp fully-shard", "--fsdp-memory-optimization", ""),
     ("fsdp-config fsdp-transformer-layer-cls-to-wrap fsdp-auto-wrap-policy", "--fsdp-memory-optimization",

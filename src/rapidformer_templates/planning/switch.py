@@ -26,9 +26,10 @@ class Precedence(enum.IntEnum):
     GRAPH = 5  # ONNX Runtime: captures the modules as they are now
     CHECKPOINT = 6  # activation checkpointing: around the blocks, inside the compiled region
     COMPILE = 7  # torch.compile: sees the checkpointed blocks
-    PRECISION = 8  # the type that the engine computes in
-    OPTIMIZER = 9  # the update rule that the engine will build
-    SHARD = 10  # the engine: wraps or shards what the others left
+    KEEP = 8  # activation offload: around the blocks, whether they are compiled or checkpointed or neither
+    PRECISION = 9  # the type that the engine computes in
+    OPTIMIZER = 10  # the update rule that the engine will build
+    SHARD = 11  # the engine: wraps or shards what the others left
 
 
 class Resource(enum.Enum):

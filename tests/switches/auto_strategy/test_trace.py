@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.stand_in_host import ROOM, StandInHost
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.parallel.narrowing import GradientTypes, narrowed_parameters
 from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
@@ -23,6 +25,8 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import with_swi
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.offload_activations.offloader import Offloader
+from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
 
@@ -79,6 +83,24 @@ def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: 
     assert predicted.phases[-1].finished == gradients
     assert predicted.peak >= live.peak - 4096  # a mask of BERT's, which is much in a model of this size
     assert predicted.peak == pytest.approx(live.peak, rel=0.01)
+
+
+OFFLOADED = [("gpt2", "none", "fp32"), ("gpt2", "full", "fp32"), ("llama", "selective", "bf16"), ("t5", "none", "fp32")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "recompute", "precision"), OFFLOADED)
+def test_a_trace_knows_what_goes_to_the_host(name: str, recompute: str, precision: str) -> None:
+    variant = Variant(4, recompute, precision, offload=True)
+    with mock.patch(f"{ROOM}.offloader.LEAST_BYTES", 1024):
+        predicted = shapes(name).trace(variant)
+        model = real_model(name, 5, variant)
+        offloader = Offloader(StandInHost(), torch.device("cpu"))
+        offload_blocks(list(find_blocks(model).values()), offloader)
+        with LiveStorages([*model.parameters(), *model.buffers()]) as live:
+            real_step(model, variant)
+    assert predicted.sent == offloader.counts.sent > 0
+    assert predicted.peak == pytest.approx(live.peak, rel=0.003)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])

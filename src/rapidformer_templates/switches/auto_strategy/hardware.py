@@ -27,6 +27,7 @@ class Assumed:
         tflops: 10^12 operations of matrix products a second, as reached in training, by precision.
         memory_bandwidth: GB/s between the device and its memory.
         intra_node, inter_node: GB/s that a worker sends to others in its node, and to other nodes.
+        host_link: GB/s between the device and the memory of its host, in one direction.
         context_gb: what a process takes before it has a model: contexts, libraries, buffers of collectives.
     """
 
@@ -34,14 +35,16 @@ class Assumed:
     memory_bandwidth: float
     intra_node: float
     inter_node: float
+    host_link: float
     context_gb: float
 
 
 ASSUMED = {
-    # An A100: 45 % of 312 TFLOP/s in 16 bits and 80 % of 19.5 in fp32; 80 % of 2 TB/s; NVLink 3 and 200 Gbit/s a GPU.
-    "cuda": Assumed({"fp32": 15.6, "bf16": 140.0, "fp16": 140.0}, 1600.0, 200.0, 20.0, 1.5),
+    # An A100: 45 % of 312 TFLOP/s in 16 bits and 80 % of 19.5 in fp32; 80 % of 2 TB/s; NVLink 3 and 200 Gbit/s a GPU;
+    # two thirds of the 32 GB/s of PCIe 4 with 16 lanes.
+    "cuda": Assumed({"fp32": 15.6, "bf16": 140.0, "fp16": 140.0}, 1600.0, 200.0, 20.0, 21.3, 1.5),
     # One core of a server; workers share its memory.
-    "cpu": Assumed({"fp32": 0.05, "bf16": 0.015, "fp16": 0.015}, 8.0, 2.0, 1.0, 0.8),
+    "cpu": Assumed({"fp32": 0.05, "bf16": 0.015, "fp16": 0.015}, 8.0, 2.0, 1.0, 8.0, 0.8),
 }
 
 GIVEN = {
@@ -50,6 +53,7 @@ GIVEN = {
     "memory_bandwidth": "DEVICE_BANDWIDTH_GBS",
     "intra_node": "INTRA_NODE_GBS",
     "inter_node": "INTER_NODE_GBS",
+    "host_link": "HOST_LINK_GBS",
 }
 """Environment variables that say what is otherwise measured or assumed."""
 
@@ -63,7 +67,7 @@ class Hardware:
         precision: what ``tflops`` is of.
         memory_gb: of the device that this worker may have, 10^9 bytes.
         tflops: 10^12 operations of matrix products a second, sustained.
-        memory_bandwidth, intra_node, inter_node: GB/s.
+        memory_bandwidth, intra_node, inter_node, host_link: GB/s.
         context_gb: see :class:`Assumed`.
         sources: where each value is from.
     """
@@ -75,11 +79,17 @@ class Hardware:
     memory_bandwidth: float
     intra_node: float
     inter_node: float
+    host_link: float
     context_gb: float
     sources: Mapping[str, str]
 
-    def lines(self) -> list[str]:
-        """What is assumed, for people."""
+    def lines(self, *, offloads: bool = False) -> list[str]:
+        """What is assumed, for people.
+
+        Args:
+            offloads: whether activations go to the host.
+        """
+        host = [f"{self.host_link:g} GB/s to the host and back ({self.sources['host_link']})"] if offloads else []
         named = [f"GPUs ({self.sources['device']})"] if "device" in self.sources else []
         return [
             *named,
@@ -89,6 +99,7 @@ class Hardware:
             f"{self.memory_bandwidth:g} GB/s to memory ({self.sources['memory_bandwidth']})",
             f"{self.intra_node:g} GB/s a worker inside a node ({self.sources['intra_node']}), "
             f"{self.inter_node:g} GB/s between nodes ({self.sources['inter_node']})",
+            *host,
         ]
 
 
@@ -104,6 +115,7 @@ def find_hardware(environment: Environment, precision: str) -> Hardware:
         "memory_bandwidth": assumed.memory_bandwidth,
         "intra_node": assumed.intra_node,
         "inter_node": assumed.inter_node,
+        "host_link": assumed.host_link,
     }
     sources = dict.fromkeys(values, "assumed")
     if environment.device_origin:
@@ -133,6 +145,7 @@ def _sustained(name: str, precision: str) -> dict[str, float]:
         "tflops": round(peak * (FP32_SHARE if peak == kind.fp32_tflops else TENSOR_SHARE), 1),
         "memory_bandwidth": round(kind.memory_bandwidth * MEMORY_SHARE, 1),
         "intra_node": round(kind.link * LINK_SHARE, 1),
+        "host_link": round(kind.host_link * LINK_SHARE, 1),
     }
 
 

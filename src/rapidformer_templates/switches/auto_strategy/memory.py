@@ -57,7 +57,7 @@ class Memory:
         buffers: what an engine holds beside them: buckets, whole parameters of blocks that are at work.
         activations: everything else that is alive then. Where the peak is before the gradients are
             there, their memory is used for activations, and only the rest counts here.
-        host: of offloaded states, in the host memory of a GPU's worker; no part of the total.
+        host: of offloaded states and activations, in the host memory of a GPU's worker; no part of the total.
     """
 
     parameters: int
@@ -86,7 +86,8 @@ def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exa
         stages = telling_stages(model, layout, setting)
         return max((of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
     held = max(held_by_worker(model, layout, setting), key=_sum_of_states)
-    return _worst(model, layout, setting, held, model.trace(variant, exact=exact))
+    trace = model.trace(variant, exact=exact)
+    return _with_host(_worst(model, layout, setting, held, trace), trace.sent)
 
 
 def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN) -> list[Held]:
@@ -126,7 +127,13 @@ def _sum_of_states(held: Held) -> int:
 def of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
     """The memory of a stage's worker."""
     held = stage.held()  # of the first replica, whose shares have no padding
-    return _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
+    memory = _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
+    return _with_host(memory, stage.sent(variant, exact=exact))
+
+
+def _with_host(memory: Memory, activations: int) -> Memory:
+    """With what the blocks keep in host memory."""
+    return replace(memory, host=memory.host + activations)
 
 
 NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
@@ -136,7 +143,9 @@ NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
 def variant_of(layout: Layout, setting: Setting) -> Variant:
     """What a micro batch of this layout's activations depends on."""
     shared = layout.tensor, layout.sequence_parallel
-    variant = Variant(layout.micro_batch, layout.recompute, setting.precision, "fp32", *shared)
+    variant = Variant(
+        layout.micro_batch, layout.recompute, setting.precision, "fp32", *shared, offload=setting.offloads_activations
+    )
     if setting.narrow is not None:
         return replace(variant, weights="masters", sums=setting.narrow.accumulate)
     if setting.precision != "fp32" and layout.partitioning in NARROWING and not setting.by_parallel_engine(layout):

@@ -54,6 +54,7 @@ class Variant:
         tensor: workers that share each block's matrices.
         sequence_parallel: whether they share the rest along the sequence.
         sums: with masters, bytes of a number of the sums of gradients.
+        offload: whether what the blocks keep goes to the host.
     """
 
     micro_batch: int
@@ -63,6 +64,7 @@ class Variant:
     tensor: int = 1
     sequence_parallel: bool = False
     sums: int = FP32
+    offload: bool = False
 
 
 class Coordinates(NamedTuple):
@@ -304,6 +306,7 @@ class ModelShapes:
                     compute_type=compute_type,
                     sum_type=sum_type,
                     recompute=variant.recompute,
+                    offload=variant.offload,
                     gpu=self.gpu,
                 )
 

@@ -39,6 +39,7 @@ class Setting:
         offload: ``cpu`` or ``nvme`` where the optimizer lies there, else empty.
         bucket: elements of ZeRO's buffer for gradients.
         divides_experts: expert parallelism.
+        offloads_activations: whether what the blocks keep goes to the host.
         reshards: whether FSDP gives up a block's whole parameters between forward and backward.
         narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
     """
@@ -51,6 +52,7 @@ class Setting:
     divides_experts: bool = False
     reshards: bool = True
     narrow: NarrowWeights | None = None
+    offloads_activations: bool = False
 
     def by_parallel_engine(self, layout: Layout) -> bool:
         """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
@@ -85,4 +87,5 @@ def setting_of(plan: Plan, width: int) -> Setting:
         divides_experts="expert-parallel" in plan.switches,
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
         narrow=narrow,
+        offloads_activations="offload-activations" in plan.switches,
     )

@@ -24,7 +24,7 @@ def to_json(result: SearchResult, hardware: Hardware) -> dict[str, Any]:
         "ok": bool(result.layouts),
         "layouts": [_layout_json(candidate) for candidate in result.layouts],
         "rejected": [{**_sizes(rejected.layout), "constraint": rejected.constraint} for rejected in result.rejected],
-        "assumed": hardware.lines(),
+        "assumed": hardware.lines(offloads=_offloads(result)),
         "not_predicted": [vars(unknown) for unknown in result.not_predicted],
     }
 
@@ -70,12 +70,16 @@ def show(result: SearchResult, hardware: Hardware) -> None:
         console.print(_table(result))
         for line in reasons(result, hardware):
             print(line)
-    for line in hardware.lines():
+    for line in hardware.lines(offloads=_offloads(result)):
         print(f"assumed: {line}")
     for line in not_predicted(result):
         print(line)
     print(f"memory is predicted from the model's own graph; {ALLOWANCE:.0%} and the contexts must be free beside it")
     _show_rejected(result, console)
+
+
+def _offloads(result: SearchResult) -> bool:
+    return any(candidate.setting.offloads_activations for candidate in result.layouts)
 
 
 def _table(result: SearchResult) -> Table:
@@ -117,6 +121,7 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
         "stage transfers": timing.pipeline,
         "replica sums": timing.data,
         "update": timing.update,
+        "copies to the host and back": timing.offload,
     }
     spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
     lines.append(f"  where the step goes: {spent}")

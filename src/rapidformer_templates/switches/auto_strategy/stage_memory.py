@@ -156,8 +156,10 @@ class Stage:
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
-        trace = self.model.trace(variant, self.blocks if self.layout.pipeline > 1 else None, exact=exact)
-        given = 0 if self.is_first else trace.hidden - trace.phases[0].end  # it came in the place of the embedding
+        trace = self._trace(variant, exact=exact)
+        given = 0 if self.is_first else trace.hidden  # it came in the place of the embedding
+        if not variant.offload:  # else what an embedding leaves is no longer there
+            given -= 0 if self.is_first else trace.phases[0].end
         corrections, beside = self._corrections(trace.phases), self._in_flight_beside(trace)
         moments: list[Moment] = []
         left = 0
@@ -168,6 +170,19 @@ class Stage:
                 moments += [self._moment(phase, alone, each, left, leaving) for each in beside]
                 left = leaving
         return [*moments, *self._after(max(each.beside for each in beside))]
+
+    def sent(self, variant: Variant, *, exact: bool) -> int:
+        """Bytes of its micro batches in flight that are on the host at a time."""
+        trace = self._trace(variant, exact=exact)
+        last = trace.kept_by_last if variant.offload and self.in_flight > 1 else 0  # goes where another forward comes
+        return self.in_flight * (trace.sent + last)
+
+    def _trace(self, variant: Variant, *, exact: bool) -> Trace:
+        return self.model.trace(variant, self.blocks if self.layout.pipeline > 1 else None, exact=exact)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.setting.offloads_activations
 
     def _in_flight_beside(self, trace: Trace) -> list[Pass]:
         """The passes of micro batches that may need most."""
@@ -185,10 +200,13 @@ class Stage:
         arriving = travel * trace.hidden
         if layout.accumulation == 1:
             return [replace(last, beside=arriving)]
-        first = Pass((self.in_flight - 1) * kept + arriving, adds=False, exchanges=self._sums_early)
+        # Of those on their way only the newest forward's last block has not been sent to the host yet.
+        here = trace.kept_by_last if self._offloads else 0
+        waiting = (self.in_flight - 1) * kept - max(self.in_flight - 2, 0) * here
+        first = Pass(waiting + arriving, adds=False, exchanges=self._sums_early)
         # The first backward leaves gradients behind. After it one micro batch more comes in, if there is one.
         others = min(self.in_flight, layout.accumulation - 1) - 1
-        later = Pass(others * kept + arriving, adds=True, exchanges=self._sums_early)
+        later = Pass(others * kept - max(others - 1, 0) * here + arriving, adds=True, exchanges=self._sums_early)
         return [first, later, replace(last, beside=arriving)]
 
     @property

@@ -50,6 +50,7 @@ class Timing:
         bubble: waiting for other stages.
         tensor, pipeline, data: communication in each direction of the layout, as far as nothing hides it.
         update: of the optimizer.
+        offload: copies of activations to the host and back, as far as the computation does not hide them.
     """
 
     compute: float
@@ -58,10 +59,11 @@ class Timing:
     pipeline: float
     data: float
     update: float
+    offload: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.update
+        return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.update + self.offload
 
     @property
     def communication(self) -> float:
@@ -108,7 +110,19 @@ def predict_seconds(
         pipeline=layout.accumulation * transfer,
         data=max(0.0, sums - hidden) + gathered,
         update=update,
+        offload=layout.accumulation
+        * _exposed_copies(trace.sent / layout.pipeline / (hardware.host_link * GB), computed),
     )
+
+
+def _exposed_copies(copied: float, computed: float) -> float:
+    """Seconds that a micro batch waits for its activations on their way out in the forward, and back in the backward.
+
+    Args:
+        copied: seconds of the copies of one direction.
+        computed: of the micro batch's computation.
+    """
+    return sum(max(0.0, copied - share * computed) for share in (1 - BACKWARD_SHARE, BACKWARD_SHARE))
 
 
 def _data_seconds(layout: Layout, setting: Setting, facts: Facts, width: int, bandwidth: float) -> tuple[float, float]:

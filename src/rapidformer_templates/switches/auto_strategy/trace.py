@@ -31,6 +31,9 @@ from rapidformer_templates.switches.auto_strategy.answers import ASKS, answer
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.fused_loss.memory import CHUNK_BYTES
+from rapidformer_templates.switches.offload_activations.host import Wait
+from rapidformer_templates.switches.offload_activations.offloader import Counts, Offloader
+from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 
 TRACED_BLOCKS = 3
 """Blocks of each stack in a model that is traced: a first one, one that is repeated, and a last one."""
@@ -55,6 +58,7 @@ class Phase:
         finished: bytes of the gradients that are finished when it ends.
         kept: bytes made in it that are alive when the backward begins.
         casts: of these, autocast's copies of weights.
+        sent: bytes of earlier blocks that go to the host in it.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Phase:
     finished: int = 0
     kept: int = 0
     casts: int = 0
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,17 @@ class Trace:
         forwards = [i for i, phase in enumerate(self.phases) if phase.name == "forward"]
         return self.phases[: forwards[-1] + 1] if forwards else ()
 
+    @property
+    def sent(self) -> int:
+        """Bytes that go to the host: what all blocks but the last one keep."""
+        return sum(phase.sent for phase in self.phases)
+
+    @property
+    def kept_by_last(self) -> int:
+        """Bytes that the last block keeps on the device, and that would go to the host if another forward came."""
+        forwards = [phase for phase in self.phases if phase.name == "forward"]
+        return max(forwards[-1].kept - forwards[-2].kept, 0) if len(forwards) > 1 else 0
+
     def at(self, micro_batch: int, other: Trace, traced: tuple[int, int]) -> Trace:
         """The trace of another micro batch, from this one and another's: every amount is affine in the samples.
 
@@ -126,7 +142,7 @@ class Trace:
             amounts = {
                 name: getattr(a, name)
                 + (getattr(b, name) - getattr(a, name)) * (micro_batch - first) // (second - first)
-                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "casts")
+                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "casts", "sent")
             }
             phases.append(replace(a, **amounts))
         hidden = self.hidden + (other.hidden - self.hidden) * (micro_batch - first) // (second - first)
@@ -180,6 +196,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 traffic=phase.traffic * times,
                 kept=phase.kept * times,
                 casts=phase.casts * times,
+                sent=phase.sent * (1 + missing if i == last else 1),  # a block's goes in the forward of the next one
             )
         )
     return tuple(deeper)
@@ -206,6 +223,8 @@ class _Watch(LiveStorages):
         self._known = frozenset(self._sizes)
         self.finished = 0
         self.hidden = 0
+        self.counts = Counts()
+        self._sent = 0
         self._dense = dense
         self._sum_type = sum_type
         self._sums: list[torch.Tensor] = []
@@ -245,8 +264,9 @@ class _Watch(LiveStorages):
         now = self.live - self.finished
         without = max(self._without, now)
         amounts = (self.peak, without, now, self._flops, self._traffic)
-        begun = self._has_gradient
-        self.phases.append(Phase(*self._phase, *amounts, after_first_gradient=begun, finished=self.finished))
+        begun, sent = self._has_gradient, self.counts.sent - self._sent
+        self._sent = self.counts.sent
+        self.phases.append(Phase(*self._phase, *amounts, after_first_gradient=begun, finished=self.finished, sent=sent))
         self._has_gradient = self.finished > 0 or name == "reduce"
         self._phase = (name, stack)
         self.restart()
@@ -282,6 +302,16 @@ class _Watch(LiveStorages):
         self.finished += gradient.numel() * self._sum_type.itemsize
         self._sums.append(gradient.to(self._sum_type))
         parameter.grad = None
+
+
+class _NoMemory:
+    """A host whose memory does not count."""
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Wait]:
+        return [(tensor.shape, tensor.dtype) for tensor in tensors], lambda: None
+
+    def fetch(self, copies: Sequence[Any]) -> tuple[list[torch.Tensor], Wait]:
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in copies], lambda: None
 
 
 class OnGpu(TorchFunctionMode):
@@ -326,6 +356,7 @@ def trace(
     compute_type: torch.dtype | None = None,
     sum_type: torch.dtype | None = None,
     recompute: str = "none",
+    offload: bool = False,
     gpu: bool = False,
     compute_loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None,
 ) -> Trace:
@@ -337,6 +368,7 @@ def trace(
         compute_type: of autocast; None computes in the type of the parameters.
         sum_type: what gradients of 16 bits are added up in as they come; None leaves them as they are.
         recompute: one of ``layouts.RECOMPUTED``, a block at a time.
+        offload: whether what the blocks keep goes to the host.
         gpu: whether the run is for a GPU.
         compute_loss: by default the loss that the model puts out.
     """
@@ -344,6 +376,10 @@ def trace(
     with contextlib.ExitStack() as stack:
         watch = _Watch(model, dense=not padded, sum_type=sum_type)
         _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
+        if offload:
+            offloader = Offloader(_NoMemory(), torch.device("cpu"))
+            watch.counts = offloader.counts
+            offload_blocks([model.get_submodule(name) for name in stacks_of(model)], offloader)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(watch.finish).remove)
@@ -377,16 +413,15 @@ def without_warnings() -> Iterator[None]:
 
 
 def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, *, recompute: str, gpu: bool) -> None:
-    """Hooks that begin the phases; and, if asked, recomputation, taken back at the end."""
+    """Hooks that begin the phases; and, if asked, recomputation; the blocks' forwards are put back at the end."""
     positions = stacks_of(model)
     final = {name: number for name, number in positions.values()}  # noqa: C416 - the last place of each stack
     for name, position in positions.items():
         block = model.get_submodule(name)
+        stack.callback(_restore_forward, block, vars(block).get("forward"))  # tensor parallelism may have put one there
         if recompute != "none":
-            before = vars(block).get("forward")  # tensor parallelism may have put one there
             forward = _on_gpu(block.forward) if gpu else block.forward
             block.forward = Checkpointed(forward, selective=recompute == "selective")
-            stack.callback(_restore_forward, block, before)
 
         def enter(module: nn.Module, args: Any, *, position: tuple[str, int] = position) -> None:
             watch.enter("forward", position)
@@ -406,7 +441,7 @@ def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, 
 
 def _restore_forward(block: nn.Module, before: Any) -> None:
     if before is None:
-        del block.forward
+        vars(block).pop("forward", None)
     else:
         block.forward = before
 

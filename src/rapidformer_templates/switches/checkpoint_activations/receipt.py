@@ -107,8 +107,8 @@ def _noting(forward: Callable[..., Any], storages: Storages) -> Callable[..., An
 def _kept_products(model: nn.Module) -> Iterator[Storages]:
     """The products that blocks keep in a forward. Those of a compiled block are among what autograd saves."""
     storages: Storages = {}
-    forwards: list[Any] = [block.forward for block in find_blocks(model).values()]
-    plain = {f: f.forward for f in forwards if isinstance(f, Checkpointed) and f.keeps}
+    compiled = "compile_records" in vars(model)
+    plain = {f: f.forward for f in _checkpointed(model) if f.keeps and not compiled}
     for checkpointed, forward in plain.items():
         checkpointed.forward = _noting(forward, storages)
     try:
@@ -120,7 +120,9 @@ def _kept_products(model: nn.Module) -> Iterator[Storages]:
 
 def _kept_by_forward(probe: Probe, kept: Storages) -> int:
     """Bytes that a forward leaves for its backward, those that it has put into ``kept`` by itself among them."""
-    weights = {StorageWeakRef(local_part(p).untyped_storage()).cdata for p in probe.engine.model.parameters()}
+    weights: Storages = {}  # held, too: ZeRO-3 gives up the empty ones in the forward, and their identities with them
+    for parameter in probe.engine.model.parameters():
+        _note(parameter, weights)
 
     def pack(tensor: torch.Tensor) -> None:
         """Count and let go: nothing is ever computed from this graph, so its memory is not needed."""

@@ -1,0 +1,70 @@
+"""A host for runs on a CPU: memory of its own, and copies that are made as late as they may be."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from rapidformer_templates.planning.registry import Registry
+from rapidformer_templates.planning.switch import Request, Rule
+from rapidformer_templates.switches.offload_activations.host import Wait
+from rapidformer_templates.switches.offload_activations.offloader import LEAST_BYTES
+
+ROOM = "rapidformer_templates.switches.offload_activations"
+
+
+class StandInHost:
+    """Moves bytes to arrays of numpy, which are no storages of torch, when somebody waits for them and not before.
+
+    What is brought back is rubbish until then. Whoever gives up a tensor before its copy was waited for is told.
+
+    Attributes:
+        journal: what was done, in its order, each with the number of bytes.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.journal: list[tuple[str, int]] = []
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Wait]:
+        copies = [(tensor.dtype, np.zeros(tensor.nbytes, np.uint8)) for tensor in tensors]
+        return copies, self._later("send", "sent", tensors, copies)
+
+    def fetch(self, copies: Sequence[Any]) -> tuple[list[torch.Tensor], Wait]:
+        tensors = [torch.full((copy.nbytes,), 0xA5, dtype=torch.uint8).view(dtype) for dtype, copy in copies]
+        return tensors, self._later("fetch", "back", tensors, copies)
+
+    def _later(self, begun: str, done: str, tensors: Sequence[torch.Tensor], copies: Sequence[Any]) -> Wait:
+        held = [weakref.ref(tensor) for tensor in tensors]
+        size = sum(copy.nbytes for _, copy in copies)
+        self.journal.append((begun, size))
+
+        def wait() -> None:
+            for reference, (_, copy) in zip(held, copies, strict=True):
+                tensor = reference()
+                assert tensor is not None, f"given up before it was {done}"
+                here = tensor.detach().view(torch.uint8).numpy()
+                (copy if done == "sent" else here)[:] = here if done == "sent" else copy
+            self.journal.append((done, size))
+
+        return wait
+
+
+@contextmanager
+def taken_for_a_gpu(least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+    """Let runs on a CPU offload to stand-ins."""
+    consulted = Registry.consulted
+
+    def without_the_device(self: Registry, request: Request) -> tuple[Rule, ...]:
+        return tuple(rule for rule in consulted(self, request) if rule.code != "RF215")
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Registry, "consulted", without_the_device))
+        stack.enter_context(mock.patch(f"{ROOM}.transform.PinnedMemory", StandInHost))
+        stack.enter_context(mock.patch(f"{ROOM}.offloader.LEAST_BYTES", least_bytes))
+        yield

@@ -1,0 +1,105 @@
+"""Activation offload: what the blocks keep for their backward waits for it in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
+
+
+@dataclass(frozen=True)
+class OffloadActivationsFlags:
+    """Acceleration"""
+
+    offload_activations: bool = flag(
+        False, "on a GPU: what a block keeps for its backward goes to host memory and comes back ahead of it"
+    )
+
+
+def _notes(request: Request) -> Sequence[str]:
+    what = "what blocks keep goes"
+    if "checkpoint-activations" in request.active:
+        selective = request.config.get("recompute_granularity") == "selective"
+        what = f"the inputs of recomputed blocks{', and their products with weights,' if selective else ''} go"
+    notes = [
+        f"offload-activations: {what} to page-locked host memory while the next block computes, and back during the "
+        "backward of the block behind; where a block computes for less time than its copy takes, it waits"
+    ]
+    if request.sizes.pipeline > 1:
+        notes.append("offload-activations: in stages before the last, the first backward of a step waits for its copy")
+    return notes
+
+
+def _has_no_memory_of_its_own(request: Request) -> list[Finding]:
+    if request.environment.device != "cpu":
+        return []
+    message = "this run is on a CPU: what blocks keep is in host memory already"
+    return [Finding(message, request.asked_for("offload-activations"), switches=("offload-activations",))]
+
+
+def _static_memory(request: Request) -> list[Finding]:
+    if "torch-compile" not in request.active or request.config.get("torch_compile") != "cudagraphs":
+        return []
+    names = ("offload-activations", "torch-compile")
+    message = "graphs of CUDA hold what they keep in memory of their own"
+    return [Finding(message, request.asked_for(*names), switches=names)]
+
+
+def _acted(measured: Measured) -> str | None:
+    if sum(measured.all("offloaded_bytes")) > 0:
+        return None
+    return (
+        "activations in host memory were expected; none were sent: what the last block keeps stays, since its backward "
+        "comes at once, and so does what is smaller than 32 KB"
+    )
+
+
+SWITCHES = (
+    Switch(
+        name="offload-activations",
+        summary="What blocks keep for their backward in host memory, copied beside the computation.",
+        source="[torch]",
+        precedence=Precedence.KEEP,
+        options=OffloadActivationsFlags,
+        predicts=Prediction(
+            {
+                "activations": "those of two blocks at a time; the others in host memory",
+                "time": "copies, as far as they take longer than the computation beside them",
+            }
+        ),
+        notes=_notes,
+        transform="rapidformer_templates.switches.offload_activations.transform:offload_activations",
+        receipt_hooks="rapidformer_templates.switches.offload_activations.receipt:Offloading",
+        receipt=("offloaded_bytes", "offloaded_bytes_at_a_time", "late_bytes"),
+        acted=_acted,
+        rules=(
+            Rule(
+                "RF215",
+                "Activations are offloaded from a device with memory of its own.",
+                "on a CPU there is nowhere to offload to, and no stream on which a copy runs beside the computation",
+                "[torch]",
+                _has_no_memory_of_its_own,
+                Example("--offload-activations"),
+            ),
+            Rule(
+                "RF216",
+                "Activations are not offloaded from graphs of CUDA.",
+                "the memory of a captured graph is its own as long as the run lasts, so that none would be freed",
+                "[torch]",
+                _static_memory,
+                Example("--offload-activations --torch-compile cudagraphs", machine={"device": "cuda"}),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,43 @@
+"""Products that a selective recomputation keeps: torch holds them where no hook of autograd sees them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS
+from rapidformer_templates.switches.offload_activations.offloader import Offloader
+
+
+def offloaded_products(offloader: Offloader) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+    """What a checkpoint of torch takes as ``context_fn``: modes around the forward and around its second time."""
+
+    def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        kept: deque[Any] = deque()
+        return _Keeping(offloader, kept), _Returning(offloader, kept)
+
+    return contexts
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, offloader: Offloader, kept: deque[Any]) -> None:
+        super().__init__()
+        self._offloader, self._kept = offloader, kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self._kept.append(self._offloader.pack(result.detach()))
+        return result
+
+
+class _Returning(_Keeping):
+    """Gives the products in the order in which they were made: the second time is as the first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            return self._offloader.unpack(self._kept.popleft())
+        return func(*args, **(kwargs or {}))
