@@ -11,7 +11,7 @@ from pathlib import Path
 from rapidformer_templates.errors import ConfigError, RapidformerError
 
 EVIDENCE = (
-    "adapters", "faults", "fused-loss", "graph", "moe", "optimizers", "overhead", "packing", "padding", "peers",
+    "adapters", "faults", "fused-loss", "graph", "moe", "offload", "optimizers", "overhead", "packing", "padding", "peers",
     "planner", "preprocess", "reading", "saving", "streaming",
 )  # fmt: skip
 """Questions that ``python -m benchmarks`` answers in a checkout of the repository."""
