@@ -25,8 +25,10 @@ QUESTIONS = {
     "graph": "ONNX Runtime and inductor beside eager",
     "planner": "memory that a plan predicts, beside real steps",
     "offload": "the same with activations on the host",
+    "states": "bytes a parameter that each way to share them out holds",
     "moe": "a mixture of experts beside the dense model",
     "adapters": "LoRA, DoRA and QLoRA beside the whole model",
+    "precision": "loss and bytes of 16-bit weights with fp32 masters",
     "optimizers": "state, loss and time of each optimizer",
     "fused-loss": "memory and time with and without logits",
 }

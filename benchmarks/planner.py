@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 
@@ -25,18 +25,27 @@ from benchmarks import planner_others, planner_worker
 from benchmarks.contest import Answer, Columns, Flag, Row, table
 from benchmarks.planner_worker import MODELS
 from rapidformer_templates.commands.bench.output import Advance, progress
-from rapidformer_templates.commands.bench.tables import PARALLEL
+from rapidformer_templates.commands.bench.tables import PARALLEL, PARTITIONING, Solution
 from rapidformer_templates.commands.main import plan_request
-from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, Layout
+from rapidformer_templates.planning.config import parse
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_of
 from rapidformer_templates.switches.auto_strategy.memory import Memory, held_by_worker, predict
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE
-from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
 from rapidformer_templates.system import launch
+
+if TYPE_CHECKING:
+    from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
 FLAGS = (Flag("workers", 4, "most worker processes"),)
 
 LORA = "--lora-rank 8"
+FUSED = "--fused-linear-cross-entropy"
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 """Errors of the peak, as shares."""
@@ -48,7 +57,7 @@ class Case:
 
     Attributes:
         model: a key of ``MODELS``.
-        adapters: flags of adapters, which change the model; empty without.
+        adapters: flags of adapters or of the fused loss, which change the model; empty without.
         offload: whether activations go to the host.
     """
 
@@ -64,6 +73,12 @@ class Case:
         offload = ["--offload-activations"] if self.offload else []
         return [*self.layout.flags(), *narrow, *self.adapters.split(), *offload]
 
+    def setting(self, shapes: ModelShapes) -> Setting:
+        """What the plan of these flags says of memory besides the layout."""
+        config = REGISTRY.complete(parse(self.flags, REGISTRY.options()))
+        place = detect("Trainer", "benchmark", device="cpu", world_size=self.layout.world)
+        return setting_of(resolve(config, place), shapes.width)
+
     @property
     def name(self) -> str:
         layout = self.layout
@@ -72,9 +87,17 @@ class Case:
         ways += {"none": [], "full": ["recompute"], "selective": ["selective"]}[layout.recompute]
         ways += ["sequence"] if layout.sequence_parallel else []
         ways += [self.precision] if self.precision != "fp32" else []
-        ways += [self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")] if self.adapters else []
+        ways += [f"stages {','.join(map(str, layout.stages))}"] if layout.stages else []
+        adapters = self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")
+        ways += [adapters.replace(FUSED, "fused")] if adapters else []
         return f"{sizes}  {layout.micro_batch}×{layout.accumulation}  {' '.join(ways)}".rstrip()
 
+
+PUBLISHED_LAYOUTS = tuple(
+    Layout(tensor, pipeline, 4 // (tensor * pipeline), accumulation=tensor * pipeline)
+    for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
+)
+"""Those of the published 3D table: 4 workers, micro batch 1, global batch 4."""
 
 CASES = (
     Case("gpt2", Layout(micro_batch=4)),
@@ -107,6 +130,13 @@ CASES = (
     Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute="full"), "bf16"),
     Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute="selective"), "bf16"),
     Case("bert", Layout(pipeline=2, micro_batch=4, accumulation=2), "bf16"),
+    *(
+        Case("llama", Layout(pipeline=stages, micro_batch=2, accumulation=8, recompute=how), precision)
+        for stages in (1, 2, 4)
+        for precision, how in (("fp32", "none"), ("bf16", "none"), ("bf16", "full"))
+    ),
+    *(Case("llama", Layout(pipeline=stages, micro_batch=2, accumulation=8), "bf16", FUSED) for stages in (1, 2, 4)),
+    Case("llama", Layout(pipeline=4, micro_batch=2, accumulation=8, stages=(1, 2, 3, 2)), "bf16"),
     Case("llama", Layout(data=2, micro_batch=2, partitioning="fsdp", recompute="selective"), "bf16"),
     Case("llama", Layout(data=4, micro_batch=2, partitioning="fsdp", recompute="full")),
     Case("llama", Layout(tensor=2, pipeline=2, micro_batch=2, accumulation=4)),
@@ -117,6 +147,13 @@ CASES = (
     Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),
     Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", f"{LORA} --quantize-base int4"),
     Case("bert", Layout(data=2, micro_batch=4), adapters=f"{LORA} --quantize-base int4"),
+    *(Case("gpt", layout, "bf16") for layout in PUBLISHED_LAYOUTS),
+    Case("gpt2", Layout(data=2, micro_batch=2, partitioning="distributed-optimizer"), "bf16"),
+    Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="distributed-optimizer"), "bf16"),
+    Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="distributed-optimizer")),
+    Case("llama", Layout(tensor=2, data=2, micro_batch=2, accumulation=2, partitioning="zero-2"), "bf16"),
+    Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-1"), "bf16"),
+    Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-2"), "bf16"),
 )
 """Three models, 1, 2 and 4 workers, every engine; adapters, and frozen weights in 8 and 4 bits."""
 
@@ -187,27 +224,29 @@ def measure(cases: Sequence[Case], advance: Advance = lambda text: None) -> list
     results = []
     for world in sorted({case.layout.world for case in cases}):
         group = [case for case in cases if case.layout.world == world]
-        results += [_result(case, told) for case, told in zip(group, _run(group, world), strict=True)]
+        told = run_in_groups([(case.model, case.flags) for case in group], world)
+        results += [_result(case, ranks) for case, ranks in zip(group, told, strict=True)]
         advance(f"{world} workers")
     return results
 
 
-def _run(cases: Sequence[Case], world: int) -> list[list[dict[str, Any]]]:
-    """What each rank tells of each case."""
-    words = json.dumps([{"model": case.model, "workers": world, "flags": case.flags} for case in cases])
+def run_in_groups(jobs: Sequence[tuple[str, Sequence[str]]], world: int) -> list[list[dict[str, Any]]]:
+    """What each rank of a group of so many processes tells of each job, which is a model and the flags of its run."""
+    words = json.dumps([{"model": model, "workers": world, "flags": list(flags)} for model, flags in jobs])
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
         command = [sys.executable, "-m", planner_worker.__name__, words, folder]
         if world == 1:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         else:
             launch.run_workers(command, world)
-        files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(cases))]
+        files = [[Path(folder) / f"{i}-{rank}.json" for rank in range(world)] for i in range(len(jobs))]
         return [[json.loads(file.read_text(encoding="utf-8")) for file in ranks] for ranks in files]
 
 
 def _result(case: Case, told: list[dict[str, Any]]) -> Result:
-    sizes, setting = MODELS[case.model], Setting(case.precision, offloads_activations=case.offload)
+    sizes = MODELS[case.model]
     shapes = sizes.shapes(case.adapters)
+    setting = case.setting(shapes)
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
     measured = [Held(*(rank["held"][kind] for kind in kinds)) for rank in told]
     recorded = [statistics.median(rank["allocator_peaks"]) for rank in told if rank["allocator_peaks"]]
@@ -266,33 +305,61 @@ def _named(names: list[str]) -> str:
 
 PUBLISHED = (
     "--model-type gpt2 --num-layers 24 --hidden-size 2048 --num-attention-heads 32 --seq-length 1024 "
-    "--max-position-embeddings 1024 --device cuda --world-size 4 --mixed-precision fp16"
+    "--max-position-embeddings 1024 --device cuda --world-size 4 --mixed-precision fp16 --micro-batch-size 1 "
+    "--global-batch-size 4"
 )
-"""The model of the published 3D table: 1.3 B parameters on 4 devices of 32 GB."""
+"""The model of the published tables: 1.3 B parameters on 4 devices of 32 GB."""
+
+
+def ways_to_keep(solution: Solution) -> dict[str, str]:
+    """Ways to keep the weights in a row of the 3D table, each with its flags."""
+    ways = {"16-bit weights": "", "fp32 weights": "--keep-fp32-parameters"}
+    if solution.divides < 4:
+        ways["16-bit weights, distributed optimizer"] = "--use-distributed-optimizer"
+    if "--tensor-model-parallel-size" in solution.flags:
+        ways["fp32 weights, sequence parallel"] = "--keep-fp32-parameters --sequence-parallel"
+    return ways
+
+
+RECOMPUTATION = {"none": "", "selective": "--recompute-granularity selective", "full": "--checkpoint-activations"}
 
 
 def published() -> list[Row]:
-    """Predicted MB of each layout of the published table, by what is recomputed."""
+    """Predicted MB of the rows of the published tables, by what is recomputed."""
     from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 
     subject = Subject(plan_request(PUBLISHED.split())[0], gpu=True)
     rows = []
-    for solution in PARALLEL.solutions.values():
-        sizes = plan_request([*PUBLISHED.split(), *solution.flags])[0]
-        tensor, pipeline = sizes.get("tensor_model_parallel_size"), sizes.get("pipeline_model_parallel_size")
-        data = 4 // solution.divides
-        layouts = [Layout(tensor, pipeline, data, 1, 4 // data, recompute=how) for how in RECOMPUTED]
-        needed = [predict(subject.shapes, layout, Setting("fp16")) for layout in layouts]
-        row = {"tensor": tensor, "pipeline": pipeline, "data": data, "parameters": subject.facts.parameters}
-        row["states_mb"] = (needed[0].parameters + needed[0].gradients + needed[0].optimizer) / 1e6
-        row |= {f"{how}_mb": memory.total / 1e6 for how, memory in zip(RECOMPUTED, needed, strict=True)}
-        rows.append({**row, "published_mb": solution.published[1]})
-    return rows
+    for name, solution in PARALLEL.solutions.items():
+        rows += [_predicted(subject, f"{name}: {way}", solution, w) for way, w in ways_to_keep(solution).items()]
+    with_numbers = {name: s for name, s in PARTITIONING.solutions.items() if not isinstance(s.published, str)}
+    return rows + [_predicted(subject, name, solution) for name, solution in with_numbers.items()]
 
 
-PUBLISHED_COLUMNS = {
-    **{name: f"{{{name}}}" for name in ("tensor", "pipeline", "data")},
-    **{name: f"{{{name}_mb:,.0f}}" for name in ("states", *RECOMPUTED, "published")},
+def _predicted(subject: Subject, name: str, solution: Solution, way: str = "") -> Row:
+    flags = [*PUBLISHED.split(), *solution.flags, *way.split()]
+    needed = {}
+    for how, words in RECOMPUTATION.items():
+        config, place, _ = plan_request([*flags, *words.split()])
+        plan = resolve(config, place)
+        needed[how] = predict(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
+    states = needed["none"].parameters + needed["none"].gradients + needed["none"].optimizer
+    published_mb = int(solution.published[1])
+    fitting = [how for how, memory in needed.items() if memory.total <= published_mb * 1e6]
+    return {
+        "row": name,
+        "parameters": subject.facts.parameters,
+        "states_mb": states / 1e6,
+        **{f"{how}_mb": memory.total / 1e6 for how, memory in needed.items()},
+        "published_mb": published_mb,
+        "at_or_below_with": fitting[0] if fitting else None,
+    }
+
+
+PUBLISHED_COLUMNS: Columns = {
+    "row": "{row}",
+    **{name: f"{{{name}_mb:,.0f}}" for name in ("states", *RECOMPUTATION, "published")},
+    "at or below with": lambda row: row["at_or_below_with"] or "–",
 }
 
 

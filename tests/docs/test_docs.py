@@ -110,7 +110,7 @@ def test_python_blocks_are_python(page: Path) -> None:
 
 
 def test_readme_shows_plans_and_an_answer() -> None:
-    assert any(case.values[0].name == "README.md" for case in PLANS)  # type: ignore[union-attr]
+    assert any(plan.values[0].name == "README.md" for plan in PLANS)
     assert any(page.name == "README.md" for page, _ in ANSWERS)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -98,6 +100,40 @@ class OwnLoss(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
         return losses.sum() + 0.1 * (states.square().mean(-1) * (labels != -100)).sum(), count
 
 
+class EndsInTanh(nn.Module):
+    """A block whose last operation keeps for its backward what it puts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(hidden + self.linear(hidden))
+
+
+class TanhModel(nn.Module):
+    """Four such blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(EndsInTanh() for _ in range(4))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return SimpleNamespace(logits=self.head(hidden * attention_mask[..., None]))
+
+
+class Tanh(_Job):
+    """A stage's graph keeps the very values that the stage has sent."""
+
+    def make(self) -> nn.Module:
+        return TanhModel()
+
+
 class OnceTwice(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
     """Calls the model a second time."""
 
@@ -105,7 +141,7 @@ class OnceTwice(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
         return super().compute_loss(model, batch) + super().compute_loss(model, batch)
 
 
-OTHERS |= JOBS | {"frozen-8": Frozen, "unreached-4": Unreached, "own-loss": OwnLoss, "twice": OnceTwice}
+OTHERS |= JOBS | {"frozen-8": Frozen, "unreached-4": Unreached, "own-loss": OwnLoss, "tanh-4": Tanh, "twice": OnceTwice}
 
 
 def train_all(workers: Any, folder: str, cases: dict[str, tuple[str, bool, str]]) -> dict[str, Any]:

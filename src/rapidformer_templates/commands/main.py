@@ -250,6 +250,10 @@ def _show_resolved(
             from rapidformer_templates.switches.auto_strategy.command import plan_command
 
             return plan_command(config, detected, as_json=asked.json)
+        if config.get("pipeline_stages") == "auto-memory" and not asked.yaml:
+            from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
+
+            config = with_stages_by_memory(config, detected)
         plan = resolve(config, detected)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
     except Refused as refused:

@@ -97,6 +97,7 @@ PRIVATE_NAMES = (
     _of("torch._ops:OpOverload", "_overloadpacket", "the operations of an operator", "the planner's times"),
     _of("torch.ops.aten", "_local_scalar_dense _grouped_mm", "answers that shapes alone do not give",
         "the planner with experts"),
+    _of("torch.ops.aten", "_to_copy", "telling autocast's copies of weights", "the planner with pipelines"),
     # Attention of rows that hold several samples.
     _of("torch.ops.aten",
         "_flash_attention_forward _scaled_dot_product_flash_attention_for_cpu "

@@ -9,7 +9,9 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -146,6 +148,7 @@ class SingleEngine:
         if self._outcomes:
             self._outcomes.begin()
         loss = self._accumulate_gradients(microbatches, max(targets, 1.0))
+        self._reduce()
         if self.before_update:
             self.before_update()
         self._set_lr(lr_factor() if callable(lr_factor) else lr_factor)
@@ -164,7 +167,6 @@ class SingleEngine:
         Raises:
             NonFiniteLoss: as ``train_batch``.
         """
-        self._reduce()
         norm = self._grad_norm()
         return norm, self._update_unread(loss, norm) if self._outcomes else self._update_if_finite(loss, norm)
 
@@ -402,26 +404,57 @@ class SingleEngine:
 
 
 class DDPEngine(SingleEngine):
-    """A copy of the model on each worker; gradients are averaged while the backward runs."""
+    """A copy of the model on each worker; gradients are averaged while the backward runs.
+
+    Gradients lie in DDP's buckets and nowhere else: each one that comes first in a step is copied into its bucket as
+    soon as it is there, in whichever micro batch, and those of later micro batches are added to it in place.
+    """
 
     _missing: Sequence[int] = ()
 
+    def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
+        super().__init__(plan, workers, clip_grad=clip_grad)
+        self._accumulates = plan.sizes.accumulation > 1
+
     def _distribute(self) -> nn.Module:
         on_gpu = self.workers.device.type == "cuda"
-        return DistributedDataParallel(
+        ddp = DistributedDataParallel(
             self.model, device_ids=[self.workers.local_rank] if on_gpu else None, gradient_as_bucket_view=True
         )
+        if self._accumulates:
+            ddp.register_comm_hook(None, lambda _, bucket: self._average_if_last(bucket))
+        return ddp
+
+    def _average_if_last(self, bucket: Any) -> Future[torch.Tensor]:
+        """Send a ``GradBucket`` of DDP's in the last micro batch of a step; in those before it, leave it as it is."""
+        if self._exchanges:
+            return allreduce_hook(self._callable.process_group, bucket)  # type: ignore[arg-type]
+        kept: Future[torch.Tensor] = Future(devices=[self.workers.device] if bucket.buffer().is_cuda else None)
+        kept.set_result(bucket.buffer())
+        return kept
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether this is the last micro batch of a step."""
+        exchanges: bool = self._callable.require_backward_grad_sync  # type: ignore[assignment]
+        return exchanges
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         ddp: Any = self._callable
         return nullcontext() if last else ddp.no_sync()
 
     def _backward(self, loss: torch.Tensor) -> None:
-        if getattr(self._callable, "require_backward_grad_sync", False):
-            # DDP waits until the backward has come to each parameter, and cannot know that one is left out. To
-            # search the graph for them in every step would take longer.
-            loss = come_by_all(loss, self._parameters, then=self._look_for_missing)
-        super()._backward(loss)
+        if not isinstance(self._callable, DistributedDataParallel):  # a worker alone, in engines made of this one
+            return super()._backward(loss)
+        if not self._exchanges:
+            self._callable.reducer.prepare_for_backward([])  # which fills buckets, and is left out under no_sync
+        # DDP waits until the backward has come to each parameter, and cannot know that one is left out. To
+        # search the graph for them in every step would take longer.
+        super()._backward(come_by_all(loss, self._parameters, then=self._look_for_missing))
+        if not self._exchanges:
+            for index in self._missing:  # a later micro batch may reach it
+                self._parameters[index].grad = None
+        return None
 
     def _look_for_missing(self) -> None:
         """At the end of the backward; after it, DDP puts its zeros where no gradient is."""

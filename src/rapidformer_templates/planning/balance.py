@@ -6,8 +6,17 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+Cost = Callable[[int, int, int], float]
+"""Of a stage (from 0) with the blocks from the second number up to the third, which it does not have."""
 
-def balanced_cut(front: float, blocks: Sequence[float], back: float, stages: int) -> list[int]:
+
+def balanced_cut(
+    front: float,
+    blocks: Sequence[float],
+    back: float,
+    stages: int,
+    allowed: Callable[[int, int, int], bool] = lambda stage, begin, end: True,
+) -> list[int]:
     """The number of consecutive blocks of each stage, so that the most costly stage costs the least.
 
     Among the cuts that do so, the one whose stages are most alike (least sum of squared costs) is taken, and
@@ -18,6 +27,7 @@ def balanced_cut(front: float, blocks: Sequence[float], back: float, stages: int
         blocks: cost of each block, in any unit.
         back: cost of what comes after them (the head); the last stage has it.
         stages: how many; each gets at least one block.
+        allowed: whether a stage may have the blocks from one number up to another; there must be a cut that is.
 
     Raises:
         ValueError: there are fewer blocks than stages.
@@ -30,6 +40,8 @@ def balanced_cut(front: float, blocks: Sequence[float], back: float, stages: int
     sums = [0.0, *itertools.accumulate(blocks)]
 
     def cost(stage: int, begin: int, end: int) -> float:
+        if not allowed(stage, begin, end):
+            return math.inf
         ends = (front if stage == 0 else 0.0) + (back if stage == stages - 1 else 0.0)
         return sums[end] - sums[begin] + ends
 
@@ -42,10 +54,15 @@ def balanced_cut(front: float, blocks: Sequence[float], back: float, stages: int
     return _least(len(blocks), stages, square, lambda before, own: before + own)[1]
 
 
+def least_cost(blocks: int, stages: int, cost: Cost) -> float:
+    """The least cost that the most costly stage of a cut can have, each stage having at least one block."""
+    return _least(blocks, stages, cost, max)[0]
+
+
 def _least(
     blocks: int,
     stages: int,
-    cost: Callable[[int, int, int], float],
+    cost: Cost,
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
     """(least joined cost, blocks of each stage), by dynamic programming over the last cut."""

@@ -39,6 +39,7 @@ class RunConfig:
         user: the flags that the user's own template declares, if it declares any.
         origins: for each value that is not a default, where it came from, by field name.
         replaced: lines about values that one of the same choice, from a higher place, took the place of.
+        chosen: lines about values that were found out for the user.
     """
 
     launch: LaunchFlags = field(default_factory=LaunchFlags)
@@ -49,6 +50,7 @@ class RunConfig:
     user: Any = None
     origins: Mapping[str, str] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
 
     @cached_property
     def _declared_in(self) -> Mapping[str, str]:

@@ -84,7 +84,7 @@ def _engine(request: Request) -> str:
 
 
 def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
-    notes = list(request.config.replaced)
+    notes = [*request.config.replaced, *request.config.chosen]
     notes += [note for switch in request.active.values() for note in switch.notes(request)]
     notes += [finding.message for _, finding in registry.broken(request)]  # an accepted request breaks only notes
     micro = request.sizes.micro_batch

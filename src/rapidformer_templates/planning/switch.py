@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import Environment
@@ -246,6 +246,10 @@ def _no_options(request: Request) -> Mapping[str, Any]:
     return {}
 
 
+FreedMemory = Literal["given back", "as usual", "kept"]
+FREED_MEMORY: tuple[FreedMemory, ...] = get_args(FreedMemory)
+
+
 @dataclass(frozen=True)
 class Switch:
     """One acceleration switch. A new switch is one new file in this folder.
@@ -290,6 +294,9 @@ class Switch:
             switch does unless it says so; of any other switch, False if the parameters must stay fp32.
         no_second_forward: why a step must not have a forward of another model, or of two rows a sample; None if it may.
         no_second_model: why there is no place for a forward of a reference in a step; None if there is.
+        freed_memory: what becomes of host memory that a training on a CPU frees. It is kept for the next step, which
+            saves the page faults of half a step; unless the process would be larger for it, by holes between what is
+            of many sizes. Of several switches the first of :data:`FREED_MEMORY` counts.
     """
 
     name: str
@@ -327,6 +334,7 @@ class Switch:
     narrow_weights: bool | None = None
     no_second_forward: str | None = None
     no_second_model: str | None = None
+    freed_memory: FreedMemory = "kept"
 
     def __post_init__(self) -> None:
         first = next(iter(dataclasses.fields(self.options)), None)

@@ -20,6 +20,7 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.label_use import can_be_tried, label_use
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY, load_object
+from rapidformer_templates.planning.switch import FREED_MEMORY
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer
 from rapidformer_templates.run.reference import provide_reference
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
 
 
 def choose_allocation(plan: Plan) -> None:
-    """Fast where memory is no matter, small where it is the point, and the system's own way between the two."""
+    """Have host memory that a training on a CPU frees kept for the next step, where no switch has it otherwise."""
     if plan.device != "cpu":
         return
-    families = {REGISTRY[name].family for name in plan.switches}
-    if "offload" in families:
-        give_freed_memory_back()
-    elif "partitioning" not in families:
-        keep_freed_memory()
+    ways = {REGISTRY[name].freed_memory for name in plan.switches} | {"kept"}
+    match next(way for way in FREED_MEMORY if way in ways):
+        case "kept":
+            keep_freed_memory()
+        case "given back":
+            give_freed_memory_back()
 
 
 def prepare_switches(template: Template) -> None:

@@ -6,12 +6,12 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.config import RunConfig, parse, spelling
 from rapidformer_templates.planning.environment import Environment, detect
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
@@ -57,44 +57,66 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
     if config.launch.user_script:
         raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
     config = with_template_defaults(REGISTRY.adopt(config), name)
-    return _with_best_layout(template, config) if config.get("auto_strategy") else config
+    if config.get("auto_strategy"):
+        return _searched(template, config, "auto_strategy", _with_best_layout)
+    if config.get("pipeline_stages") == AUTO_MEMORY:
+        return _searched(template, config, "pipeline_stages", _balanced_by_memory)
+    return config
 
 
-AUTO_STRATEGY = "auto-strategy"
-"""The origin of values that the automatic strategy has chosen."""
+AUTO_STRATEGY, AUTO_MEMORY = "auto-strategy", "auto-memory"
+"""The origins of values that the planner has found."""
 
 OF_A_MODEL = ("build_model", "build_data", "compute_loss", "build_optimizer")
 """Hooks that change what a step takes."""
 
 
-def _with_best_layout(template: type[Template], config: RunConfig) -> RunConfig:
-    """The configuration with what ``--auto-strategy`` has found.
+Search = Callable[[RunConfig, Environment], RunConfig]
+
+
+def _searched(template: type[Template], config: RunConfig, asked: str, search: Search) -> RunConfig:
+    """The configuration with what the planner finds; ``asked``: the flag that asks for it.
 
     Raises:
         ConfigError: the script's own hooks make what the search cannot see.
-        Refused: the flags break rules in every layout.
+        Refused: the flags break rules, in every layout if one is searched for.
         NothingFits: no layout does.
     """
     own = [hook for hook in OF_A_MODEL if hook in own_hooks(template)]
     if own:
+        flag = spelling(asked) + (f" {AUTO_MEMORY}" if asked == "pipeline_stages" else "")
         raise ConfigError(
-            f"--auto-strategy cannot see what {template.__name__}.{own[0]} makes",
-            where=f"--auto-strategy ({config.origin('auto_strategy')})",
-            hint="plan a model of the same sizes with rapidformer plan --auto-strategy, and give its flags",
+            f"{flag} cannot see what {template.__name__}.{own[0]} makes",
+            where=f"{flag} ({config.origin(asked)})",
+            hint=f"plan a model of the same sizes with rapidformer plan {flag}, and give its flags",
         )
     if handover.is_asked_for():
-        return config  # whoever looks at the script lists all layouts
+        return config  # whoever looks at the script searches, too
     if is_worker() and CHOSEN in os.environ:  # the process that started this one has searched
-        return config.replace(AUTO_STRATEGY, **json.loads(os.environ[CHOSEN]))
+        chosen = json.loads(os.environ[CHOSEN])
+        for name, (value, origin) in chosen["values"].items():
+            config = config.replace(origin, **{name: value})
+        return dataclasses.replace(config, chosen=tuple(chosen["lines"]))
+    return search(config, _environment(template, config))
+
+
+def _with_best_layout(config: RunConfig, environment: Environment) -> RunConfig:
     from rapidformer_templates.switches.auto_strategy.command import best_layout
 
-    return config.replace(AUTO_STRATEGY, **best_layout(config, _environment(template, config)))
+    return config.replace(AUTO_STRATEGY, **best_layout(config, environment))
+
+
+def _balanced_by_memory(config: RunConfig, environment: Environment) -> RunConfig:
+    from rapidformer_templates.switches.auto_strategy.stage_balance import with_stages_by_memory
+
+    return with_stages_by_memory(config, environment)
 
 
 def chosen_layout(config: RunConfig) -> dict[str, str]:
-    """What the automatic strategy has chosen, for the environment of workers."""
-    chosen = {name: config.get(name) for name, origin in config.origins.items() if origin == AUTO_STRATEGY}
-    return {CHOSEN: json.dumps(chosen)} if chosen else {}
+    """What the planner has found, for the environment of workers."""
+    origins = {name: origin for name, origin in config.origins.items() if origin in (AUTO_STRATEGY, AUTO_MEMORY)}
+    values = {name: (config.get(name), origin) for name, origin in origins.items()}
+    return {CHOSEN: json.dumps({"values": values, "lines": config.chosen})} if values else {}
 
 
 def _environment(template: type[Template], config: RunConfig) -> Environment:

@@ -26,6 +26,7 @@ from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import Measured
 from rapidformer_templates.run.own_hooks import own_hooks
+from rapidformer_templates.system.host_memory import freed_memory
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
@@ -162,10 +163,11 @@ class Receipts:
             "matmul_precision": torch.get_float32_matmul_precision,
             "optimizer_is_fused": lambda: any(group.get("fused") for group in engine.optimizer.param_groups),
             "blocks": lambda: list(find_blocks(engine.model)),
+            "freed_memory": freed_memory,
             "swapped_bytes": lambda: getattr(engine, "swapped_bytes", 0),
             "layout": lambda: engine.workers.dimensions,
         }
-        always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes"}
+        always = {"parameter_bytes", "optimizer_state_bytes", "parameter_dtypes", "activation_dtypes", "freed_memory"}
         values = {name: measure() for name, measure in measures.items() if name in self.wanted | always}
         own = {name: value for receipt in self._of_switches for name, value in receipt.after_step(engine).items()}
         values |= {name: value for name, value in own.items() if name in self.wanted}

@@ -91,6 +91,7 @@ SWITCHES = (
             always(time="the update on the host, and the way there and back, are not in the seconds"),
         ),
         family="offload",
+        freed_memory="given back",
         claims=frozenset({Resource.OFFLOAD}),
         notes=_notes,
         engine_options=lambda request: {"offload": "cpu"},

@@ -34,6 +34,7 @@ SWITCHES = (
             }
         ),
         family=PARTITIONING,
+        freed_memory="as usual",
         claims=frozenset({Resource.OPTIMIZER_STATE}),
         templates=("Trainer",),
         notes=idle_alone("distributed-optimizer: one data-parallel worker, so there is nothing to shard"),

@@ -82,6 +82,7 @@ SWITCHES = (
             always(time="the way to the disk and back is not in the seconds"),
         ),
         family="offload",
+        freed_memory="given back",
         claims=frozenset({Resource.OFFLOAD}),
         engine_options=lambda request: {"offload": f"nvme:{request.config.get('nvme_path')}"},
         receipt=("optimizer_state_bytes", "optimizer_class", "swapped_bytes"),

@@ -8,6 +8,13 @@ import sys
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # <malloc.h>
 
 
+def freed_memory() -> str:
+    """What becomes of it in this process: ``kept``, ``given back`` or ``as usual``, by what the allocator has taken."""
+    if M_MMAP_MAX in _changed:
+        return "kept"
+    return "given back" if _changed else "as usual"
+
+
 def keep_freed_memory() -> None:
     """Have glibc's allocator keep what is freed instead of giving it back to the system.
 
@@ -44,5 +51,5 @@ def _mallopt(values: dict[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         for option, value in values.items():
-            mallopt(option, value)
-            _changed.add(option)
+            if mallopt(option, value):
+                _changed.add(option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -28,6 +29,7 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
     owned,
     owned_with_gradients,
     replicated,
+    replicated_with_masters,
 )
 
 FEW = [Facts((10, 4), True), Facts((3,), False), Facts((5, 4), True), Facts((5,), False)]
@@ -42,6 +44,11 @@ def test_the_paper_s_model_is_the_published_one() -> None:
 
 def test_ddp_holds_16_bytes_a_parameter_on_every_worker() -> None:
     assert replicated(FEW, 2, 4) == [Held(4 * 68, 4 * 68, 8 * 68 + 4 * 4)] * 2
+
+
+def test_masters_stand_beside_weights_of_16_bits() -> None:
+    some = [dataclasses.replace(facts, narrows=facts.decays) for facts in FEW]
+    assert replicated_with_masters(some, 2, 2) == [Held(2 * 60 + 4 * 8, 4 * 68, 8 * 68 + 4 * 4 + 4 * 60)] * 2
 
 
 def test_oss_gives_each_parameter_to_whoever_has_fewest() -> None:
@@ -86,6 +93,7 @@ def test_each_partitioning_approaches_its_share() -> None:
     count = sum(parameter.count for parameter in model)
     shares = {
         "none": (4, 4, 8),
+        "mixed": (2, 4, 12),
         "fsdp": (4 / workers, 4 / workers, 8 / workers),
         "zero-2-offload": (4, 4 / workers, 12 / workers),
         "zero-3": (4 / workers, 4 / workers, 12 / workers),

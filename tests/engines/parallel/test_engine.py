@@ -36,6 +36,8 @@ FOUR = {
     "tp2-dp2-zero-2": ("bert-4-untied", True, f"--micro-batch-size 2 {TENSOR} 2 {ZERO_2}"),
     "dp4-distributed-optimizer": ("unreached-4", True, f"--micro-batch-size 2 {DISTRIBUTED}"),
     "pp2-dp2-frozen": ("frozen-8", True, f"--micro-batch-size 2 {PIPELINE} 2 {ZERO_2}"),
+    "pp2-dp2-outputs-kept": ("tanh-4", True, f"--micro-batch-size 1 {PIPELINE} 2 {ZERO_1}"),
+    "pp4-fused": ("gpt2-8-tied", True, f"--micro-batch-size 2 {PIPELINE} 4 --fused-linear-cross-entropy"),
     "own-loss": ("own-loss", True, f"--micro-batch-size 2 {PIPELINE} 2 {DISTRIBUTED}"),
 }
 HALF = {

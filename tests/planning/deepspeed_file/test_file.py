@@ -11,12 +11,14 @@ import torch
 
 from rapidformer_templates.engines.recipe import default_optimizer, schedule
 from rapidformer_templates.errors import ConfigError, Refused
+from rapidformer_templates.planning.deepspeed_file.buckets import by_width, filled
 from rapidformer_templates.planning.deepspeed_file.file import adopt
-from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, ONLY, OWN, REFUSED, SAID, look_up
+from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, ONLY, OWN, REFUSED, SAID
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.resolve import resolve
 from tests.support.requests import CPU, GPUS, config_of, on
 
+ZERO_3 = "--zero-3-memory-optimization"
 TWO = on(GPUS, world_size=2, local_world_size=2)
 ON_CPU = on(CPU, packages={"deepspeed": "any"})
 AUTO = {
@@ -69,8 +71,9 @@ def test_auto_is_filled_from_the_flags(file: Any) -> None:
     assert told["gradient_clipping"] == 0.5
     assert told["bf16"]["enabled"] is True
     assert told["fp16"]["enabled"] is False
-    assert look_up(told, "zero_optimization.stage3_prefetch_bucket_size") == 50_000_000
-    assert "auto" not in json.dumps(told)
+    sizes = {name for name, value in told["zero_optimization"].items() if value == "auto"}
+    assert sizes == set(by_width(1)), "the model's width is not known yet"
+    assert "auto" not in json.dumps({**told, "zero_optimization": filled(told["zero_optimization"], 64)})
     assert "optimizer" not in told  # the plan has it, and the engine gets a built optimizer
     assert "scheduler" not in told  # the plan has it
 
@@ -376,15 +379,44 @@ def test_of_two_learning_rates_in_one_file_none_is_ignored(file: Any) -> None:
     ]
 
 
+SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
+
+
 def test_buckets_are_filled_from_the_width_as_the_guide_says(file: Any) -> None:
-    auto = dict.fromkeys(
-        ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
-    )
-    flags = f"--deepspeed-config {file({'zero_optimization': {'stage': 3, **auto}})} --model-type gpt2 --hidden-size 64"
-    zero = effective(flags)["zero_optimization"]
-    assert [zero[name] for name in auto] == [4096, 3686, 640]
-    zero = effective(f"{flags} --zero-3-prefetch-bucket-size 7")["zero_optimization"]
-    assert [zero[name] for name in auto] == [4096, 7, 640]
+    auto = dict.fromkeys(SIZES, "auto")
+    for begin in (f"--deepspeed-config {file({'zero_optimization': {'stage': 3, **auto}})}", ZERO_3):
+        zero = effective(f"{begin} --model-type gpt2 --hidden-size 1000")["zero_optimization"]
+        assert [zero[name] for name in SIZES] == [1_000_000, 1_000_000, 900_000, 10_000]
+        zero = effective(f"{begin} --hidden-size 1000 --zero-3-prefetch-bucket-size 7")["zero_optimization"]
+        assert [zero[name] for name in SIZES] == [1_000_000, 1_000_000, 7, 10_000]
+        zero = effective(f"{begin} --zero-3-param-persistence-threshold 0")["zero_optimization"]
+        assert [zero[name] for name in SIZES] == ["auto", "auto", "auto", 0]
+
+
+def test_a_number_in_the_file_is_followed_and_one_stage_has_no_sizes_of_another(file: Any) -> None:
+    said = {"stage": 2, "reduce_bucket_size": 5, "allgather_bucket_size": "auto"}
+    zero = effective(f"--deepspeed-config {file({'zero_optimization': said})} --hidden-size 1000")["zero_optimization"]
+    assert [zero.get(name) for name in SIZES] == [5, 1_000_000, None, None]
+
+
+@pytest.mark.parametrize(("width", "square"), [(1, 2**18), (512, 2**18), (513, 263_169), (50_000, 50_000_000)])
+def test_buckets_of_small_and_large_models_stay_within_bounds(width: int, square: int) -> None:
+    even = square + square % 2
+    assert list(by_width(width).values()) == [square, even, square * 9 // 10, 10 * width]
+    assert tuple(by_width(width)) == SIZES
+
+
+def test_the_plan_says_how_large_a_bucket_is() -> None:
+    flags = f"--model-type gpt2 {ZERO_3}"
+    known = resolve(config_of(f"{flags} --hidden-size 1000"), TWO)
+    assert "ZeRO: a bucket holds 1,000,000 elements" in known.notes
+    unknown = resolve(config_of(flags), TWO)
+    assert "ZeRO: a bucket holds the square of the model's width, 262,144 to 50,000,000 elements" in unknown.notes
 
 
 def test_of_the_two_offloads_the_file_names_one(file: Any) -> None:

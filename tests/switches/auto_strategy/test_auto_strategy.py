@@ -39,8 +39,8 @@ def test_the_best_layout_is_taken_and_shown(
     assert "zero-1" in template.plan.switches
 
     # Workers that this process starts do not search again.
-    chosen = json.loads(chosen_layout(template.config)[CHOSEN])
-    assert chosen["global_batch_size"] == sizes.global_batch
+    chosen = json.loads(chosen_layout(template.config)[CHOSEN])["values"]
+    assert chosen["global_batch_size"] == [sizes.global_batch, "auto-strategy"]
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **chosen_layout(template.config)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("rapidformer_templates.switches.auto_strategy.command.search", None)

@@ -16,10 +16,18 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.setting import NarrowWeights, Setting
 from tests.support.preference_runs import make, pairs
 from tests.support.worker_group import run_in_workers
 
-ENGINES = {"none": (), "fsdp": ("--fsdp-memory-optimization",), "zero-3": ("--zero-3-memory-optimization",)}
+MASTERS = Setting("bf16", narrow=NarrowWeights())
+ENGINES: dict[str, tuple[tuple[str, ...], str, Setting]] = {
+    "none": ((), "none", Setting()),
+    "none, weights of 16 bits": (("--mixed-precision", "bf16"), "none", MASTERS),
+    "fsdp": (("--fsdp-memory-optimization",), "fsdp", Setting()),
+    "zero-3": (("--zero-3-memory-optimization",), "zero-3", Setting()),
+}
+"""By name the flags, and what the planner makes of them."""
 
 
 def bytes_of(model: torch.nn.Module) -> int:
@@ -33,7 +41,7 @@ def bytes_of(model: torch.nn.Module) -> int:
 
 def measured(workers: Any, flags: list[str]) -> dict[str, int]:
     found = {}
-    for name, more in ENGINES.items():
+    for name, (more, _, _) in ENGINES.items():
         job = Trainer([*flags, *more, "--task", "preference", "--no-save"])
         job.fit()
         with job.task.reference(None) as copy:  # type: ignore[attr-defined]
@@ -50,13 +58,12 @@ def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path
         ModelShapes(lambda blocks: GPT2LMHeadModel(config), lambda samples: {}, has_copy=copied)
         for copied in (False, True)
     )
-    for name in ENGINES:
-        layout = Layout(1, 1, 2, partitioning=name)
-        more = zip(held_by_worker(beside, layout), held_by_worker(alone, layout), strict=True)
+    for name, (_, partitioning, setting) in ENGINES.items():
+        layout = Layout(1, 1, 2, partitioning=partitioning)
+        more = zip(held_by_worker(beside, layout, setting), held_by_worker(alone, layout, setting), strict=True)
         assert [b.parameters - a.parameters for b, a in more] == [rank[name] for rank in ranks], name
-        assert [h.optimizer for h in held_by_worker(beside, layout)] == [
-            h.optimizer for h in held_by_worker(alone, layout)
-        ]
+        with_copy, without = (held_by_worker(model, layout, setting) for model in (beside, alone))
+        assert [held.optimizer for held in with_copy] == [held.optimizer for held in without]
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,28 @@ FOUR_BITS = CODED | ({"quantize_base": "int4"} if _installed("peft") else {})
 NF4 = FOUR_BITS | ({"quantize_base": "nf4"} if _installed("peft") and _installed("bitsandbytes") else {})
 AVERAGE = {"ema_decay": 0.9, "layerwise_lr_decay": 0.5}
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
+NARROW = {"mixed_precision": "bf16"}
+SHARDED = {"use_distributed_optimizer": True}
+MASTERS: list[Case] = [
+    ("masters, alone", 1, "Trainer", NARROW),
+    ("masters, 16-bit sums", 1, "Trainer", {**NARROW, "grad_accum_dtype": "bf16"}),
+    ("masters, none", 2, "Trainer", NARROW),
+    ("masters, none, micro batches", 2, "Trainer", {**NARROW, "global_batch_size": 8}),
+    ("masters, distributed optimizer", 2, "Trainer", {**NARROW, **SHARDED}),
+    ("masters, distributed optimizer, 16-bit sums, micro batches", 2, "Trainer",
+     {**NARROW, **SHARDED, "grad_accum_dtype": "bf16", "grad_reduce_dtype": "bf16", "global_batch_size": 8}),
+    ("masters, tensor", 2, "Trainer", {**NARROW, **TENSOR}),
+    ("masters, pipeline", 2, "Trainer", {**NARROW, **PIPELINE}),
+    ("masters, bf16 moments, distributed optimizer", 2, "Trainer",
+     {**NARROW, **SHARDED, "optimizer": "adamw_anyprecision"}),
+    ("masters, average, distributed optimizer", 2, "Trainer", {**NARROW, **SHARDED, **AVERAGE}),
+    ("masters, tensor, pipeline", 4, "Trainer", {**NARROW, **TENSOR, **PIPELINE}),
+    ("masters, pipeline, zero-1", 4, "Trainer", {**NARROW, **PIPELINE, "zero_1_memory_optimization": True}),
+    ("masters, pipeline, zero-2", 4, "Trainer", {**NARROW, **PIPELINE, "zero_2_memory_optimization": True}),
+    ("masters, tensor, zero-2", 4, "Trainer", {**NARROW, **TENSOR, "zero_2_memory_optimization": True}),
+]  # fmt: skip
+"""Weights of 16 bits, with fp32 masters."""
+
 TOGETHER: list[Case] = [
     ("zero-2, one worker", 1, "Trainer", {"zero_2_memory_optimization": True}),
     ("zero-1, bf16", 2, "Trainer", {"zero_1_memory_optimization": True, "mixed_precision": "bf16"}),
@@ -181,7 +203,7 @@ TOGETHER: list[Case] = [
     ("frozen, zero-2", 2, "Trainer", {"freeze": "mlp", "zero_2_memory_optimization": True}),
     ("tensor, pipeline", 4, "Trainer", {**TENSOR, **PIPELINE, "sequence_parallel": True}),
 ]  # fmt: skip
-CASES = [*SWITCHES, *BY_OPTIMIZER, *TOGETHER]
+CASES = [*SWITCHES, *BY_OPTIMIZER, *TOGETHER, *MASTERS]
 QUICK = {
     *(case[0] for case in SWITCHES if case[0] != "torch-compile"),  # half a minute of imports
     *(case[0] for case in CASES if case[1] == 1),
@@ -195,6 +217,7 @@ QUICK = {
         "lora, tensor, sharded over data",
         "lora, pipeline, sharded over data",
     ),
+    *(case[0] for case in MASTERS),
 }
 """The others are asked for by -m exhaustive."""
 PARAMETERS = [pytest.param(c, id=c[0], marks=() if c[0] in QUICK else pytest.mark.exhaustive) for c in CASES]
@@ -254,7 +277,8 @@ def predicted(case: Case) -> list[Held]:
     _, workers, template, values = case
     job = JOBS[template]([*words(values, "run"), "--nproc-per-node", str(workers)])
     plan = resolve(job.config, detect(template, "test", device="cpu", world_size=workers))
-    return held_by_worker(shapes(job.config, plan), _layout_of(plan), setting_of(plan))
+    of_model = shapes(job.config, plan)
+    return held_by_worker(of_model, _layout_of(plan), setting_of(plan, of_model.width))
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, SEA
 from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
+from rapidformer_templates.switches.auto_strategy.setting import Setting
 
 TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 
@@ -86,6 +87,32 @@ def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch)
         assert (config.get("recompute_granularity") == "selective") is (layout.recompute == "selective")
         assert layout.partitioning == "none" or layout.partitioning in plan.switches
         assert layout.global_batch <= 8
+
+
+BF16 = f"{TINY} --auto-strategy --world-size 4 --device cpu --mixed-precision bf16"
+WAYS = [
+    (Layout(data=4), True),
+    (Layout(tensor=2, data=2), True),
+    (Layout(pipeline=2, data=2, partitioning="zero-2"), True),
+    (Layout(data=4, partitioning="zero-2"), False),
+    (Layout(data=4, partitioning="fsdp"), False),
+]
+
+
+@pytest.mark.parametrize(("layout", "has_masters"), WAYS, ids=str)
+def test_a_layout_has_masters_where_its_plan_has(
+    layout: Layout, has_masters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = search_of(BF16, monkeypatch, 4)
+    config, place, _ = plan_request([*BF16.replace("--auto-strategy", "").split(), *layout.flags()])
+    assert ("narrow_weights" in resolve(config, place).engine_options) is has_masters
+    setting = search._setting(layout)
+    assert isinstance(setting, Setting)
+    assert (setting.narrow is not None) is has_masters
+    kept = search_of(f"{BF16} --keep-fp32-parameters", monkeypatch, 4)._setting(layout)
+    assert isinstance(kept, Setting)
+    assert kept.narrow is None
+    assert kept.by_parallel_engine(layout) is layout.is_divided
 
 
 @pytest.mark.slow

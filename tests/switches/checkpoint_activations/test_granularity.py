@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.errors import ModelError, Refused
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.environment import installed_packages
+from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from tests.support.jobs import VOCABULARY, DeepJob
+from tests.support.model_shapes import MODELS, batch
 from tests.support.worker_group import run_in_workers
 
 STEPS = "--train-iters 3 --global-batch-size 8 --log-interval 1 --lr 1e-2"
@@ -89,6 +93,28 @@ class Overwriting(Watched):
         model = super().make()
         model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda module, args, output: output.data.mul_(1.5))
         return model
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_copies_of_weights_by_autocast_go_with_their_block(selective: bool) -> None:
+    """The backward makes its own, of one block after the other. The head's copy stays."""
+    model = MODELS["llama"](5)
+    blocks = find_blocks(model).values()
+    for block in blocks:
+        block.forward = Checkpointed(block.forward, selective=selective)
+
+    def alive() -> int:
+        with LiveStorages([*model.parameters(), *model.buffers()]) as live, torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch(2)).loss
+            held = live.live
+        loss.backward()
+        model.zero_grad()
+        return held
+
+    without = alive()
+    with mock.patch("torch.clear_autocast_cache"):
+        kept = alive()
+    assert kept - without == sum(2 * p.numel() for block in blocks for p in block.parameters() if p.ndim == 2)
 
 
 @pytest.mark.slow

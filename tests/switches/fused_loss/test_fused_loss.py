@@ -33,11 +33,12 @@ from rapidformer_templates.switches.fused_loss.logits import FusedHead, Logits, 
 from rapidformer_templates.switches.fused_loss.memory import rows_at_once, saved_bytes
 from rapidformer_templates.switches.fused_loss.pointwise import Scale, Shift, Tanh
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
+from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import JOBS, VOCABULARY, CausalJob, ClassJob, _Job, train
 from tests.support.worker_group import run_in_workers
 
 FUSED = "--fused-linear-cross-entropy"
-ON_CPU = SimpleNamespace(workers=SimpleNamespace(device=torch.device("cpu")))
+ON_CPU = SimpleNamespace(workers=Workers(0, 0, 1, torch.device("cpu")))
 PACKAGES = installed_packages()
 
 
@@ -253,8 +254,10 @@ SWITCHES = {
     **({"zero-2": "--zero-2-memory-optimization"} if "deepspeed" in PACKAGES else {}),
     **({"zero-3": "--zero-3-memory-optimization"} if "deepspeed" in PACKAGES else {}),
 }
+STAGES = "--pipeline-model-parallel-size 2 --pipeline-stages 1,1"
+SWITCHES |= {"stages": STAGES, "stages, checkpointed": f"{STAGES} --checkpoint-activations"}
 SHARED = {("llama", name) for name in SWITCHES} | {("causal", "fsdp")}
-SHARED |= {("masked", name) for name in SWITCHES if name == "zero-3"}
+SHARED |= {("masked", name) for name in SWITCHES if name in ("zero-3", "stages")}
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +334,9 @@ def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
             (job, name): train(job, _double(name), f"{SHORT} {SWITCHES[name]} {FUSED}", f"{folder}/{job}-{name}")
             for job, name in sorted(SHARED)
         }
+        for more in ("", FUSED):
+            flags = f"{SHORT} {STAGES} --mixed-precision bf16 {more}"
+            runs["bf16", more] = train("causal", False, flags, f"{folder}/bf16{more}")
     return runs
 
 
@@ -350,6 +356,13 @@ def test_two_workers_follow_one_without(case: tuple[str, str], references: Any, 
         torch.testing.assert_close(torch.tensor(results[case]["curve"]), expected, **close)
         receipts = results[case]["summary"]["receipts"]
         assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1
+
+
+@pytest.mark.distributed
+def test_stages_in_bf16_follow_stages_without(runs: Any) -> None:
+    plain, fused = (runs[0]["bf16", more] for more in ("", FUSED))
+    torch.testing.assert_close(torch.tensor(fused["curve"]), torch.tensor(plain["curve"]), rtol=2**-8, atol=0)
+    assert "logits_rows" not in plain["summary"]["receipts"]
 
 
 def test_head_of_finds_it() -> None:

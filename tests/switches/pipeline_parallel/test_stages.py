@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -43,15 +45,20 @@ SIZES = [(w, v, m) for w in range(1, 6) for v in range(1, 4) for m in range(1, 1
 
 @pytest.mark.parametrize("workers", range(1, 6))
 def test_every_pass_is_made_once_and_after_what_it_needs(workers: int) -> None:
-    """A simulation in which a worker stands still at anything that is not there yet, a receipt too."""
+    """A simulation in which a worker stands still at anything that is not there yet, a receipt too.
+
+    And at a transfer, while another one in the same direction has not been taken in.
+    """
     for _, per_worker, microbatches in (sizes for sizes in SIZES if sizes[0] == workers):
         lists = with_transfers(workers, per_worker, microbatches)
         last, sent, done = workers * per_worker - 1, set(), []
+        on_their_way = OnTheirWay(workers, 1)
         while any(lists):
             moved = False
             for own in lists:
-                while own and _may_be_done(own[0], sent, done, last):
+                while own and _may_be_done(own[0], sent, done, last) and on_their_way.room(own[0]):
                     action = own.pop(0)
+                    on_their_way.see(action)
                     if action.kind is Kind.SEND_FORWARD:
                         sent.add((Kind.RECEIVE_FORWARD, action.stage + 1, action.microbatch))
                     elif action.kind is Kind.SEND_BACKWARD:
@@ -62,6 +69,59 @@ def test_every_pass_is_made_once_and_after_what_it_needs(workers: int) -> None:
             assert moved, (workers, per_worker, microbatches)
         passes = [action for action in done if action.kind in (Kind.FORWARD, Kind.BACKWARD)]
         assert len(passes) == len(set(passes)) == 2 * (last + 1) * microbatches
+
+
+class OnTheirWay:
+    """What each worker has sent in each direction and its neighbour has not yet begun to take in."""
+
+    def __init__(self, workers: int, limit: int) -> None:
+        self.workers, self.limit = workers, limit
+        self._sent: dict[tuple[int, bool], list[Action]] = defaultdict(list)
+        self._taken: set[Action] = set()
+
+    def room(self, action: Action) -> bool:
+        """Whether a worker may go on to this without waiting."""
+        before = self._sent[action.stage % self.workers, action.kind is Kind.SEND_FORWARD]
+        is_transfer = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        return not is_transfer or len(before) < self.limit or before[-self.limit] in self._taken
+
+    def see(self, action: Action) -> None:
+        """Something was done."""
+        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            self._sent[action.stage % self.workers, action.kind is Kind.SEND_FORWARD].append(action)
+        elif action.kind is Kind.RECEIVE_FORWARD:
+            self._taken.add(Action(Kind.SEND_FORWARD, action.stage - 1, action.microbatch))
+        elif action.kind is Kind.RECEIVE_BACKWARD:
+            self._taken.add(Action(Kind.SEND_BACKWARD, action.stage + 1, action.microbatch))
+
+
+def test_only_the_first_and_last_transfers_of_a_step_may_have_to_wait() -> None:
+    """However many micro batches: what left two transfers ago has been taken in by a neighbour that has answered."""
+    waits = {count: sum(not known for sends in _heard(4, count) for _, known in sends) for count in (8, 16, 40)}
+    assert waits[8] == waits[16] == waits[40] < 8
+
+
+def _heard(workers: int, microbatches: int) -> Iterator[list[tuple[Action, bool]]]:
+    """Each worker's actions, each with whether its neighbour is known to have come to taking in what it follows."""
+    lists = with_transfers(workers, 1, microbatches)
+    for rank, own in enumerate(lists):
+        reached = dict.fromkeys((rank - 1, rank + 1), -1)  # how far each neighbour has come, as this worker knows
+        known = []
+        sent: dict[Kind, list[Action]] = defaultdict(list)
+        for action in own:
+            kind, stage, number = action
+            if kind is Kind.FORWARD and stage > 0:
+                reached[rank - 1] = lists[rank - 1].index(Action(Kind.SEND_FORWARD, stage - 1, number))
+            elif kind is Kind.BACKWARD and stage < workers - 1:
+                reached[rank + 1] = lists[rank + 1].index(Action(Kind.SEND_BACKWARD, stage + 1, number))
+            elif kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                way = 1 if kind is Kind.SEND_FORWARD else -1
+                taking = Kind.RECEIVE_FORWARD if way == 1 else Kind.RECEIVE_BACKWARD
+                if len(sent[kind]) >= 2:
+                    there = lists[rank + way].index(Action(taking, stage + way, sent[kind][-2].microbatch))
+                    known.append((action, there <= reached[rank + way]))
+                sent[kind].append(action)
+        yield known
 
 
 def _may_be_done(action: Action, sent: set[object], done: list[Action], last: int) -> bool:

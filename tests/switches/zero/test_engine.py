@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates import Data
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
+from rapidformer_templates.models.width import width_of
 from tests.support.jobs import CausalJob, train, weights_apart
 from tests.support.worker_group import run_in_workers, why_no_nvme
 
@@ -129,6 +130,17 @@ def test_nvme_follows_one_process_and_keeps_no_state_in_memory(references: Any, 
     for held in runs[0]["wide", "nvme"]["summary"]["receipts"]["held_bytes_by_rank"]:
         # Partitions of less than a megabyte (biases and norms) stay; all of it would be three times the parameters.
         assert held["optimizer_state_bytes"] < 0.05 * held["parameter_bytes"]
+
+
+@pytest.mark.parametrize("layout", ["zero-1", "zero-2", "zero-3", "zero-3-all-cut", "zero-3-offload"])
+def test_deepspeed_runs_with_buckets_of_the_models_width(layout: str, runs: Any) -> None:
+    settings = runs[0]["causal", layout]["summary"]["receipts"]["zero_optimization"]
+    assert (settings["reduce_bucket_size"], settings["allgather_bucket_size"]) == (2**18, 2**18)
+    if layout.startswith("zero-3"):
+        width = width_of(CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make())
+        kept_whole = 0 if layout == "zero-3-all-cut" else 10 * width
+        assert settings["prefetch_bucket_size"] == 2**18 * 9 // 10
+        assert settings["param_persistence_threshold"] == kept_whole
 
 
 def _assert_like(expected: Any, actual: Any) -> None:

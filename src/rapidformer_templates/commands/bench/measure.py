@@ -11,7 +11,7 @@ import importlib.util
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +23,9 @@ from rapidformer_templates.commands.bench.show import draw, notes, table
 from rapidformer_templates.commands.bench.tables import TABLES, Scale, Solution, Table
 from rapidformer_templates.commands.bench.worker import Job, RandomTokens, build_model
 from rapidformer_templates.errors import ConfigError, RapidformerError
+from rapidformer_templates.planning.deepspeed_file.buckets import by_width
 from rapidformer_templates.planning.environment import detect_gpu
-from rapidformer_templates.switches.auto_strategy.state_bytes import Facts
+from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN, Facts
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
 
@@ -39,9 +40,12 @@ def facts_of(scale: Scale) -> list[Facts]:
     """The parameters of a scale's model, without their data."""
     import torch
 
+    from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters
+
     with torch.device("meta"):
         model: nn.Module = build_model(scale)
-    return [Facts(tuple(p.shape), decays=p.ndim >= 2) for p in model.parameters()]
+    narrowed = narrowed_parameters(model)
+    return [Facts(tuple(p.shape), decays=p.ndim >= 2, narrows=id(p) in narrowed) for p in model.parameters()]
 
 
 def flops_of(job: Job) -> float:
@@ -111,11 +115,13 @@ def measure(request: Request, advance: Advance = lambda text: None) -> Report:
         if why:
             report.absent[name] = why
     able = [name for name in request.chosen if name not in report.absent]
+    kept_whole = by_width(sizes.hidden)["stage3_param_persistence_threshold"]
     for name in able:
         formula = solutions[name].formula
         if formula:
             width = 4 if precision_of(solutions[name], device) == "fp32" else 2
-            report.expected[name] = formula(report.parameters, request.workers, width)
+            how = replace(ON_HOST if solutions[name].offload else PLAIN, kept_whole=kept_whole)
+            report.expected[name] = formula(report.parameters, request.workers, width, how)
     if able:
         example = request.job(able[0], None, Path(), 0)
         report.flops, report.global_batch = flops_of(example), example.global_batch

@@ -26,7 +26,7 @@ WHY_DIFFERENT = {
     "oss-sdp": "a parameter lies whole with its owner, so the shares are uneven",
     "zero-1": "DeepSpeed keeps the whole gradient of a parameter that two workers share",
     "zero-2": "DeepSpeed keeps the whole gradient of a parameter that two workers share",
-    "zero-3": "parameters of fewer than 100,000 elements are kept whole beside their parts",
+    "zero-3": "parameters of at most 10 × the width are kept whole beside their parts",
     "zero-3-offload": "gradients are held twice, as they are reduced and as the update on the host takes them",
     "zero-3-nvme": "masters and moments lie on the disk; what is held is what passes through memory",
 }

@@ -19,6 +19,7 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
     owned,
     owned_with_gradients,
     replicated,
+    replicated_with_masters,
 )
 
 
@@ -108,7 +109,7 @@ PARTITIONING = Table(
     "partitioning",
     {
         "none": Solution((), replicated, ("accelerate DDP",), "out of memory", precision="fp32"),
-        "mixed": Solution((), replicated, (), (9.57, 25_061), precision="mixed"),
+        "mixed": Solution((), replicated_with_masters, (), (9.57, 25_061), precision="mixed"),
         "oss": Solution(("--oss-memory-optimization",), owned, (), (6.02, 22_077)),
         "oss-sdp": Solution(("--oss-sdp-memory-optimization",), owned_with_gradients, (), (7.01, 17_113)),
         "fsdp": Solution(

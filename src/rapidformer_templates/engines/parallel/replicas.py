@@ -373,7 +373,8 @@ class DataShards:
         }
 
     def gradients(self) -> list[torch.Tensor]:
-        """What this rank has of gradients now."""
+        """What this rank has of gradients now, when what is on its way has come."""
+        self._finish()
         whole = [entry.gradient for entry in self.trained]
         return [*(gradient for gradient in whole if gradient is not None), *self._wide.values(), *self._sums.values()]
 

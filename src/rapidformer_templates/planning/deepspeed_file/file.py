@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.deepspeed_file.buckets import by_width
 from rapidformer_templates.planning.deepspeed_file.json import DeepSpeedFile, parse
 from rapidformer_templates.planning.deepspeed_file.keys import HANDED_ON, OPTIMIZERS, are_betas, is_epsilon, look_up
 from rapidformer_templates.planning.deepspeed_file.schedules import AUTO, FLAGS, PARAMETERS
@@ -292,20 +293,16 @@ def _zero(request: Request) -> dict[str, Any]:
     section: dict[str, Any] = {
         "stage": zero_stage,
         "contiguous_gradients": True,
-        "reduce_bucket_size": 20_000_000,
-        "allgather_bucket_size": 50_000_000,
+        **_buckets(request, zero_stage),
     }
     if zero_stage == 3:
         section |= {
-            "stage3_param_persistence_threshold": config.get("zero_3_param_persistence_threshold"),
-            "stage3_prefetch_bucket_size": config.get("zero_3_prefetch_bucket_size"),
             "stage3_max_live_parameters": config.get("zero_3_max_live_parameters"),
             "stage3_max_reuse_distance": config.get("zero_3_max_live_parameters"),
             # These two would replace a function of torch, and Module.apply, for the whole process.
             "memory_efficient_linear": False,
             "override_module_apply": False,
         }
-    section |= _by_width(request)
     pinned = request.environment.device == "cuda"
     if "nvme-offload" in request.active:
         device = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
@@ -326,23 +323,17 @@ def _zero_of(request: Request) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _by_width(request: Request) -> dict[str, int]:
-    """The sizes of buckets that the file leaves to ``"auto"``, by the guide's rule, where the width is known."""
+def _buckets(request: Request, zero_stage: int) -> dict[str, Any]:
+    """The sizes of buckets, by a flag or by the width; ``"auto"`` where only the model itself will tell its width."""
     width = None if request.environment.white_box else request.model.hidden_size
+    sizes: dict[str, Any] = by_width(width or 1)
     if width is None:
-        return {}
-    sizes = {
-        "reduce_bucket_size": width * width,
-        "stage3_prefetch_bucket_size": int(0.9 * width * width),
-        "stage3_param_persistence_threshold": 10 * width,
-    }
-    flags = {entry.path.rpartition(".")[2]: entry.field for entry in ENTRIES}
-    zero = _zero_of(request)
-    return {
-        name: size
-        for name, size in sizes.items()
-        if zero.get(name) == AUTO and flags.get(name) not in request.config.origins
-    }
+        sizes = dict.fromkeys(sizes, AUTO)
+    for entry in ENTRIES:
+        name = entry.path.rpartition(".")[2]
+        if name in sizes and request.config.get(entry.field) is not None:
+            sizes[name] = request.config.get(entry.field)
+    return {name: size for name, size in sizes.items() if zero_stage == 3 or not name.startswith("stage3_")}
 
 
 def _largest_share(request: Request) -> int:

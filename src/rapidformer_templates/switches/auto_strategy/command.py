@@ -17,6 +17,7 @@ from rapidformer_templates.switches.auto_strategy.hardware import Hardware, find
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import Search, SearchResult
 from rapidformer_templates.switches.auto_strategy.show import not_predicted, print_json, reasons, show
+from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
 
 
 class NothingFits(RapidformerError):
@@ -31,10 +32,17 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
         ModelError: the model cannot be built.
         ConfigError: the memory of the devices is not known.
     """
+    by_memory = _balances_memory(config)
+    if by_memory:  # each layout with a pipeline asks for it, and no other one may
+        config = config.replace("default", pipeline_stages=None)
     plan = _without_a_layout(config, environment, registry)
     hardware = find_hardware(environment, precision(registry.complete(config), environment))
     subject = Subject(config, plan, gpu=environment.device == "cuda")
-    return Search(config, environment, subject, hardware, registry).run(), hardware
+    return Search(config, environment, subject, hardware, registry, by_memory=by_memory).run(), hardware
+
+
+def _balances_memory(config: RunConfig) -> bool:
+    return bool(config.get("pipeline_stages") == AUTO_MEMORY)
 
 
 def _without_a_layout(config: RunConfig, environment: Environment, registry: Registry) -> Plan:
@@ -58,7 +66,9 @@ def best_layout(config: RunConfig, environment: Environment) -> dict[str, Any]:
         )
     if os.environ.get("RANK", "0") == "0":
         print("\n".join([*reasons(result, hardware), *not_predicted(result)]), file=sys.stderr, flush=True)
-    return result.layouts[0].layout.values_that_act(config.origins)
+    given = config.origins.keys() - ({"pipeline_stages"} if _balances_memory(config) else set())
+    found = result.layouts[0].layout.values_that_act(given)
+    return found if "pipeline_stages" in given else {"pipeline_stages": None, **found}
 
 
 def plan_command(config: RunConfig, environment: Environment, *, as_json: bool) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.plan import Plan
 
 PARTITIONINGS: Mapping[str, str | None] = {
     "none": None,
@@ -40,6 +41,7 @@ class Layout:
         partitioning: a key of ``PARTITIONINGS``.
         recompute: of each block's activations: ``RECOMPUTED``.
         sequence_parallel: norms and dropout are divided along the sequence, too.
+        stages: blocks of each stage; empty where they follow from the parameters.
     """
 
     tensor: int = 1
@@ -50,14 +52,15 @@ class Layout:
     partitioning: str = "none"
     recompute: str = "none"
     sequence_parallel: bool = False
+    stages: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
         return self.tensor * self.pipeline * self.data
 
     @property
-    def by_parallel_engine(self) -> bool:
-        """Whether the engine of 3D layouts trains it, which exchanges gradients in windows."""
+    def is_divided(self) -> bool:
+        """Whether the engine of 3D layouts trains it, in whatever precision."""
         return self.tensor * self.pipeline > 1 or self.partitioning == "distributed-optimizer"
 
     @property
@@ -81,6 +84,7 @@ class Layout:
             "global_batch_size": self.global_batch,
             "checkpoint_activations": self.recompute != "none",
             "recompute_granularity": "selective" if self.recompute == "selective" else None,
+            **({"pipeline_stages": ",".join(map(str, self.stages))} if self.stages else {}),
             **flags,
         }
 
@@ -99,3 +103,19 @@ class Layout:
         for name, value in acting.items():
             words += [spelling(name)] if value is True else [spelling(name), str(value)]
         return words
+
+
+def layout_of(plan: Plan) -> Layout:
+    """The layout of a resolved run."""
+    sizes, values = plan.sizes, plan.values
+    granularity = values.get(spelling("recompute_granularity"), {}).get("value") or "full"
+    return Layout(
+        sizes.tensor,
+        sizes.pipeline,
+        sizes.data,
+        sizes.micro_batch,
+        sizes.accumulation,
+        next((name for name in PARTITIONINGS if name in plan.switches), "none"),
+        recompute=granularity if "checkpoint-activations" in plan.switches else "none",
+        sequence_parallel="sequence-parallel" in plan.switches,
+    )

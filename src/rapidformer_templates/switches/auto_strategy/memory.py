@@ -82,9 +82,9 @@ def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exa
         exact: see :meth:`ModelShapes.trace`.
     """
     variant = variant_of(layout, setting)
-    if layout.by_parallel_engine:
+    if setting.by_parallel_engine(layout):
         stages = telling_stages(model, layout, setting)
-        return max((_of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
+        return max((of_stage(model, stage, variant, exact=exact) for stage in stages), key=lambda memory: memory.total)
     held = max(held_by_worker(model, layout, setting), key=_sum_of_states)
     trace = model.trace(variant, exact=exact)
     return _with_host(_worst(model, layout, setting, held, trace), trace.sent)
@@ -92,7 +92,7 @@ def predict(model: ModelShapes, layout: Layout, setting: Setting = PLAIN, *, exa
 
 def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN) -> list[Held]:
     """The states of every worker, by rank: tensor-parallel peers lie closest, then replicas, then stages."""
-    if layout.by_parallel_engine:
+    if setting.by_parallel_engine(layout):
         return [
             Stage(model, layout, stage, setting, peer).held(replica)
             for stage in range(layout.pipeline)
@@ -100,7 +100,7 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
             for peer in range(layout.tensor)
         ]
     formula = divided_experts if setting.divides_experts else FORMULAS[setting.offload][layout.partitioning]
-    width = 2 if variant_of(layout, setting).narrow_parameters and layout.partitioning != "fsdp" else FP32
+    width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
     everything = model.all_parameters.values()
     frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]
     typed = (formula(mine, layout.data, width, setting.how) for mine in (list(model.parameters.values()), frozen))
@@ -111,7 +111,7 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
 
 def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:
     """The states of the worker that holds most, without anything beside them: a lower bound that costs nothing."""
-    if layout.by_parallel_engine:
+    if setting.by_parallel_engine(layout):
         held = [stage.held() for stage in telling_stages(model, layout, setting)]
     else:
         held = held_by_worker(model, layout, setting)
@@ -124,7 +124,8 @@ def _sum_of_states(held: Held) -> int:
     return held.parameters + held.gradients + held.optimizer
 
 
-def _of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
+def of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
+    """The memory of a stage's worker."""
     held = stage.held()  # of the first replica, whose shares have no padding
     memory = _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
     return _with_host(memory, stage.sent(variant, exact=exact))
@@ -141,11 +142,20 @@ NARROWING = ("zero-1", "zero-2", "zero-3", "fsdp")
 
 def variant_of(layout: Layout, setting: Setting) -> Variant:
     """What a micro batch of this layout's activations depends on."""
-    narrow = setting.precision != "fp32" and layout.partitioning in NARROWING and not layout.by_parallel_engine
     shared = layout.tensor, layout.sequence_parallel
-    return Variant(
-        layout.micro_batch, layout.recompute, setting.precision, narrow, *shared, setting.offloads_activations
+    variant = Variant(
+        layout.micro_batch,
+        layout.recompute,
+        setting.precision,
+        "fp32",
+        *shared,
+        offload=setting.offloads_activations,
     )
+    if setting.narrow is not None:
+        return replace(variant, weights="masters", sums=setting.narrow.accumulate)
+    if setting.precision != "fp32" and layout.partitioning in NARROWING and not setting.by_parallel_engine(layout):
+        return replace(variant, weights="narrow")
+    return variant
 
 
 def _worst(model: ModelShapes, layout: Layout, setting: Setting, held: Held, trace: Trace) -> Memory:
@@ -165,7 +175,7 @@ def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment], *, gpu: b
 
 def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, phase: Phase) -> list[Moment]:
     """What may lie beside parameters and optimizer state in a phase, in the first micro batch and in later ones."""
-    width = 2 if variant_of(layout, setting).narrow_parameters else FP32
+    width = 2 if variant_of(layout, setting).weights == "narrow" else FP32
     whole = width * sum(p.count for p in model.parameters.values())
     later = layout.accumulation > 1
     apart = phase.peak - phase.peak_without_gradients
@@ -173,8 +183,7 @@ def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, ph
     bucket = setting.bucket * width
     match layout.partitioning:
         case "none" | "oss" if layout.data > 1:
-            # DDP's buckets are the gradients; those of micro batches that are not sent yet lie beside them.
-            return [Moment(alone, held.gradients, whole if later else 0)]
+            return [Moment(alone, held.gradients, 0)]  # in DDP's buckets, and nowhere else
         case "none" | "oss" | "oss-sdp":
             return [Moment(alone, apart, 0)] + ([Moment(alone, whole, 0)] if later else [])
         case "zero-1" if later:
@@ -202,7 +211,7 @@ def _update(layout: Layout, held: Held) -> Moment:
 
 def _gathered_by_zero(model: ModelShapes, setting: Setting, width: int) -> int:
     """Whole parameters that ZeRO-3 holds: all of them, until there are 10^9 elements, and what they arrive in."""
-    return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count >= setting.how.kept_whole)
+    return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count > setting.how.kept_whole)
 
 
 def _gathered_by_fsdp(model: ModelShapes, setting: Setting, phase: Phase, width: int) -> int:

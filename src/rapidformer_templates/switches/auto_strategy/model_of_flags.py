@@ -29,6 +29,7 @@ from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutDat
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.auto_strategy.timing import Facts
+from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
 from rapidformer_templates.system.workers import Workers
 
 HEADS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
@@ -56,7 +57,7 @@ class Subject:
         self._tokens = seq_length_of(config, self._model_config)
         self._plan = plan or Plan("Trainer")
         asked = config.get("pipeline_stages") if plan else None
-        stages = [int(word) for word in asked.split(",")] if asked else None
+        stages = [int(word) for word in asked.split(",")] if asked and asked != AUTO_MEMORY else None
         copied = has_frozen_copy(config, (REGISTRY[name] for name in self._plan.switches))
         self.shapes = ModelShapes(self._build, self._batch, gpu=gpu, stages=stages, has_copy=copied)
         self.facts = Facts(

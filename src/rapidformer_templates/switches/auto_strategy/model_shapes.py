@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
+from rapidformer_templates.engines.parallel.narrowing import narrow, narrowed_parameters
 from rapidformer_templates.engines.parallel.windows import Window, windows
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, lies_in_codes, shape_of
+from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutData
 from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tensors
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
-from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts
+from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
 from rapidformer_templates.switches.auto_strategy.tensor_shares import divide, ends_of, local_parameters, silent_group
 from rapidformer_templates.switches.auto_strategy.trace import (
     TRACED_BLOCKS,
@@ -36,6 +38,7 @@ TRACED_SAMPLES = (2, 4)
 """Micro batches that are traced where the exact one need not be. Not one sample: dimensions of one spare copies."""
 
 COMPUTE_TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SUM_TYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -46,28 +49,55 @@ class Variant:
         micro_batch: samples.
         recompute: one of ``layouts.RECOMPUTED``.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        narrow_parameters: whether the parameters are of that type themselves, as ZeRO and FSDP have them.
+        weights: ``fp32``; ``narrow``, of that type themselves, as ZeRO and FSDP have them; or ``masters``, of that
+            type but for norms, beside fp32 masters.
         tensor: workers that share each block's matrices.
         sequence_parallel: whether they share the rest along the sequence.
         offload: whether what the blocks keep goes to the host.
+        sums: with masters, bytes of a number of the sums of gradients.
     """
 
     micro_batch: int
     recompute: str = "none"
     precision: str = "fp32"
-    narrow_parameters: bool = False
+    weights: str = "fp32"
     tensor: int = 1
     sequence_parallel: bool = False
     offload: bool = False
+    sums: int = FP32
 
 
 class Coordinates(NamedTuple):
-    """A worker's part of a replica: its stage, and its rank among those who share each block's matrices."""
+    """A worker's part of a replica: its stage, and its rank among those who share each block's matrices.
+
+    Attributes:
+        begin, end: the stage's blocks, from one number up to the other.
+    """
 
     tensor: int
     pipeline: int
     stage: int
+    begin: int
+    end: int
     peer: int = 0
+
+
+class Exchanged(NamedTuple):
+    """A window of gradients.
+
+    Attributes:
+        narrow: whether its parameters are of 16 bits, with masters.
+        is_tied: whether other stages have copies of them.
+    """
+
+    window: Window
+    narrow: bool
+    is_tied: bool
+
+    @property
+    def first(self) -> int:
+        """The place of its first parameter in the model, the last to get its gradient."""
+        return min(segment.parameter for segment in self.window.segments)
 
 
 @dataclass
@@ -89,12 +119,12 @@ class ModelShapes:
     has_copy: bool = False
     _traces: dict[Variant, Trace] = field(default_factory=dict)
     _whole_traces: dict[tuple[Variant, int | None, bool], Trace] = field(default_factory=dict)
-    _gradients: dict[int, dict[str, int]] = field(default_factory=dict)
+    _gradients: dict[Variant, dict[str, int]] = field(default_factory=dict)
     _local: dict[tuple[int, int], dict[str, Facts]] = field(default_factory=dict)
     _sizes: dict[int, list[int]] = field(default_factory=dict)
     _stages: dict[Coordinates, dict[str, Facts]] = field(default_factory=dict)
-    _windows: dict[tuple[Coordinates, int], list[Window]] = field(default_factory=dict)
-    _runs: dict[tuple[Coordinates, int, int], list[int]] = field(default_factory=dict)
+    _windows: dict[tuple[Coordinates, int, bool], list[Exchanged]] = field(default_factory=dict)
+    _runs: dict[tuple[Coordinates, int, bool, int], list[Facts]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -106,6 +136,7 @@ class ModelShapes:
     def all_parameters(self) -> dict[str, Facts]:
         """Trained and frozen parameters by canonical name; tied ones once."""
         tables, experts, depths = tables_of(self.whole), _expert_parameters(self.whole), depths_of(self.whole)
+        narrowed = narrowed_parameters(self.whole)
         return {
             name: Facts(
                 shape_of(p),
@@ -116,6 +147,7 @@ class ModelShapes:
                 width=p.element_size(),
                 code_bytes=bytes_of(p) if lies_in_codes(p) else 0,
                 depth=depth_of(name, depths),
+                narrows=id(p) in narrowed,
             )
             for name, p in ((canonical_name(name), p) for name, p in self.whole.named_parameters())
         }
@@ -124,6 +156,11 @@ class ModelShapes:
     def parameters(self) -> dict[str, Facts]:
         """The trained ones."""
         return {name: facts for name, facts in self.all_parameters.items() if facts.is_trained}
+
+    @cached_property
+    def width(self) -> int:
+        """What the sizes of buckets follow."""
+        return width_of(self.whole)
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -198,7 +235,7 @@ class ModelShapes:
         return sum(facts.count for facts in self.all_parameters.values()) - sum(self.block_elements.values())
 
     @cached_property
-    def _repeats(self) -> bool:
+    def repeats(self) -> bool:
         """Whether the blocks of a stack are alike, so that three of them tell of all."""
         if not self.depths or min(self.depths.values()) <= TRACED_BLOCKS:
             return False
@@ -222,9 +259,9 @@ class ModelShapes:
         key = (variant, blocks, exact)
         if key not in self._whole_traces:
             traced = self._traced(variant) if exact else self._between(variant)
-            if self._repeats or blocks:
+            if self.repeats or blocks:
                 depths = self.depths if blocks is None else dict.fromkeys(self.depths, blocks)
-                traced = traced.deepened(depths, self._gradients[variant.tensor])
+                traced = traced.deepened(depths, self._gradients[_of_model(variant)])
             self._whole_traces[key] = traced
         return self._whole_traces[key]
 
@@ -236,7 +273,7 @@ class ModelShapes:
             self._traces.update(traces)
             self._gradients.update(gradients)
 
-    def _trace_apart(self, variant: Variant) -> tuple[dict[Variant, Trace], dict[int, dict[str, int]]]:
+    def _trace_apart(self, variant: Variant) -> tuple[dict[Variant, Trace], dict[Variant, dict[str, int]]]:
         self._traced(variant)
         return self._traces, self._gradients
 
@@ -256,17 +293,18 @@ class ModelShapes:
         of_all = variants[0]
         compute_type = COMPUTE_TYPES[of_all.precision]
         with silent_group(of_all.tensor) as workers, fake_tensors():
-            model = self.build(TRACED_BLOCKS if self._repeats else None).train()
-            if of_all.narrow_parameters and compute_type is not None:
-                for parameter in (p for p in model.parameters() if p.is_floating_point()):
-                    parameter.data = parameter.data.to(compute_type)
+            model = self.build(TRACED_BLOCKS if self.repeats else None).train()
+            if compute_type is not None:
+                _narrow(model, of_all.weights, compute_type)
             model = divide(model, workers, sequence_parallel=of_all.sequence_parallel)
-            self._gradients[of_all.tensor] = gradient_bytes(model)
+            sum_type = SUM_TYPES[of_all.sums] if of_all.weights == "masters" else None
+            self._gradients[_of_model(of_all)] = gradient_bytes(model, sum_type)
             for variant in variants:
                 self._traces[variant] = trace(
                     model,
                     self.batch(variant.micro_batch),
                     compute_type=compute_type,
+                    sum_type=sum_type,
                     recompute=variant.recompute,
                     offload=variant.offload,
                     gpu=self.gpu,
@@ -291,14 +329,22 @@ class ModelShapes:
         if self.stages is not None and len(self.stages) == pipeline:
             return list(self.stages)
         if pipeline not in self._sizes:
-            outside = [name for name in self.all_parameters if self.block_of(name) is None]
-            front, back = (
-                float(sum(self.all_parameters[name].count for name in outside if end in self.ends_of(name)))
-                for end in ("first", "last")
-            )
-            blocks = [float(count) for count in self.block_elements.values()]
-            self._sizes[pipeline] = balanced_cut(front, blocks, back, pipeline)
+            self._sizes[pipeline] = balanced_cut(*self.stage_elements, pipeline)
         return self._sizes[pipeline]
+
+    @cached_property
+    def stage_elements(self) -> tuple[float, list[float], float]:
+        """Elements of what only the first stage has, of each block, and of what only the last stage has.
+
+        Raises:
+            ModelError: the model cannot be cut into stages.
+        """
+        outside = [name for name in self.all_parameters if self.block_of(name) is None]
+        front, back = (
+            float(sum(self.all_parameters[name].count for name in outside if end in self.ends_of(name)))
+            for end in ("first", "last")
+        )
+        return front, [float(count) for count in self.block_elements.values()], back
 
     def stage_parameters(self, coordinates: Coordinates) -> dict[str, Facts]:
         """What a worker of a stage has of the trained parameters, by name and in the model's order.
@@ -326,38 +372,50 @@ class ModelShapes:
         local = self.local_parameters(coordinates.tensor, coordinates.peer)
         if coordinates.pipeline == 1:
             return local
-        sizes, rank = self.stage_sizes(coordinates.pipeline), coordinates.stage
-        begin = sum(sizes[:rank])
+        rank = coordinates.stage
         end = "first" if rank == 0 else "last" if rank == coordinates.pipeline - 1 else "middle"
 
         def is_here(name: str) -> bool:
             block = self.block_of(name)
             if block is None:
                 return end in self.ends_of(name)
-            return begin <= self.blocks[block][1] < begin + sizes[rank]
+            return coordinates.begin <= self.blocks[block][1] < coordinates.end
 
         return {name: facts for name, facts in local.items() if is_here(name)}
 
-    def windows(self, coordinates: Coordinates, data: int) -> list[Window]:
-        """What a worker of a stage exchanges at a time with the other replicas.
+    def windows(self, coordinates: Coordinates, data: int, *, masters: bool) -> list[Exchanged]:
+        """What a worker of a stage exchanges at a time with the other replicas, in the order in which it leaves.
 
-        Parameters that several stages have lie in windows of their own.
+        Parameters that several stages have lie in windows of their own, and so do those of 16 bits.
+
+        Args:
+            masters: whether there are such, with fp32 masters.
         """
-        if (coordinates, data) not in self._windows:
-            own = self.stage_parameters(coordinates)
-            shared = {name for name in own if coordinates.pipeline > 1 and len(self.ends_of(name)) > 1}
-            alone = [facts.count for name, facts in reversed(own.items()) if name not in shared]
-            tied = [own[name].count for name in sorted(shared)]
-            groups = [windows(list(enumerate(counts)), data) for counts in (alone, tied)]
-            self._windows[coordinates, data] = [window for group in groups for window in group]
-        return self._windows[coordinates, data]
+        key = (coordinates, data, masters)
+        if key not in self._windows:
+            own = list(self.stage_parameters(coordinates).items())
+            kinds: dict[tuple[bool, frozenset[str]], list[tuple[int, int]]] = {}
+            for index, (name, facts) in reversed(list(enumerate(own))):
+                ends = self.ends_of(name) if coordinates.pipeline > 1 else frozenset[str]()
+                kind = (masters and facts.narrows, ends if len(ends) > 1 else frozenset[str]())
+                kinds.setdefault(kind, []).append((index, facts.count))
+            found = [
+                Exchanged(window, narrow, bool(ends))
+                for (narrow, ends), sizes in kinds.items()
+                for window in windows(sorted(sizes, key=lambda size: own[size[0]][0]) if ends else sizes, data)
+            ]
+            self._windows[key] = sorted(found, key=lambda each: (each.is_tied, -each.first))
+        return self._windows[key]
 
-    def runs(self, coordinates: Coordinates, data: int, replica: int) -> list[int]:
-        """Elements of each run that the optimizer of a replica updates, if its state is shared out."""
-        key = (coordinates, data, replica)
+    def runs(self, coordinates: Coordinates, data: int, replica: int, *, masters: bool) -> list[Facts]:
+        """Each run that the optimizer of a replica updates, if its state is shared out."""
+        key = (coordinates, data, masters, replica)
         if key not in self._runs:
-            owned = (window.owned(replica) for window in self.windows(coordinates, data))
-            self._runs[key] = [run.length for runs in owned for run, _ in runs]
+            self._runs[key] = [
+                Facts((run.length,), decays=True, narrows=each.narrow)
+                for each in self.windows(coordinates, data, masters=masters)
+                for run, _ in each.window.owned(replica)
+            ]
         return self._runs[key]
 
     def ends_of(self, name: str) -> frozenset[str]:
@@ -375,6 +433,22 @@ class ModelShapes:
             model = self.build(min(TRACED_BLOCKS, max(self.depths.values(), default=0))).train()
             with AnswersAboutData(dense=True):
                 return ends_of(model, lambda model: model(**self.batch(1)).loss)
+
+
+def _narrow(model: nn.Module, weights: str, dtype: torch.dtype) -> None:
+    """Give a model parameters of 16 bits, as ``Variant.weights`` says."""
+    if weights == "narrow":
+        for parameter in (p for p in model.parameters() if p.is_floating_point()):
+            narrow(parameter, dtype)
+    if weights == "masters":
+        narrowed = narrowed_parameters(model)
+        for parameter in (p for p in model.parameters() if id(p) in narrowed):
+            narrow(parameter, dtype)
+
+
+def _of_model(variant: Variant) -> Variant:
+    """What of it the bytes of gradients depend on."""
+    return replace(variant, micro_batch=1, recompute="none", sequence_parallel=False)
 
 
 def _expert_parameters(model: nn.Module) -> frozenset[int]:

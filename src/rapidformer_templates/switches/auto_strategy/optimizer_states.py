@@ -32,8 +32,9 @@ class Facts:
         is_expert: whether its first dimension counts experts, which expert parallelism divides.
         is_trained: whether it has a gradient and optimizer state.
         width: bytes of a number of it where it is not trained, and no engine converts it.
-        code_bytes: of numbers that lie in codes of fewer bits than a type's, the bytes of all; else none.
         depth: layers that it stands below the end of its stack.
+        code_bytes: of numbers that lie in codes of fewer bits than a type's, the bytes of all; else none.
+        narrows: whether 16 bits are enough for it, with an fp32 master.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +45,7 @@ class Facts:
     width: int = FP32
     depth: int = 0
     code_bytes: int = 0
+    narrows: bool = False
 
     @property
     def frozen_bytes(self) -> int:

@@ -25,7 +25,9 @@ from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, 
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
+from rapidformer_templates.switches.auto_strategy.stage_balance import balance_memory
 from rapidformer_templates.switches.auto_strategy.timing import Timing, predict_seconds
+from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
 
 T = TypeVar("T", int, bool)
 
@@ -103,7 +105,11 @@ class Search:
         subject: Subject,
         hardware: Hardware,
         registry: Registry = REGISTRY,
+        *,
+        by_memory: bool = False,
     ) -> None:
+        """``by_memory``: whether the blocks of each stage are chosen by the memory that the stages need."""
+        self.by_memory = by_memory
         self.config = registry.complete(config)
         self.environment = environment
         self.subject = subject
@@ -199,11 +205,14 @@ class Search:
         refusal = next(iter(self.registry.refusals(request)), None)
         if refusal:
             return f"{refusal[0].code}: {refusal[1].message}"
-        return setting_of(plan_of(request, self.registry))
+        return setting_of(plan_of(request, self.registry), self.subject.shapes.width)
 
     def _asking_for(self, layout: Layout) -> RunConfig:
         """The configuration with this layout, whatever its batches are."""
-        return self.config.replace("auto-strategy", **replace(layout, micro_batch=1, accumulation=1).values())
+        values = replace(layout, micro_batch=1, accumulation=1).values()
+        if self.by_memory and layout.pipeline > 1:
+            values["pipeline_stages"] = AUTO_MEMORY
+        return self.config.replace("auto-strategy", **values)
 
     def _request(self, config: RunConfig) -> Request:
         return build_request(config, self.environment, self.registry.switches, model=self._model)
@@ -235,6 +244,8 @@ class Search:
     def _try(self, layout: Layout, setting: Setting, *, exact: bool = False) -> Candidate | Rejected:
         """A layout with its prediction, or why it does not fit."""
         shapes, whole = self.subject.shapes, self.hardware.memory_gb
+        if self.by_memory and layout.pipeline > 1:
+            layout = replace(layout, stages=balance_memory(shapes, layout, setting, exact=exact).sizes)
         states = states_alone(shapes, layout, setting)
         if self._needed_gb(states) > whole:
             return Rejected(layout, self._too_large(states))
@@ -246,7 +257,7 @@ class Search:
             return Rejected(layout, self._too_large(memory))
         trace = shapes.trace(variant_of(layout, setting), exact=exact)
         local = self.environment.local_world_size
-        timing = predict_seconds(layout, trace, self.subject.facts, self.hardware, local)
+        timing = predict_seconds(layout, setting, trace, self.subject.facts, self.hardware, local)
         return Candidate(layout, setting, memory, timing, needed)
 
     def _needed_gb(self, memory: Memory) -> float:

@@ -6,12 +6,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, filled
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, STATES
 from rapidformer_templates.switches.auto_strategy.state_bytes import KEPT_WHOLE, PLAIN, How
 
-REDUCE_BUCKET = 20_000_000
-"""Elements of the buffer in which ZeRO gathers gradients, if a DeepSpeed file does not say otherwise."""
+WIDTHS = {"fp32": FP32, "bf16": BF16}
+
+
+@dataclass(frozen=True)
+class NarrowWeights:
+    """Weights of 16 bits with fp32 masters; of a number of their gradients, the bytes.
+
+    Attributes:
+        accumulate: added up over micro batches.
+        reduce: summed over replicas.
+    """
+
+    accumulate: int = FP32
+    reduce: int = FP32
 
 
 @dataclass(frozen=True)
@@ -27,21 +41,31 @@ class Setting:
         divides_experts: expert parallelism.
         offloads_activations: whether what the blocks keep goes to the host.
         reshards: whether FSDP gives up a block's whole parameters between forward and backward.
+        narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
     """
 
     precision: str = "fp32"
     gpu: bool = False
     how: How = PLAIN
     offload: str = ""
-    bucket: int = REDUCE_BUCKET
+    bucket: int = LEAST
     divides_experts: bool = False
     reshards: bool = True
     offloads_activations: bool = False
+    narrow: NarrowWeights | None = None
+
+    def by_parallel_engine(self, layout: Layout) -> bool:
+        """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
+        return self.narrow is not None or layout.is_divided
 
 
-def setting_of(plan: Plan) -> Setting:
-    """The setting of a resolved run."""
-    zero: dict[str, Any] = plan.engine_options.get("deepspeed", {}).get("zero_optimization", {})
+def setting_of(plan: Plan, width: int) -> Setting:
+    """The setting of a resolved run.
+
+    Args:
+        width: of the model, which ZeRO's buckets follow.
+    """
+    zero: dict[str, Any] = filled(plan.engine_options.get("deepspeed", {}).get("zero_optimization", {}), width)
     rule = STATES[plan.optimizer_implementation]
     if spelling("ema_decay") in plan.values:
         rule = rule.with_average()
@@ -52,13 +76,16 @@ def setting_of(plan: Plan) -> Setting:
         kept_whole=zero.get("stage3_param_persistence_threshold", KEPT_WHOLE),
         sub_group=zero.get("sub_group_size"),
     )
+    asked: dict[str, str] | None = plan.engine_options.get("narrow_weights")
+    narrow = None if asked is None else NarrowWeights(WIDTHS[asked["accumulate"]], WIDTHS[asked["reduce"]])
     return Setting(
         precision=plan.precision,
         gpu=plan.device == "cuda",
         how=how,
         offload=str(plan.engine_options.get("offload", "")).partition(":")[0],
-        bucket=zero.get("reduce_bucket_size", REDUCE_BUCKET),
+        bucket=zero.get("reduce_bucket_size", LEAST),
         divides_experts="expert-parallel" in plan.switches,
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
         offloads_activations="offload-activations" in plan.switches,
+        narrow=narrow,
     )

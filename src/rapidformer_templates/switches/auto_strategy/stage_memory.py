@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
-from rapidformer_templates.engines.parallel.windows import WINDOW, Window
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
-from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.optimizer_states import FP32, Facts, runs
-from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, Exchanged, ModelShapes, Variant
+from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
+from rapidformer_templates.switches.auto_strategy.setting import NarrowWeights, Setting
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
 from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
+
+SENT = 2
+"""Transfers in each direction that a stage holds until they have surely arrived."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A micro batch's forward and backward, as far as others matter to what it needs.
+
+    Attributes:
+        beside: bytes of the other micro batches that are on their way, and of what travels between stages.
+        adds: whether gradients of earlier ones are there, to which its own are added.
+        exchanges: whether its gradients go to other replicas during its backward.
+    """
+
+    beside: int
+    adds: bool
+    exchanges: bool
 
 
 @dataclass(frozen=True)
@@ -33,9 +52,9 @@ def telling_stages(model: ModelShapes, layout: Layout, setting: Setting) -> list
     Raises:
         ModelError: the model cannot be cut in this way.
     """
-    sizes = [0] if layout.pipeline == 1 else model.stage_sizes(layout.pipeline)
-    middle = {sizes[rank]: rank for rank in range(layout.pipeline - 2, 0, -1)}
-    return [Stage(model, layout, rank, setting) for rank in sorted({0, *middle.values(), layout.pipeline - 1})]
+    stages = [Stage(model, layout, rank, setting) for rank in range(layout.pipeline)]
+    middle = {stage.blocks: stage for stage in reversed(stages[1:-1])}
+    return [stages[0], *middle.values(), *stages[1:][-1:]]
 
 
 class Stage:
@@ -46,9 +65,26 @@ class Stage:
         coordinates: of the worker; among those who share the blocks' matrices, the first has most.
     """
 
-    def __init__(self, model: ModelShapes, layout: Layout, rank: int, setting: Setting, peer: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelShapes,
+        layout: Layout,
+        rank: int,
+        setting: Setting,
+        peer: int = 0,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
+        """``blocks``: from one number up to the other; by default as the layout is cut."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
-        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, peer)
+        begin, end = blocks or self._own_blocks()
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, begin, end, peer)
+
+    def _own_blocks(self) -> tuple[int, int]:
+        if self.layout.pipeline == 1:
+            return 0, sum(self.model.depths.values())
+        sizes = self.layout.stages or self.model.stage_sizes(self.layout.pipeline)
+        begin = sum(sizes[: self.rank])
+        return begin, begin + sizes[self.rank]
 
     @property
     def is_first(self) -> bool:
@@ -70,9 +106,7 @@ class Stage:
     @property
     def blocks(self) -> int:
         """How many it has."""
-        if self.layout.pipeline == 1:
-            return sum(self.model.depths.values())
-        return self.model.stage_sizes(self.layout.pipeline)[self.rank]
+        return self.coordinates.end - self.coordinates.begin
 
     @property
     def in_flight(self) -> int:
@@ -82,53 +116,89 @@ class Stage:
     def held(self, replica: int = 0) -> Held:
         """The states of a replica's worker; gradients when the last backward has ended."""
         mine = list(self.parameters.values())
-        if self.layout.partitioning != "none" and self.layout.data > 1:
-            mine = runs(self.model.runs(self.coordinates, self.layout.data, replica))
-        parameters = self._bytes + sum(facts.frozen_bytes for facts in self.model.stage_frozen(self.coordinates))
-        gradients = self._share_bytes if self._sums_early else self._bytes
+        if self._is_sharded:
+            mine = self.model.runs(self.coordinates, self.layout.data, replica, masters=self._has_masters)
+        parameters = self._bytes(BF16) + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
+        gradients = self._shares(self._windows) if self._is_sharded else self._bytes(self._types.accumulate)
         optimizer = self.setting.how.optimizer.bytes_of(mine)
+        if self._has_masters:
+            optimizer += FP32 * sum(part.count for part in mine if part.narrows)
         if not self.setting.offload:
             return Held(parameters, gradients, optimizer)
         copies = 2 * FP32 * sum(part.count for part in mine)  # of weights and gradients, for the update on the host
         return Held(parameters, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
 
-    @cached_property
-    def _bytes(self) -> int:
-        return FP32 * sum(facts.count for facts in self.parameters.values())
+    @property
+    def _has_masters(self) -> bool:
+        return self.setting.narrow is not None
 
     @property
-    def _share_bytes(self) -> int:
-        """A replica's share of all windows, with padding."""
-        return FP32 * sum(window.share for window in self._windows)
+    def _types(self) -> NarrowWeights:
+        return self.setting.narrow or NarrowWeights()
+
+    def _width(self, narrows: bool, width: int) -> int:
+        """Bytes of a number, which are ``width`` for a parameter of 16 bits."""
+        return width if narrows and self._has_masters else FP32
+
+    def _bytes(self, width: int) -> int:
+        """Of all trained parameters, or of their gradients; of those of 16 bits at ``width`` bytes a number."""
+        return sum(self._width(facts.narrows, width) * facts.count for facts in self.parameters.values())
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether each replica keeps the optimizer state of a share."""
+        return self.layout.partitioning != "none" and self.layout.data > 1
 
     @property
     def _sums_early(self) -> bool:
         """ZeRO-2: gradients go to their owners in each backward."""
         return self.layout.partitioning == "zero-2" and self.layout.data > 1
 
-    @property
-    def _windows(self) -> list[Window]:
-        return self.model.windows(self.coordinates, self.layout.data)
-
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
-        layout, held = self.layout, self.held()
         trace = self._trace(variant, exact=exact)
-        given, kept = 0, trace.kept
-        if not self.is_first:  # a hidden state came in the place of the embedding
-            given, kept = trace.hidden - trace.phases[0].end, kept + trace.hidden - trace.phases[0].kept
-        others = (self.in_flight - 1) * kept
-        if variant.offload:
-            given = 0 if self.is_first else trace.hidden  # it stays, and the embedding does not
-            others -= max(self.in_flight - 2, 0) * trace.kept_by_last  # only the newest forward's has not been sent yet
-        if layout.pipeline > 1:  # one is on its way each way
-            others += (1 if self.is_last or self.is_first else 2) * trace.hidden
-        moments = []
-        for phase in trace.phases:
-            if self._has(phase):
-                alone = phase.peak_without_gradients + given + others
-                moments.append(self._moment(phase, alone, held))
-        return [*moments, *self._exchange(others, held)]
+        given = 0 if self.is_first else trace.hidden - trace.phases[0].end  # it came in the place of the embedding
+        if variant.offload and not self.is_first:
+            given = trace.hidden  # it stays, and the embedding does not
+        corrections, beside = self._corrections(trace.phases), self._in_flight_beside(trace)
+        moments: list[Moment] = []
+        left = 0
+        for number, phase in enumerate(trace.phases):
+            if self._has(trace.phases, number):
+                alone = phase.peak_without_gradients + given + corrections[number]
+                leaving = self._complete(phase.finished - self._of_others(trace.phases))
+                moments += [self._moment(phase, alone, each, left, leaving) for each in beside]
+                left = leaving
+        return [*moments, *self._after(max(each.beside for each in beside))]
+
+    def _in_flight_beside(self, trace: Trace) -> list[Pass]:
+        """The passes of micro batches that may need most."""
+        layout = self.layout
+        last = Pass(0, adds=layout.accumulation > 1, exchanges=layout.data > 1)
+        if layout.pipeline == 1:
+            return [Pass(0, adds=True, exchanges=self._sums_early), last] if last.adds else [last]
+        kept = trace.kept - (trace.casts if self._shares_casts else 0)
+        if not self.is_last:
+            kept -= trace.hidden  # the values that it sends it does not keep
+        if not self.is_first:
+            kept += trace.hidden - trace.phases[0].kept
+        sent = min(SENT, layout.accumulation)
+        travel = (0 if self.is_last else sent) + (0 if self.is_first else sent + 1)
+        arriving = travel * trace.hidden
+        sent_before = trace.kept_by_last if self.setting.offloads_activations else 0  # not of the newest forward
+        if layout.accumulation == 1:
+            return [replace(last, beside=arriving)]
+        older = self._of_flights(self.in_flight - 1, kept, sent_before)
+        first = Pass(older + arriving, adds=False, exchanges=self._sums_early)
+        # The first backward leaves gradients behind. After it one micro batch more comes in, if there is one.
+        others = min(self.in_flight, layout.accumulation - 1) - 1
+        later = Pass(self._of_flights(others, kept, sent_before) + arriving, adds=True, exchanges=self._sums_early)
+        return [first, later, replace(last, beside=arriving)]
+
+    @staticmethod
+    def _of_flights(count: int, kept: int, sent_before: int) -> int:
+        """What so many other micro batches keep on the device; all but the newest have sent their last block's."""
+        return count * kept - max(count - 1, 0) * sent_before
 
     def sent(self, variant: Variant, *, exact: bool) -> int:
         """Bytes of its micro batches in flight that are on the host at a time."""
@@ -139,34 +209,116 @@ class Stage:
     def _trace(self, variant: Variant, *, exact: bool) -> Trace:
         return self.model.trace(variant, self.blocks if self.layout.pipeline > 1 else None, exact=exact)
 
-    def _moment(self, phase: Phase, activations: int, held: Held) -> Moment:
-        unfinished = phase.peak - phase.peak_without_gradients
-        if not self._sums_early:
-            return Moment(activations, held.gradients if self.layout.accumulation > 1 else unfinished, 0)
-        added_up = held.gradients if self.layout.accumulation > 1 else 0
-        if self._window_bytes < self._bytes:  # what is packed is given up; a window fills while another travels
-            return Moment(activations, added_up, 3 * self._window_bytes if phase.after_first_gradient else 0)
-        return Moment(activations, added_up + unfinished, 0)
-
-    def _exchange(self, others: int, held: Held) -> list[Moment]:
-        """While the last window is packed and sent, and in the update."""
-        if self.layout.data == 1:
-            return [Moment(0, held.gradients, 0)]
-        largest = FP32 * max(window.share for window in self._windows) * self.layout.data
-        received = self._share_bytes if self.layout.partitioning != "none" else 0
-        if self._sums_early:
-            before = held.gradients if self.layout.accumulation > 1 else 0
-            # Gradients that are not packed yet, and at most two windows of those that are.
-            return [Moment(others, before, min(self._bytes + largest, 3 * largest) + received)]
-        return [Moment(0, held.gradients, min(self._bytes, 2 * largest) + received)]
-
     @property
-    def _window_bytes(self) -> int:
-        return FP32 * min(WINDOW, sum(facts.count for facts in self.parameters.values()))
+    def _shares_casts(self) -> bool:
+        """Whether all micro batches of a step have one copy of the weights by autocast."""
+        return self.layout.pipeline > 1 and self.layout.recompute == "none"
 
-    def _has(self, phase: Phase) -> bool:
-        if phase.name in ("head", "turn"):
-            return self.is_last
-        if phase.name in ("begin", "end"):
+    def _corrections(self, phases: Sequence[Phase]) -> list[int]:
+        """For each phase, bytes by which a stage differs from the whole model in one micro batch."""
+        made = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
+        given_up, corrections = 0, []
+        for phase in phases:
+            goes_back = phase.name in ("reduce", "backward", "end") and self.layout.pipeline > 1
+            corrections.append(given_up - (self._tied_bytes if goes_back else 0))
+            if phase.name == "backward" and self._shares_casts:
+                given_up += made[phase.stack]
+        return corrections
+
+    @cached_property
+    def _tied_bytes(self) -> int:
+        """Gradients that in a whole model wait for those of the embedding; its stages have a copy each."""
+        shared = (name for name in self.parameters if len(self.model.names_of(name)) > 1)
+        tied = (self.parameters[name] for name in shared if len(self.model.ends_of(name)) > 1)
+        return sum(self._width(facts.narrows, BF16) * facts.count for facts in tied)
+
+    def _moment(self, phase: Phase, activations: int, of: Pass, left: int, leaving: int) -> Moment:
+        """A phase of a pass.
+
+        Args:
+            activations: without those of other micro batches.
+            left, leaving: windows that are complete when the phase begins, and when it ends.
+        """
+        unfinished = phase.peak - phase.peak_without_gradients
+        if not of.exchanges:
+            gradients = self._bytes(self._types.accumulate) if of.adds else unfinished
+            return self._beside_states(activations + of.beside, gradients, 0)
+        gone, begun = self._windows[:left], self._windows[:leaving]
+        summed = of.adds and not self._sums_early
+        gradients = self._bytes(self._types.accumulate) if summed else unfinished
+        if self._is_sharded:  # what is packed is given up, and what was not added to others is of 16 bits
+            waiting = max(0, gradients - sum(self._sum_of(each) for each in gone))
+            if not summed:
+                waiting = waiting * self._bytes(BF16) // self._bytes(self._types.accumulate)
+            gradients = waiting + self._shares(self._windows if of.adds and self._sums_early else begun)
+        flights = (1 if gone else 0) + (1 if leaving > left else 0)
+        return self._beside_states(activations + of.beside, gradients, self._on_their_way(begun, flights))
+
+    def _after(self, others: int) -> list[Moment]:
+        """After the last gradient of a pass, and in the update; ``others``: bytes of other micro batches."""
+        tied = [each for each in self._windows if each.is_tied]
+        kept, types = self._bytes(self._types.accumulate), self._types
+        waiting = self._on_their_way(self._windows, 2) if self.layout.data > 1 or tied else 0
+        copied = self._bytes(FP32) - self._bytes(0) if types.accumulate < FP32 else 0  # for the optimizer
+        if not self._is_sharded:
+            copies_elsewhere = sum(self._packed(each) for each in tied)
+            return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
+        shares, late = self._shares(self._windows), sum(self._sum_of(each) for each in tied)
+        sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
+        weights = max(self._width(each.narrow, BF16) * each.window.share for each in self._windows)
+        gathered = weights * (1 + self.layout.data)
+        return [sent, self._beside_states(0, shares, max(copied // self.layout.data, gathered))]
+
+    def _beside_states(self, activations: int, gradients: int, buffers: int) -> Moment:
+        """A moment; gradients beyond those that the update needs count as buffers."""
+        there = min(gradients, self._held_gradients)
+        return Moment(activations, there, buffers + gradients - there)
+
+    @cached_property
+    def _held_gradients(self) -> int:
+        return self.held().gradients
+
+    # What is exchanged with the other replicas.
+
+    @cached_property
+    def _windows(self) -> list[Exchanged]:
+        return self.model.windows(self.coordinates, self.layout.data, masters=self._has_masters)
+
+    def _packed(self, each: Exchanged) -> int:
+        """Bytes of a window's gradients on their way."""
+        return self._width(each.narrow, self._types.reduce) * each.window.share * self.layout.data
+
+    def _sum_of(self, each: Exchanged) -> int:
+        """Bytes of a window's gradients where they are added up."""
+        return self._width(each.narrow, self._types.accumulate) * each.window.length
+
+    def _shares(self, of: Iterable[Exchanged]) -> int:
+        """Bytes of a replica's shares of summed windows, with padding."""
+        return sum(self._width(each.narrow, self._types.accumulate) * each.window.share for each in of)
+
+    def _complete(self, finished: int) -> int:
+        """How many windows have all their gradients, of which so many bytes are finished."""
+        ends = accumulate(self._sum_of(each) for each in self._windows if not each.is_tied)
+        return sum(end <= finished for end in ends)
+
+    def _on_their_way(self, begun: Sequence[Exchanged], count: int) -> int:
+        """Bytes of so many windows that are sent at a time, and of what has come of them."""
+        largest = sorted((self._packed(each) for each in begun), reverse=True)[:count]
+        return sum(size + (size // self.layout.data if self._sums_early else 0) for size in largest)
+
+    def _of_others(self, phases: Sequence[Phase]) -> int:
+        """Bytes of gradients in a trace that are finished before those of this stage are: those of the head."""
+        if self.is_last:
+            return 0
+        first = next((i for i, phase in enumerate(phases) if phase.name == "backward"), 0)
+        return phases[first - 1].finished if first else 0
+
+    def _has(self, phases: Sequence[Phase], number: int) -> bool:
+        """Whether a phase of the whole model is one of this stage, too: head and loss are the last one's alone."""
+        name = phases[number].name
+        if name in ("begin", "end"):
             return self.is_first
-        return True
+        if name in ("head", "turn"):
+            return self.is_last
+        backwards = [index for index, phase in enumerate(phases) if phase.name == "backward"]
+        return self.is_last or name != "reduce" or not backwards or number > backwards[0]

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rapidformer_templates.switches.auto_strategy.optimizer_states import (
     ADAMW,
+    BF16,
     FP32,
     UNCOUNTED_ADAM,
     Facts,
@@ -60,7 +61,8 @@ class Held:
 
 
 KEPT_WHOLE = 100_000
-"""ZeRO-3 keeps parameters of fewer elements whole beside their parts (``--zero-3-param-persistence-threshold``)."""
+"""DeepSpeed's own threshold: ZeRO-3 keeps parameters of at most so many elements whole beside their parts. A plan's
+follows the model (``--zero-3-param-persistence-threshold``)."""
 
 SUB_GROUP, SUB_GROUP_FOR_DISK, LEAST_ON_DISK = 1_000_000_000, 25_000_000, 2**20 // FP32
 """Elements after which a sub-group of ZeRO-3 ends, the same with NVMe, and below which one stays in memory."""
@@ -94,6 +96,14 @@ def replicated(parameters: Sequence[Facts], workers: int, width: int, how: How =
     """DDP: everything everywhere."""
     count = FP32 * sum(p.count for p in parameters)
     return [Held(count, count, how.optimizer.bytes_of(parameters))] * workers
+
+
+def replicated_with_masters(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
+    """Weights of 16 bits, fp32 masters and sums of gradients in fp32: everything everywhere."""
+    (held, *_) = replicated(parameters, 1, width, how)
+    narrowed = sum(p.count for p in parameters if p.narrows)
+    parts = (held.parameters - (FP32 - BF16) * narrowed, held.gradients, held.optimizer + FP32 * narrowed)
+    return [Held(*parts)] * workers
 
 
 def replicated_on_host(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
@@ -234,4 +244,4 @@ def _sub_groups(parameters: Sequence[Facts], workers: int, how: How, usual: int)
 def _parts(parameters: Sequence[Facts], workers: int, how: How) -> tuple[int, int]:
     """Elements of (this worker's part of every parameter, small parameters that are kept whole)."""
     share = sum(math.ceil(p.count / workers) for p in parameters)
-    return share, sum(p.count for p in parameters if p.count < how.kept_whole)
+    return share, sum(p.count for p in parameters if p.count <= how.kept_whole)

@@ -1,8 +1,8 @@
 """How long a step takes: computation, waiting in the pipeline, and communication, from counted work and stated rates.
 
 What is assumed: matrix products run at the sustained rate of the device and everything else at the rate of its
-memory; stages and shards are equal; a worker computes or waits for its peers, but what DDP and FSDP exchange
-hides behind the computation of the micro batch that it belongs to.
+memory; shards are equal, and so are stages whose blocks nobody has counted; a worker computes or waits for its peers,
+but gradients, and what FSDP and ZeRO-3 exchange, hide behind the computation of the micro batch that they belong to.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.setting import Setting
 from rapidformer_templates.switches.auto_strategy.trace import Trace
 
 ADAM_TRAFFIC = 28
@@ -69,7 +70,9 @@ class Timing:
         return self.tensor + self.pipeline + self.data
 
 
-def predict_seconds(layout: Layout, trace: Trace, facts: Facts, hardware: Hardware, local_world: int) -> Timing:
+def predict_seconds(
+    layout: Layout, setting: Setting, trace: Trace, facts: Facts, hardware: Hardware, local_world: int
+) -> Timing:
     """Seconds of a step of a layout.
 
     Args:
@@ -79,30 +82,33 @@ def predict_seconds(layout: Layout, trace: Trace, facts: Facts, hardware: Hardwa
     share = layout.tensor * layout.pipeline
     width = 4 if hardware.precision == "fp32" else 2
     computed = trace.flops / (hardware.tflops * 1e12) + trace.traffic / (hardware.memory_bandwidth * GB)
-    computed /= layout.pipeline
+    largest = max(layout.stages) / sum(layout.stages) if layout.stages else 1 / layout.pipeline
+    computed *= largest  # the others wait for the largest stage
     near, far = hardware.intra_node * GB, hardware.inter_node * GB
     hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
 
     # Two sums over the tensor group a block in the forward, two in the backward; recomputation repeats the forward's.
-    sums = (4 if layout.recompute == "none" else 6) * facts.blocks / layout.pipeline
+    exchanges = (4 if layout.recompute == "none" else 6) * facts.blocks * largest
     ring = 2 * (layout.tensor - 1) / layout.tensor
-    tensor = sums * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
+    tensor = exchanges * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
 
     neighbours = near if layout.world <= local_world else far
     transfer = 2 * hidden_bytes / neighbours if layout.pipeline > 1 else 0.0
 
     turn = computed + tensor + transfer
     waiting = (layout.pipeline - 1) * turn
-    data = _data_seconds(layout, facts, width, near if layout.tensor * layout.data <= local_world else far)
-    hidden = OVERLAP * _hides(layout) * computed
+    bandwidth = near if layout.tensor * layout.data <= local_world else far
+    sums, gathered = _data_seconds(layout, setting, facts, width, bandwidth)
+    hidden = OVERLAP * _hides(layout, setting) * computed
     replicas = layout.data if layout.partitioning != "none" else 1
-    update = ADAM_TRAFFIC * facts.parameters / share / replicas / (hardware.memory_bandwidth * GB)
+    traffic = ADAM_TRAFFIC + (2 if setting.narrow else 0)  # and the weight of 16 bits
+    update = traffic * facts.parameters / share / replicas / (hardware.memory_bandwidth * GB)
     return Timing(
         compute=layout.accumulation * computed,
         bubble=waiting,
         tensor=layout.accumulation * tensor,
         pipeline=layout.accumulation * transfer,
-        data=max(0.0, data - hidden),
+        data=max(0.0, sums - hidden) + gathered,
         update=update,
         offload=layout.accumulation
         * _exposed_copies(trace.sent / layout.pipeline / (hardware.host_link * GB), computed),
@@ -119,29 +125,36 @@ def _exposed_copies(copied: float, computed: float) -> float:
     return sum(max(0.0, copied - share * computed) for share in (1 - BACKWARD_SHARE, BACKWARD_SHARE))
 
 
-def _data_seconds(layout: Layout, facts: Facts, width: int, bandwidth: float) -> float:
-    """What the replicas exchange in a step, if nothing hides it (Rajbhandari et al., 2020, section 7)."""
+def _data_seconds(layout: Layout, setting: Setting, facts: Facts, width: int, bandwidth: float) -> tuple[float, float]:
+    """What the replicas exchange in a step beside a backward or forward, and after the update (Rajbhandari et al.,
+    2020, section 7), if nothing hides it.
+    """
     if layout.data == 1:
-        return 0.0
+        return 0.0, 0.0
     ring = (layout.data - 1) / layout.data * facts.parameters / (layout.tensor * layout.pipeline) / bandwidth
+    by_parallel_engine = setting.by_parallel_engine(layout)
+    gradient, weight = (setting.narrow.reduce, width) if setting.narrow else (4, 4)
     match layout.partitioning:
-        case "none" | "zero-1" | "distributed-optimizer" | "oss-sdp":
-            return 2 * ring * 4  # a sum of fp32 gradients; or its two halves: shares of gradients, then of weights
+        case "none":
+            return 2 * ring * gradient, 0.0
+        case "zero-1" | "distributed-optimizer" | "oss-sdp":
+            return ring * gradient, ring * weight  # the two halves of a sum: shares of gradients, then of weights
         case "oss":
-            return 3 * ring * 4  # a sum of gradients, and the weights from their owners
+            return 2 * ring * gradient, ring * weight  # a sum of gradients, and the weights from their owners
         case "zero-2":
             # In each micro batch the gradients go to their owner, and once the weights come back.
-            return (layout.accumulation + 1) * ring * (width if layout.tensor * layout.pipeline == 1 else 4)
+            sent = gradient if by_parallel_engine else width
+            return layout.accumulation * ring * sent, ring * (weight if by_parallel_engine else width)
         case _:
             # Weights for each forward and backward; FSDP sums gradients once, ZeRO-3 in each micro batch.
             sums = 1 if layout.partitioning == "fsdp" else layout.accumulation
-            return (2 * layout.accumulation * width + sums * 4) * ring
+            return (2 * layout.accumulation * width + sums * 4) * ring, 0.0
 
 
-def _hides(layout: Layout) -> float:
+def _hides(layout: Layout, setting: Setting) -> float:
     """Micro batches behind whose computation the exchange hides."""
-    if layout.by_parallel_engine or layout.partitioning == "zero-1":
-        return 0.0  # their exchange begins when the last backward has ended
-    if layout.partitioning in ("none", "oss", "oss-sdp"):
+    if layout.partitioning == "zero-1" and not setting.by_parallel_engine(layout):
+        return 0.0  # DeepSpeed's exchange begins when the last backward has ended
+    if layout.partitioning in ("none", "oss", "oss-sdp", "zero-1", "distributed-optimizer"):
         return BACKWARD_SHARE  # of the last one
     return layout.accumulation * (1.0 if layout.partitioning in ("fsdp", "zero-3") else BACKWARD_SHARE)

@@ -55,8 +55,10 @@ class Phase:
         flops: operations of the matrix products in it.
         traffic: bytes that its other operations read and write.
         after_first_gradient: whether a parameter has its gradient when the phase begins.
+        finished: bytes of the gradients that are finished when it ends.
         kept: bytes made in it that are alive when the backward begins.
         sent: bytes of earlier blocks that go to the host in it.
+        casts: of these, autocast's copies of weights.
     """
 
     name: str
@@ -67,8 +69,10 @@ class Phase:
     flops: int
     traffic: int
     after_first_gradient: bool = False
+    finished: int = 0
     kept: int = 0
     sent: int = 0
+    casts: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,17 @@ class Trace:
     @property
     def kept(self) -> int:
         """Bytes that the forward leaves for the backward, up to the last block."""
+        return sum(phase.kept for phase in self._up_to_last_block)
+
+    @property
+    def casts(self) -> int:
+        """Of these, autocast's copies of weights."""
+        return sum(phase.casts for phase in self._up_to_last_block)
+
+    @property
+    def _up_to_last_block(self) -> Sequence[Phase]:
         forwards = [i for i, phase in enumerate(self.phases) if phase.name == "forward"]
-        return sum(phase.kept for phase in self.phases[: forwards[-1] + 1]) if forwards else 0
+        return self.phases[: forwards[-1] + 1] if forwards else ()
 
     @property
     def sent(self) -> int:
@@ -129,7 +142,7 @@ class Trace:
             amounts = {
                 name: getattr(a, name)
                 + (getattr(b, name) - getattr(a, name)) * (micro_batch - first) // (second - first)
-                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "sent")
+                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "casts", "sent")
             }
             phases.append(replace(a, **amounts))
         hidden = self.hidden + (other.hidden - self.hidden) * (micro_batch - first) // (second - first)
@@ -178,10 +191,12 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 peak=phase.peak + alive + finished,
                 peak_without_gradients=phase.peak_without_gradients + alive,
                 end=phase.end + (alive if i < backward[0] else 0),
+                finished=phase.finished + (gradients if i >= backward[1] else 0),
                 flops=phase.flops * times,
                 traffic=phase.traffic * times,
                 kept=phase.kept * times,
                 sent=phase.sent * (1 + missing if i == last else 1),  # a block's goes in the forward of the next one
+                casts=phase.casts * times,
             )
         )
     return tuple(deeper)
@@ -194,18 +209,25 @@ def _bytes_of(values: Any) -> int:
     return sum(_bytes_of(value) for value in values) if isinstance(values, (tuple, list)) else 0
 
 
+_CAST = torch.ops.aten._to_copy.default
+
+
 class _Watch(LiveStorages):
     """Live storages, operations and finished gradients, phase by phase."""
 
-    def __init__(self, model: nn.Module, *, dense: bool) -> None:
+    def __init__(self, model: nn.Module, *, dense: bool, sum_type: torch.dtype | None) -> None:
         self.phases: list[Phase] = []
         self._made_in: dict[int, int] = {}
+        self._casts: set[int] = set()
         super().__init__([*model.parameters(), *model.buffers()])
+        self._known = frozenset(self._sizes)
         self.finished = 0
         self.hidden = 0
         self.counts = Counts()
         self._sent = 0
         self._dense = dense
+        self._sum_type = sum_type
+        self._sums: list[torch.Tensor] = []
         self._phase: tuple[str, tuple[str, int] | None] = ("begin", None)
         self._without = 0
         self._flops = self._traffic = 0
@@ -225,6 +247,8 @@ class _Watch(LiveStorages):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self.see(leaf)
+        if func is _CAST and id(args[0].untyped_storage()) in self._known:
+            self._casts.add(id(result.untyped_storage()))
         without = self.live - self.finished
         if without > self._without:
             self._without = without
@@ -240,8 +264,10 @@ class _Watch(LiveStorages):
         now = self.live - self.finished
         without = max(self._without, now)
         amounts = (self.peak, without, now, self._flops, self._traffic)
+        begun = self._has_gradient
         sent, self._sent = self.counts.sent - self._sent, self.counts.sent
-        self.phases.append(Phase(*self._phase, *amounts, after_first_gradient=self._has_gradient, sent=sent))
+        phase = Phase(*self._phase, *amounts, after_first_gradient=begun, finished=self.finished)
+        self.phases.append(replace(phase, sent=sent))
         self._has_gradient = self.finished > 0 or name == "reduce"
         self._phase = (name, stack)
         self.restart()
@@ -250,11 +276,12 @@ class _Watch(LiveStorages):
 
     def turn(self) -> None:
         """End the forward: what is alive now is kept for the backward."""
-        kept = Counter[int]()
+        kept, casts = Counter[int](), Counter[int]()
         for key, phase in self._made_in.items():
             kept[phase] += self._sizes[key]
+            casts[phase] += self._sizes[key] if key in self._casts else 0
         self.enter("turn")
-        self.phases = [replace(phase, kept=kept[i]) for i, phase in enumerate(self.phases)]
+        self.phases = [replace(phase, kept=kept[i], casts=casts[i]) for i, phase in enumerate(self.phases)]
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         super()._watch(storage, size)
@@ -263,12 +290,19 @@ class _Watch(LiveStorages):
     def _forget(self, key: int) -> None:
         super()._forget(key)
         del self._made_in[key]
+        self._casts.discard(key)
 
     def finish(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         if not self.finished:
             self.enter("reduce")
-        self.finished += local_part(parameter.grad).untyped_storage().nbytes()
+        gradient = local_part(parameter.grad)
+        if self._sum_type is None or gradient.dtype == torch.float32:
+            self.finished += gradient.untyped_storage().nbytes()
+            return
+        self.finished += gradient.numel() * self._sum_type.itemsize
+        self._sums.append(gradient.to(self._sum_type))
+        parameter.grad = None
 
 
 class _NoMemory:
@@ -321,6 +355,7 @@ def trace(
     batch: Batch,
     *,
     compute_type: torch.dtype | None = None,
+    sum_type: torch.dtype | None = None,
     recompute: str = "none",
     offload: bool = False,
     gpu: bool = False,
@@ -332,6 +367,7 @@ def trace(
         model: on fake tensors, as :func:`fake.fake_tensors` makes them.
         batch: fake tensors, shapes as in training.
         compute_type: of autocast; None computes in the type of the parameters.
+        sum_type: what gradients of 16 bits are added up in as they come; None leaves them as they are.
         recompute: one of ``layouts.RECOMPUTED``, a block at a time.
         offload: whether what the blocks keep goes to the host.
         gpu: whether the run is for a GPU.
@@ -339,7 +375,7 @@ def trace(
     """
     padded = "attention_mask" in batch
     with contextlib.ExitStack() as stack:
-        watch = _Watch(model, dense=not padded)
+        watch = _Watch(model, dense=not padded, sum_type=sum_type)
         _watch_blocks(model, watch, stack, recompute=recompute, gpu=gpu)
         if offload:
             offloader = Offloader(_NoMemory(), torch.device("cpu"))
@@ -431,10 +467,16 @@ def stacks_of(model: nn.Module) -> dict[str, tuple[str, int]]:
     return positions
 
 
-def gradient_bytes(model: nn.Module) -> dict[str, int]:
-    """Bytes of the gradients of a block, by stack."""
+def gradient_bytes(model: nn.Module, sum_type: torch.dtype | None = None) -> dict[str, int]:
+    """Bytes of the gradients of a block, by stack; ``sum_type`` as in :func:`trace`."""
     sizes: dict[str, int] = {}
     for name, (stack, _) in stacks_of(model).items():
-        parameters = model.get_submodule(name).parameters()
-        sizes[stack] = sum(local_part(p).nbytes for p in parameters if p.requires_grad)
+        trained = [p for p in model.get_submodule(name).parameters() if p.requires_grad]
+        sizes[stack] = sum(local_part(p).numel() * _width_of_gradient(p, sum_type) for p in trained)
     return sizes
+
+
+def _width_of_gradient(parameter: nn.Parameter, sum_type: torch.dtype | None) -> int:
+    if sum_type is None or parameter.dtype == torch.float32:
+        return parameter.itemsize
+    return sum_type.itemsize

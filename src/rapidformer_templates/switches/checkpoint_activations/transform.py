@@ -73,7 +73,10 @@ class Checkpointed:
         if not self.enabled or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         forward = self._keeping if self.keeps and not torch.compiler.is_compiling() else self.forward
-        return checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
+        output = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
+        if not torch.compiler.is_compiling():
+            torch.clear_autocast_cache()  # the backward casts the weights again, and nobody else keeps these copies
+        return output
 
     def _keeping(self, *args: Any, **kwargs: Any) -> Any:
         with keeping_products():

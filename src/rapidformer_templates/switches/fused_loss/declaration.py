@@ -76,10 +76,9 @@ SWITCHES = (
             Rule(
                 "RF063",
                 "The fused loss needs the whole head on each worker.",
-                "tensor parallelism cuts the vocabulary and has a loss of its own for that, and a pipeline hands the "
-                "last stage's logits to its schedule",
+                "tensor parallelism cuts the vocabulary and has a loss of its own for that",
                 "[rapidformer_templates]",
-                excludes("fused-linear-cross-entropy", ("tensor-parallel", "pipeline-parallel")),
+                excludes("fused-linear-cross-entropy", "tensor-parallel"),
                 Example("--fused-linear-cross-entropy --tensor-model-parallel-size 2 --world-size 2"),
             ),
         ),

@@ -15,9 +15,13 @@ from rapidformer_templates.switches.fused_loss.logits import SWITCH_FLAG, FusedH
 def fuse_loss(model: nn.Module, building: Building) -> nn.Module:
     """Let the layer that scores the words compute the loss. Its parameters and their names stay.
 
+    Of a pipeline it is on the last stage, and the others have nothing to change.
+
     Raises:
         ModelError: the model has no such layer, or it is no plain ``torch.nn.Linear``.
     """
+    if not building.workers.ends_pipeline:
+        return model
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     if type(head) is not nn.Linear:

@@ -25,6 +25,9 @@ from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT
 
 _PIPELINE = ("pipeline_model_parallel_size", 2)
 
+AUTO_MEMORY = "auto-memory"
+"""In place of the stages' blocks: the planner finds those with which the stage that needs most memory needs least."""
+
 
 @dataclass(frozen=True)
 class PipelineParallelFlags:
@@ -40,8 +43,9 @@ class PipelineParallelFlags:
     )
     pipeline_stages: str | None = flag(
         None,
-        "blocks of each stage, such as 3,5 (default: by parameters, embedding and head counted)",
-        metavar="A,B",
+        "blocks of each stage, such as 3,5, or auto-memory: as few bytes as can be where most are needed "
+        "(default: by parameters, embedding and head counted)",
+        metavar="A,B|auto-memory",
         only_with=_PIPELINE,
     )
 
@@ -52,11 +56,11 @@ def _stages(request: Request) -> int:
 
 def _stages_fit(request: Request) -> list[Finding]:
     asked, stages, layers = request.config.get("pipeline_stages"), _stages(request), request.model.num_layers
-    if asked is None:
+    if asked in (None, AUTO_MEMORY):
         return []
     words = [word.strip() for word in asked.split(",")]
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        message = f"--pipeline-stages {asked} is not a list of numbers of blocks above zero"
+        message = f"--pipeline-stages {asked} is no list of numbers of blocks above zero, and not {AUTO_MEMORY}"
     elif len(words) != stages:
         message = f"--pipeline-stages {asked} names {len(words)} stages; there are {stages}"
     elif layers is not None and sum(map(int, words)) != layers:
@@ -84,6 +88,21 @@ def _enough_blocks(request: Request) -> list[Finding]:
             changes=(drop({"virtual_pipeline_size": 1}),),
         )
     ]
+
+
+def _predicted_stages(request: Request) -> list[Finding]:
+    if request.config.get("pipeline_stages") != AUTO_MEMORY:
+        return []
+    asked, layers = request.asked("pipeline_stages", "pipeline_model_parallel_size"), request.model.num_layers
+    found = []
+    if request.config.get("virtual_pipeline_size") > 1:
+        message = f"--pipeline-stages {AUTO_MEMORY} does not work together with --virtual-pipeline-size"
+        changes = drop({"virtual_pipeline_size": 1}), drop({"pipeline_stages": None})
+        found.append(Finding(message, (*asked, *request.asked("virtual_pipeline_size")), changes=changes))
+    elif layers is not None and layers < request.sizes.pipeline:
+        message = f"{layers} blocks are too few for {request.sizes.pipeline} stages"
+        found.append(Finding(message, asked, switches=("pipeline-parallel",)))
+    return found
 
 
 def _interleaved(request: Request) -> Reasons:
@@ -144,6 +163,17 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _stages_fit,
                 Example("--pipeline-model-parallel-size 2 --num-layers 8 --pipeline-stages 3,4 --world-size 2"),
+            ),
+            Rule(
+                "RF220",
+                "Stages by memory are one a worker, of a block or more.",
+                "they follow from predicted bytes, and of interleaved stages none are predicted",
+                "[rapidformer_templates]",
+                _predicted_stages,
+                Example(
+                    "--pipeline-model-parallel-size 2 --virtual-pipeline-size 2 --pipeline-stages auto-memory "
+                    "--num-layers 8 --world-size 2"
+                ),
             ),
             Rule(
                 "RF076",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from rapidformer_templates.data.loader import MicroBatch, to_device
@@ -18,6 +19,7 @@ from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.traces import kept_buffers
 from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, with_transfers
 from rapidformer_templates.switches.pipeline_parallel.stage_forward import Passage
 from rapidformer_templates.switches.pipeline_parallel.stage_links import Links, Parcel
@@ -37,23 +39,41 @@ class PipelineEngine(ParallelEngine):
         assert parts is not None, "the pipeline switch cuts the model"
         self._parts = len(parts)
         self._passage = Passage(model, ends=self.workers.ends_pipeline)
-        self._links = Links(self.workers)
+        self._links = Links(self.workers, leaving=2 * self._parts)
+        self._keeps_casts = not _computed_again(placement_of(model).blocks.values())
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
         step = _Step(self, microbatches, weight)
-        for action in _actions(self.workers.pipeline, self._parts, len(microbatches), self.workers.pipeline_rank):
-            step.do(action)
+        with self._one_cast():
+            for action in _actions(self.workers.pipeline, self._parts, len(microbatches), self.workers.pipeline_rank):
+                step.do(action)
         self._links.flush()
         return step.total
+
+    def _one_cast(self) -> AbstractContextManager[Any]:
+        """Around a step: all micro batches that are on their way share autocast's copies of the weights.
+
+        Autocast forgets its copies where its outermost context ends, and each graph would keep copies of its own.
+        This one casts nothing by itself. Where blocks are computed again no graph keeps any.
+        """
+        if self.compute_type is None or not self._keeps_casts:
+            return nullcontext()
+        return torch.autocast(self.workers.device.type, enabled=False)
 
     def _backward(self, loss: torch.Tensor) -> None:
         self.backward_of_part(self._parts - 1, loss)
 
-    def backward_of_part(self, part: int, output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """The backward of a local part, from the loss or from the gradient that came from the stage behind it."""
+    def backward_of_part(
+        self, part: int, output: torch.Tensor | GradientEdge | None, gradient: torch.Tensor | None = None
+    ) -> None:
+        """The backward of a local part, from the loss or from the gradient that came from the stage behind it.
+
+        Args:
+            output: None where all that came before is frozen.
+        """
         self._shards.begin_backward(part, last=self._last)
-        if output.requires_grad:  # not where all that came before is frozen
-            output.backward(gradient)
+        if output is not None:
+            torch.autograd.backward(output, gradient)
         self._shards.end_backward()
 
     def forward_of_part(self, microbatch: MicroBatch) -> Any:
@@ -109,7 +129,9 @@ class _Step:
         self._keys = [_shapes(microbatch.batch) for microbatch in microbatches]
         self._coming: dict[Action, Parcel] = {}
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # until they are sent
+        self._losses: dict[int, torch.Tensor] = {}
+        self._graphs: dict[tuple[int, int], GradientEdge | None] = {}
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
 
     def do(self, action: Action) -> None:
@@ -122,9 +144,9 @@ class _Step:
         elif kind is Kind.RECEIVE_FORWARD:
             self._coming[action] = self.links.receive_forward(stage, self._keys[number])
         elif kind is Kind.SEND_FORWARD:
-            self.links.send_forward(stage, self._keys[number], self._outputs[index])
+            self.links.send_forward(stage, self._keys[number], self._outputs.pop(index))
         elif kind is Kind.RECEIVE_BACKWARD:
-            self._coming[action] = self.links.receive_backward(stage, self._outputs[index])
+            self._coming[action] = self.links.receive_backward(stage, self._keys[number])
         else:
             self.links.send_backward(stage, self._gradients.pop(index))
 
@@ -143,22 +165,29 @@ class _Step:
         output = engine._passage.run(stage // engine.workers.pipeline, hidden, body)
         if stage == engine.last_stage:
             self.total += output.detach()
-        self._outputs[stage, number] = output
+            self._losses[number] = output
+        else:
+            # The backward needs the graph. The values are the next stage's, unless the graph has kept them itself.
+            self._graphs[stage, number] = get_gradient_edge(output) if output.requires_grad else None
+            self._outputs[stage, number] = output
 
     def _backward(self, stage: int, number: int) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
-        output = self._outputs.pop((stage, number))
         engine._last = number == len(self.microbatches) - 1
         if stage == engine.last_stage:
-            engine._begin_backward(output, self.microbatches[number])
+            engine._begin_backward(self._losses.pop(number), self.microbatches[number])
         else:
-            engine.backward_of_part(
-                part, output, self._coming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
-            )
+            gradient = self._coming.pop(Action(Kind.RECEIVE_BACKWARD, stage, number)).unpack()
+            engine.backward_of_part(part, self._graphs.pop((stage, number)), gradient)
         if stage:
             hidden = self._inputs.pop((stage, number))
             self._gradients[stage, number] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
         engine.micro_steps += part == 0
+
+
+def _computed_again(blocks: Iterable[nn.Module]) -> bool:
+    """Whether the backward computes the activations of all blocks anew."""
+    return all(isinstance(block.forward, Checkpointed) for block in blocks)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -33,25 +34,34 @@ class Links:
     Both ends of a link work on the same micro batches, so shape and type of a hidden state travel only when
     the shapes of a batch are new to the link.
 
+    What was sent must be kept until it has arrived, and not every backend tells when that is. So a new transfer
+    waits for one that left some time before it in the same direction. By then the neighbour has taken that one in,
+    but for the first and last transfers of a step (``tests/…/test_stages.py`` plays it through).
+
     Args:
         workers: this process among its peers.
+        leaving: transfers in each direction that may be on their way.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, leaving: int = 2) -> None:
         assert workers.mesh is not None
         self.workers = workers
+        self.leaving = leaving
         self.group = workers.mesh.get_group("pipeline")
         self._known: dict[tuple[int, Hashable], tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._leaving: list[tuple[Any, torch.Tensor]] = []
+        self._on_their_way: dict[int, deque[Parcel]] = {1: deque(), -1: deque()}
 
     def _rank_of(self, stage: int) -> int:
         workers = self.workers
         pipeline_rank = stage % workers.pipeline
         return (pipeline_rank * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank
 
-    def _send(self, tensor: torch.Tensor, stage: int) -> None:
-        self._leaving = [(work, sent) for work, sent in self._leaving if not work.is_completed()]
-        self._leaving.append((dist.isend(tensor, dst=self._rank_of(stage), group=self.group), tensor))
+    def _send(self, tensor: torch.Tensor, stage: int, direction: int) -> None:
+        before = self._on_their_way[direction]
+        if len(before) == self.leaving:
+            before.popleft().unpack()
+        to = self._rank_of(stage + direction)
+        before.append(Parcel(tensor, dist.isend(tensor, dst=to, group=self.group)))
 
     def _receive(self, tensor: torch.Tensor, stage: int) -> Parcel:
         return Parcel(tensor, dist.irecv(tensor, src=self._rank_of(stage), group=self.group))
@@ -73,13 +83,13 @@ class Links:
         if known is form:
             lengths = [*hidden.shape, *[0] * (HEADER - 2 - hidden.ndim)]
             header = [DTYPES.index(hidden.dtype), hidden.ndim, *lengths]
-            self._send(torch.tensor(header, device=hidden.device), stage + 1)
+            self._send(torch.tensor(header, device=hidden.device), stage, 1)
         elif known != form:
             raise RapidformerError(
                 f"stage {stage} put out {form} for a batch that gave {known} before",
                 hint="under a pipeline the hidden state's shape must follow from the batch's shapes",
             )
-        self._send(hidden, stage + 1)
+        self._send(hidden, stage, 1)
 
     def receive_forward(self, stage: int, key: Hashable) -> Parcel:
         """The hidden state that ``stage`` takes in."""
@@ -87,19 +97,23 @@ class Links:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.workers.device)
             kind, ndim, *lengths = self._receive(header, stage - 1).unpack().tolist()
             self._known[stage - 1, key] = (DTYPES[kind], tuple(lengths[:ndim]))
-        dtype, shape = self._known[stage - 1, key]
-        return self._receive(torch.empty(shape, dtype=dtype, device=self.workers.device), stage - 1)
+        return self._receive(self._empty(stage - 1, key), stage - 1)
 
     def send_backward(self, stage: int, gradient: torch.Tensor) -> None:
         """Send the gradient of what ``stage`` took in to the stage before."""
-        self._send(gradient.contiguous(), stage - 1)
+        self._send(gradient.contiguous(), stage, -1)
 
-    def receive_backward(self, stage: int, output: torch.Tensor) -> Parcel:
-        """The gradient of what ``stage`` put out."""
-        return self._receive(torch.empty_like(output, memory_format=torch.contiguous_format), stage + 1)
+    def receive_backward(self, stage: int, key: Hashable) -> Parcel:
+        """The gradient of what ``stage`` put out for a batch of these shapes."""
+        return self._receive(self._empty(stage, key), stage + 1)
+
+    def _empty(self, stage: int, key: Hashable) -> torch.Tensor:
+        """For what ``stage`` puts out, or for its gradient."""
+        dtype, shape = self._known[stage, key]
+        return torch.empty(shape, dtype=dtype, device=self.workers.device)
 
     def flush(self) -> None:
         """Wait until everything that was sent has left."""
-        for work, _ in self._leaving:
-            work.wait()
-        self._leaving.clear()
+        for before in self._on_their_way.values():
+            while before:
+                before.popleft().unpack()

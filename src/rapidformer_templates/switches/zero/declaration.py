@@ -9,6 +9,8 @@ from typing import Any
 from rapidformer_templates.planning.acted import all_of, divides_parameters, shared_out
 from rapidformer_templates.planning.checks import PARTITIONING, idle_alone, needs_template
 from rapidformer_templates.planning.deepspeed_file import file as deepspeed_file
+from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, MOST
+from rapidformer_templates.planning.deepspeed_file.schedules import AUTO
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
@@ -47,11 +49,17 @@ class Zero3Flags:
     zero_3_memory_optimization: bool = flag(
         False, "ZeRO-3: shard optimizer state, gradients and parameters (DeepSpeed)", choice=PARTITIONING
     )
-    zero_3_param_persistence_threshold: int = flag(
-        100_000, "ZeRO-3 keeps parameters of fewer elements whole: more memory, less to gather", minimum=0
+    zero_3_param_persistence_threshold: int | None = flag(
+        None,
+        "ZeRO-3 keeps parameters of at most so many elements whole: more memory, less to gather (default: 10 × the "
+        "model's width)",
+        minimum=0,
     )
-    zero_3_prefetch_bucket_size: int = flag(
-        50_000_000, "elements that ZeRO-3 gathers ahead of their use: more memory, less waiting", minimum=0
+    zero_3_prefetch_bucket_size: int | None = flag(
+        None,
+        "elements that ZeRO-3 gathers ahead of their use: more memory, less waiting (default: 0.9 × the square of "
+        "the model's width)",
+        minimum=0,
     )
     zero_3_max_live_parameters: int = flag(
         1_000_000_000, "elements of whole parameters that ZeRO-3 may hold at a time", minimum=0
@@ -70,6 +78,16 @@ ONLY_IN_TRAINER = Rule(
 
 def _engine_options(request: Request) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_file.effective(request, precision(request.config, request.environment))}
+
+
+_IDLE_ALONE = idle_alone("ZeRO: one worker, so there is nothing to shard")
+
+
+def _notes(request: Request) -> Sequence[str]:
+    size = _engine_options(request)["deepspeed"]["zero_optimization"]["reduce_bucket_size"]
+    square = f"the square of the model's width, {LEAST:,} to {MOST:,}"
+    buckets = f"ZeRO: a bucket holds {square if size == AUTO else format(size, ',')} elements"
+    return _IDLE_ALONE(request) or (buckets,)
 
 
 def _notes_under_3d(request: Request) -> Sequence[str]:
@@ -135,12 +153,19 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         claims=claims,
         templates=("Trainer",),
         rules=(ONLY_IN_TRAINER,),
-        notes=idle_alone("ZeRO: one worker, so there is nothing to shard"),
+        notes=_notes,
         prepare="rapidformer_templates.switches.zero.values:prepare",
         engine="rapidformer_templates.switches.zero.engine:DeepSpeedEngine",
         engine_options=_engine_options,
-        receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes", "gradient_bytes"),
+        receipt=(
+            "parameter_bytes",
+            "parameter_bytes_whole",
+            "optimizer_state_bytes",
+            "gradient_bytes",
+            "zero_optimization",
+        ),
         acted=_ACTED[level],
+        freed_memory="as usual",  # kept, ZeRO-2 has taken 2,049 MB for 1,661, ZeRO-3 2,119 for 2,009
         under_3d=own.get(level, {}),
         **package,
     )

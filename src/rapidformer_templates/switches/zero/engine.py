@@ -24,6 +24,8 @@ from rapidformer_templates.engines.reached import GradientSequence, come_by_all,
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name, lies_in_codes
+from rapidformer_templates.models.width import width_of
+from rapidformer_templates.planning.deepspeed_file.buckets import filled
 from rapidformer_templates.planning.deepspeed_file.file import LOUD
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
@@ -53,11 +55,16 @@ class DeepSpeedEngine(SingleEngine):
             return contextlib.nullcontext()
         from rapidformer_templates.switches.zero.construction import partitioned_construction
 
-        return partitioned_construction(self.config)
+        return partitioned_construction(self._config_for(width=1))  # no bucket is there while a model is built
+
+    def _config_for(self, width: int) -> dict[str, Any]:
+        """DeepSpeed's configuration for a model of this width."""
+        return {**self.config, "zero_optimization": filled(self.config["zero_optimization"], width)}
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         import deepspeed
 
+        self.config = self._config_for(width_of(model))
         named = [(canonical_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
         differing = recipe.differences((name, zero_state.as_built(p)) for name, p in named)
         self._parameters = [p for _, p in named]
@@ -97,7 +104,8 @@ class DeepSpeedEngine(SingleEngine):
             _compute_in(model, self.compute_type)
         if self.zero_stage < 3:
             return model.to(self.workers.device)
-        settings = {name: value for name, value in self.config.items() if name not in ("optimizer", "scheduler")}
+        config = self._config_for(width_of(model))
+        settings = {name: value for name, value in config.items() if name not in ("optimizer", "scheduler")}
         divided, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
         divided.eval()
         wrapped: nn.Module = divided

@@ -1,0 +1,115 @@
+"""``--pipeline-stages auto-memory``: a pipeline cut so that the stage that needs most memory needs the least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.planning.balance import balanced_cut, least_cost
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import Environment
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.hardware import GB
+from rapidformer_templates.switches.auto_strategy.layouts import Layout, layout_of
+from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
+from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
+from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
+
+ALIKE = 0.02
+"""Share of the memory: of cuts that differ by less the one is taken whose stages take most nearly the same time."""
+
+
+@dataclass(frozen=True)
+class StageBalance:
+    """A cut, and what it changes.
+
+    Attributes:
+        sizes: blocks of each stage.
+        needed: predicted bytes of a worker of each stage.
+        by_parameters: blocks and bytes of each stage in the cut that would be made without asking.
+        slower: the largest stage's parameters over those of the largest there, less one: about so much longer takes a
+            micro batch, because the others wait for it.
+    """
+
+    sizes: tuple[int, ...]
+    needed: tuple[int, ...]
+    by_parameters: tuple[tuple[int, ...], tuple[int, ...]]
+    slower: float
+
+    def line(self) -> str:
+        """For people."""
+        sizes, needed = self.by_parameters
+        mine = f"{_numbers(self.sizes)} blocks, at most {max(self.needed) / GB:.3g} GB a worker ({_in_gb(self.needed)})"
+        usual = f"by parameters {_numbers(sizes)}, {max(needed) / GB:.3g} GB ({_in_gb(needed)})"
+        return f"--pipeline-stages auto-memory: {mine}; {usual}; the largest stage has {self.slower:+.0%} parameters"
+
+
+def _numbers(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _in_gb(needed: Sequence[int]) -> str:
+    return ", ".join(f"{size / GB:.3g}" for size in needed)
+
+
+def balance_memory(model: ModelShapes, layout: Layout, setting: Setting, *, exact: bool = True) -> StageBalance:
+    """The cut of a layout whose most loaded worker needs least; of those that need about as much the fastest.
+
+    Raises:
+        ModelError: the model cannot be cut into so many stages.
+    """
+    blocks, variant = sum(model.depths.values()), variant_of(layout, setting)
+    if blocks < layout.pipeline:
+        raise ModelError(f"{blocks} blocks cannot be cut into {layout.pipeline} stages", where="--pipeline-stages")
+
+    @cache
+    def predicted(stage: int, begin: int, end: int) -> int:
+        part = Stage(model, layout, stage, setting, blocks=(begin, end))
+        return of_stage(model, part, variant, exact=exact).total
+
+    def needed(stage: int, begin: int, end: int) -> int:
+        if model.repeats:  # where it begins does not matter
+            begin, end = stage, stage + end - begin
+        return predicted(stage, begin, end)
+
+    limit = least_cost(blocks, layout.pipeline, needed) * (1 + ALIKE)
+    elements = model.stage_elements
+    chosen = balanced_cut(*elements, layout.pipeline, allowed=lambda *stage: needed(*stage) <= limit)
+    usual = model.stage_sizes(layout.pipeline)
+    return StageBalance(
+        tuple(chosen),
+        tuple(needed(*stage) for stage in _stages(chosen)),
+        (tuple(usual), tuple(needed(*stage) for stage in _stages(usual))),
+        _largest(chosen, *elements) / _largest(usual, *elements) - 1,
+    )
+
+
+def _stages(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(stage, its first block, the first one after it)."""
+    return [(stage, sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(len(sizes))]
+
+
+def _largest(sizes: Sequence[int], front: float, blocks: Sequence[float], back: float) -> float:
+    """Elements of the largest stage."""
+    elements = [sum(blocks[begin:end]) for _, begin, end in _stages(sizes)]
+    elements[0] += front
+    elements[-1] += back
+    return max(elements)
+
+
+def with_stages_by_memory(config: RunConfig, environment: Environment) -> RunConfig:
+    """The configuration with the stages that ``auto-memory`` stands for, and a line that says why.
+
+    Raises:
+        Refused: the flags break rules.
+        ModelError: the model cannot be built, or not be cut.
+    """
+    plan = resolve(config, environment)
+    subject = Subject(config, plan, gpu=environment.device == "cuda")
+    balance = balance_memory(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
+    chosen = config.replace("auto-memory", pipeline_stages=_numbers(balance.sizes))
+    return replace(chosen, chosen=(*chosen.chosen, balance.line()))

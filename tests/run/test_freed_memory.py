@@ -1,0 +1,76 @@
+"""Host memory that a training on a CPU frees: kept for the next step, unless a switch has it otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.run.building import choose_allocation
+from rapidformer_templates.system.host_memory import allocate_as_usual, freed_memory
+from tests.support.requests import CPU, config_of, on
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+
+WITH_PACKAGES = on(CPU, packages=dict.fromkeys(OPTIONAL_PACKAGES, "any"))
+ZERO_3 = "--zero-3-memory-optimization"
+WAYS = {
+    "": "kept",
+    "--fsdp-memory-optimization": "kept",
+    "--oss-sdp-memory-optimization": "kept",
+    "--zero-1-memory-optimization": "as usual",
+    "--use-distributed-optimizer": "as usual",
+    ZERO_3: "as usual",
+    f"{ZERO_3} --cpu-offload": "given back",
+    "--cpu-offload": "given back",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_usual() -> Iterator[None]:
+    yield
+    allocate_as_usual()
+    assert freed_memory() == "as usual"
+
+
+def _choose(flags: str, device: str = "cpu") -> None:
+    choose_allocation(replace(resolve(config_of(flags), WITH_PACKAGES), device=device))
+
+
+@pytest.mark.parametrize(("flags", "way"), WAYS.items())
+def test_switches_say_what_becomes_of_it(flags: str, way: str) -> None:
+    _choose(flags)
+    assert freed_memory() == way
+
+
+def test_on_a_gpu_the_host_is_left_alone() -> None:
+    _choose("", "cuda")
+    assert freed_memory() == "as usual"
+
+
+FAULTS = """
+import resource, sys, torch
+from rapidformer_templates.system import host_memory
+
+for way in (host_memory.keep_freed_memory, host_memory.give_freed_memory_back):
+    way()
+    for step in range(12):  # glibc does not find every hole at once
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**22)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    print(faults * resource.getpagesize() / 2**24)
+    host_memory.allocate_as_usual()
+"""
+
+
+def test_only_what_is_given_back_must_be_asked_for_again() -> None:
+    """By the shares of a tensor's pages that the system has to give for it, in a process of its own."""
+    told = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
+    kept, given_back = map(float, told.split())
+    assert kept < 0.1
+    assert 0.9 < given_back < 1.1

@@ -1,0 +1,167 @@
+"""What a stage holds while micro batches are on their way: one stage of four in this process, the others silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rapidformer_templates.data.loader import MicroBatch
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.recipe import OptimizerSpec
+from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.memory import of_stage, variant_of
+from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.stage_memory import Stage
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.pipeline_parallel import engine as pipeline_engine
+from rapidformer_templates.switches.pipeline_parallel import stage_links
+from rapidformer_templates.switches.pipeline_parallel.engine import PipelineEngine
+from rapidformer_templates.switches.pipeline_parallel.schedule import Kind
+from rapidformer_templates.switches.pipeline_parallel.transform import cut_into_stages
+from rapidformer_templates.system.workers import Workers
+from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
+
+STAGES, BLOCKS, SAMPLES, WIDTH = 4, 8, 8, 32
+HIDDEN = 4 * SAMPLES * LENGTH * WIDTH
+"""Bytes of what a stage passes on."""
+
+
+class _Transfer:
+    """As gloo's: nobody tells whether it has ended, but who waits for it."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@contextmanager
+def silent_neighbours(rank: int) -> Iterator[Workers]:
+    """A worker of a pipeline whose other workers do not exist: it is given random numbers."""
+    draw = torch.Generator().manual_seed(0)
+
+    def receive(tensor: torch.Tensor, **_: Any) -> _Transfer:
+        tensor.normal_(generator=draw)
+        return _Transfer()
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=STAGES)
+    try:
+        mesh = init_device_mesh("cpu", (STAGES, 1, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+        silent = SimpleNamespace(isend=lambda tensor, **_: _Transfer(), irecv=receive)
+        with mock.patch.object(stage_links, "dist", silent):
+            yield Workers(rank, rank, STAGES, torch.device("cpu"), 1, STAGES, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+class Held:
+    """Two steps of one stage, watched in the second.
+
+    Attributes:
+        peak: most bytes alive.
+        after_forwards: bytes alive after each forward.
+        gradients: of its parameters, by name.
+    """
+
+    def __init__(
+        self, name: str, rank: int, precision: str = "fp32", recompute: str = "none", microbatches: int = 8
+    ) -> None:
+        torch.manual_seed(1)
+        self.after_forwards: list[int] = []
+        self.gradients: dict[str, torch.Tensor] = {}
+        rows = [MicroBatch(batch(SAMPLES), list(range(SAMPLES)), SAMPLES * LENGTH) for _ in range(microbatches)]
+        with silent_neighbours(rank) as workers, LiveStorages() as live:
+            engine = _engine(name, workers, precision, recompute)
+            if rank:
+                engine._links._known[rank - 1, pipeline_engine._shapes(rows[0].batch)] = (
+                    torch.float32,
+                    (SAMPLES, LENGTH, WIDTH),
+                )
+            engine.train_batch(rows, 1e9, 1.0)
+            live.restart()
+            engine.before_update = lambda: self._keep_gradients(engine)
+            with self._watching_forwards(live):
+                engine.train_batch(rows, 1e9, 1.0)
+        self.peak = live.peak
+
+    @contextmanager
+    def _watching_forwards(self, live: LiveStorages) -> Iterator[None]:
+        do = pipeline_engine._Step.do
+
+        def watched(step: Any, action: Any) -> None:
+            do(step, action)
+            if action.kind is Kind.SEND_FORWARD:
+                self.after_forwards.append(live.live)
+
+        with mock.patch.object(pipeline_engine._Step, "do", watched):
+            yield
+
+    def _keep_gradients(self, engine: PipelineEngine) -> None:
+        self.gradients = {name: p.grad.clone() for name, p in engine.model.named_parameters() if p.grad is not None}
+
+
+def _engine(name: str, workers: Workers, precision: str, recompute: str) -> PipelineEngine:
+    plan = Plan("Trainer", precision=precision, sizes=Sizes(world=STAGES, pipeline=STAGES))
+    model = MODELS[name](BLOCKS)
+    model.loss_type = "ForCausalLM"
+    options = SimpleNamespace(virtual_pipeline_size=1, pipeline_stages=None)
+    building = Building(find_blocks(model), options, plan, workers, lambda model: model(**batch(1)).loss)
+    model = cut_into_stages(model, building)
+    for block in find_blocks(model).values() if recompute != "none" else ():
+        block.forward = Checkpointed(block.forward, selective=recompute == "selective")
+    engine = PipelineEngine(plan, workers, clip_grad=1.0)
+    engine.setup(model, OptimizerSpec(torch.optim.AdamW, {"lr": 1e-6}), lambda model, rows: model(**rows).loss)
+    return engine
+
+
+def predicted(name: str, rank: int, precision: str, recompute: str) -> int:
+    layout = Layout(pipeline=STAGES, micro_batch=SAMPLES, accumulation=8, recompute=recompute)
+    setting, model = Setting(precision), shapes(name, BLOCKS)
+    return of_stage(model, Stage(model, layout, rank, setting), variant_of(layout, setting), exact=True).total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "recompute"), [("fp32", "none"), ("bf16", "none"), ("bf16", "full")])
+def test_a_stage_holds_what_the_planner_predicts(precision: str, recompute: str) -> None:
+    for rank in (0, 1, STAGES - 1):
+        held = Held("llama", rank, precision, recompute).peak
+        assert predicted("llama", rank, precision, recompute) == pytest.approx(held, rel=0.03), rank
+
+
+def test_what_was_sent_is_kept_no_longer_than_it_travels() -> None:
+    """All that recomputation leaves of a micro batch is what goes into each of the two blocks."""
+    lives = Held("llama", 0, recompute="full").after_forwards[:STAGES]
+    third, fourth = lives[2] - lives[1], lives[3] - lives[2]  # the first two fill the link
+    assert third == fourth
+    assert 2 * HIDDEN <= third < 2.5 * HIDDEN
+
+
+@pytest.mark.parametrize("rank", [1, STAGES - 1])
+def test_transfers_do_not_pile_up(rank: int) -> None:
+    few, many = (Held("gpt2", rank, microbatches=count).peak for count in (8, 20))
+    assert many - few == 12 * batch(SAMPLES)["input_ids"].nbytes  # the batches themselves
+
+
+def test_micro_batches_share_the_copies_of_the_weights() -> None:
+    """Each of the four on their way had a copy of its own, and computes the same with one for all."""
+    shared = Held("llama", 0, "bf16")
+    with mock.patch.object(pipeline_engine, "_computed_again", return_value=True):
+        apart = Held("llama", 0, "bf16")
+    blocks = find_blocks(MODELS["llama"](BLOCKS // STAGES)).values()
+    weights = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim == 2)
+    assert apart.peak - shared.peak == pytest.approx((STAGES - 1) * 2 * weights, rel=0.2)
+    assert any(gradient.any() for gradient in shared.gradients.values())
+    for name, gradient in apart.gradients.items():
+        torch.testing.assert_close(shared.gradients[name], gradient, rtol=0, atol=0)

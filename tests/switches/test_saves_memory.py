@@ -1,0 +1,121 @@
+"""A switch that saves memory never takes more than not having it: each that shards states, beside plain DDP."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rapidformer_templates import Data, Trainer
+from rapidformer_templates.commands.bench.worker import peak_mb, resident_mb
+from rapidformer_templates.engines.parallel.windows import WINDOW
+from rapidformer_templates.planning.checks import PARTITIONING
+from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.run import building
+from rapidformer_templates.run.receipts import HELD
+from rapidformer_templates.system.host_memory import M_MMAP_THRESHOLD, allocate_as_usual
+from tests.support.worker_group import run_in_workers
+
+pytestmark = pytest.mark.distributed
+
+VOCABULARY, LENGTH = 1024, 16
+SWITCHES = [
+    switch
+    for switch in REGISTRY.switches
+    if switch.family == PARTITIONING and (not switch.needs_package or importlib.util.find_spec(switch.needs_package))
+]
+FLAGS = {"none": ""} | {switch.name: " ".join(map(spelling, switch.on)) for switch in SWITCHES}
+SETTINGS = {
+    "fp32": "--global-batch-size 2",
+    "bf16, two micro batches": "--global-batch-size 4 --mixed-precision bf16",
+}
+CASES = [(switch.name, setting) for switch in SWITCHES for setting in SETTINGS]
+WINDOWS_MB = {"distributed-optimizer": 2 * 4 * WINDOW / 1e6}
+"""What a switch takes beside the states whatever the model: two windows of gradients, one packed, one on its way."""
+
+
+class Job(Trainer):
+    """Weights outweigh what else a step needs: 8 million, with a micro batch of 16 tokens."""
+
+    width, blocks = 384, 4
+
+    def build_data(self) -> Data:
+        tokens = torch.randint(VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(0))
+        return Data(train=[{"input_ids": row, "labels": row} for row in tokens])
+
+    def build_model(self) -> Any:
+        sizes: dict[str, Any] = {"n_embd": self.width, "n_layer": self.blocks, "n_head": 4, "n_positions": LENGTH}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+        return GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=VOCABULARY, use_cache=False))
+
+
+class Small(Job):
+    """Has everything imported, and built, that a run needs."""
+
+    width, blocks = 32, 2
+
+
+def _train(kind: type[Job], flags: str) -> tuple[int, float]:
+    """(bytes held of states and buckets by the worker that holds most, MB by which this process grew at most)."""
+    gc.collect()  # what the run before has left
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
+    before = resident_mb()
+    own = "--device cpu --lr 1e-4 --train-iters 2 --micro-batch-size 1 --no-save"
+    receipts = kind([*own.split(), *flags.split()]).fit()["receipts"]
+    held = max(sum(rank.get(name, 0) for name in HELD) for rank in receipts["held_bytes_by_rank"])
+    return held, peak_mb("cpu") - before
+
+
+@contextmanager
+def _freed_memory_is_given_back() -> Iterator[None]:
+    """In every run, or one would be measured with the memory that the one before it has left."""
+
+    def give_back() -> None:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+
+    with (
+        mock.patch.object(building, "keep_freed_memory", give_back),
+        mock.patch.object(building, "give_freed_memory_back", give_back),
+    ):
+        give_back()
+        yield
+    allocate_as_usual()
+
+
+def _train_all(workers: Any) -> dict[tuple[str, str], tuple[int, float]]:
+    with _freed_memory_is_given_back():
+        for flags in FLAGS.values():
+            _train(Small, f"{flags} {SETTINGS['bf16, two micro batches']}")
+        return {
+            (switch, setting): _train(Job, f"{FLAGS[switch]} {SETTINGS[setting]}")
+            for switch in FLAGS
+            for setting in SETTINGS
+        }
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[str, str], tuple[int, float]]:
+    """Of each switch in each setting the most of both workers."""
+    ranks = run_in_workers(2, _train_all)
+    return {case: (ranks[0][case][0], max(rank[case][1] for rank in ranks)) for case in ranks[0]}
+
+
+@pytest.mark.parametrize(("switch", "setting"), CASES)
+def test_states_and_buckets_are_fewer_bytes_than_under_ddp(switch: str, setting: str, measured: Any) -> None:
+    assert measured[switch, setting][0] < measured["none", setting][0]
+
+
+@pytest.mark.parametrize(("switch", "setting"), CASES)
+def test_a_process_grows_no_larger_than_under_ddp(switch: str, setting: str, measured: Any) -> None:
+    assert measured[switch, setting][1] <= measured["none", setting][1] + WINDOWS_MB.get(switch, 0.0)
