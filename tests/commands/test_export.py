@@ -91,6 +91,10 @@ LOST = ("run", "run/checkpoints", "run/checkpoints/step-2", "")
 """Folders that no --overwrite may replace."""
 
 
+def _over(output: Path) -> list[str]:
+    return ["--output", str(output), "--overwrite"]
+
+
 @pytest.mark.slow
 def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, capsys: Any) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"text": words(3 + i % 9, i), "label": "abc"[i % 3]} for i in range(12)])
@@ -116,11 +120,11 @@ def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, ca
             ["--step", "2", "--output", str(tmp_path / "run" / "model"), "--overwrite"],
             "description of its model would be",
         ),
-        *((["--step", "2", "--output", str(tmp_path / lost), "--overwrite"], "everything in it would be lost") for lost in LOST),
+        *((["--step", "2", *_over(tmp_path / lost)], "everything in it would be lost") for lost in LOST),
     ):
         assert main(["export", str(tmp_path / "run"), *given]) == 2
         assert told in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "run"), "--step", "2", "--output", str(tmp_path / "out"), "--overwrite"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--step", "2", *_over(tmp_path / "out")]) == 0
     weights = next((tmp_path / "run/checkpoints/step-2").glob("weights-*"))
     weights.write_bytes(weights.read_bytes()[:-1])
     assert main(["export", str(tmp_path / "run"), "--step", "2"]) == 2

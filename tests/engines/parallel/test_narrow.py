@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.parallel import replicas, windows
-from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters
+from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters, sum_rows_in_fp32
 from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, _pad, _sequences, train, weights_apart
 from tests.support.parallel_jobs import begin, train_all
@@ -104,15 +104,34 @@ def test_a_run_goes_on_with_either_way_to_keep_weights(runs: Any, alone: Any) ->
     torch.testing.assert_close(found, wanted, rtol=3 * ROUNDING["bf16"], atol=0)
 
 
+def _in_fp32(table: nn.Embedding) -> Any:
+    return lambda ids: nn.functional.embedding(ids, table.weight.float()).to(table.weight.dtype)
+
+
+@pytest.mark.parametrize("padding", [None, 1])
+def test_rows_of_a_table_are_summed_in_fp32(padding: int | None) -> None:
+    """Where torch's own kernel for a CPU comes to 4 of 10."""
+    table = nn.Embedding(5, 8, padding_idx=padding, dtype=torch.bfloat16)
+    ids = torch.arange(4096).reshape(4, 1024) % 4
+    exact = nn.Embedding(5, 8, padding_idx=padding)
+    (exact(ids).sum() * 0.01).backward()
+    sum_rows_in_fp32(table)
+    found = table(ids)
+    assert torch.equal(found, nn.functional.embedding(ids, table.weight))
+    (found.float().sum() * 0.01).backward()
+    torch.testing.assert_close(table.weight.grad.float(), exact.weight.grad, rtol=2**-7, atol=0)
+
+
 def test_it_is_a_loop_by_hand(tmp_path: Path) -> None:
     """A model of 16 bits, its gradients in fp32, AdamW over fp32 copies: plain torch."""
     found = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16}", str(tmp_path / "run"))
     torch.manual_seed(1234)
     model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().train()
+    model.transformer.wte.forward = _in_fp32(model.transformer.wte)  # the gradients of rows are summed in fp32
+    model.transformer.wpe.forward = _in_fp32(model.transformer.wpe)
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    for name, parameter in model.named_parameters():
-        if ".ln_" not in name:
-            parameter.data = parameter.data.bfloat16()
+    for parameter in (p for name, p in model.named_parameters() if ".ln_" not in name):
+        parameter.data = parameter.data.bfloat16()
     decayed, rest = [m for m in masters if m.ndim >= 2], [m for m in masters if m.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
     samples = _sequences()

@@ -13,7 +13,13 @@ from torch import nn
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.parallel import state as parallel_state
-from rapidformer_templates.engines.parallel.narrowing import IN_FP32, TYPES, GradientTypes, narrowed_parameters
+from rapidformer_templates.engines.parallel.narrowing import (
+    IN_FP32,
+    TYPES,
+    GradientTypes,
+    narrowed_parameters,
+    sum_rows_in_fp32,
+)
 from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.recipe import OptimizerSpec
@@ -47,6 +53,7 @@ class ParallelEngine(SingleEngine):
         trained = self._trained()
         types = self._gradient_types or IN_FP32
         self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied, types=types)
+        sum_rows_in_fp32(self.model)
         named = [(unit.of.name, unit.values) for unit in self._shards.units]
         differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
         if not named:  # a stage of frozen blocks, or fewer elements than replicas: optimizers refuse an empty list

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,3 +57,41 @@ def narrow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     replacement = nn.Parameter(parameter.detach().to(dtype))  # the data of a DTensor is not that of its local part
     replacement.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, replacement)
+
+
+def sum_rows_in_fp32(model: nn.Module) -> None:
+    """Let gradients of narrow tables on a CPU be summed in fp32, row by row of the table, as on a GPU.
+
+    torch's kernel for a CPU adds up the tokens of a row in 16 bits: after some hundreds of them the sum stands still.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            weight, plain = module.weight, module.max_norm is None and not module.scale_grad_by_freq
+            if plain and weight.device.type == "cpu" and weight.element_size() == 2 and not isinstance(weight, DTensor):
+                module.register_forward_hook(_look_up)
+
+
+def _look_up(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    if not output.requires_grad or not inputs:
+        return output
+    rows: torch.Tensor = _Rows.apply(module.weight, inputs[0], module.padding_idx)
+    return rows
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, places: torch.Tensor, padding: int | None) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.table, ctx.padding = (table.shape, table.dtype), padding
+        return functional.embedding(places, table)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (places,), (shape, dtype) = ctx.saved_tensors, ctx.table
+        found, numbers = places.flatten().unique(return_inverse=True)  # most tables have more rows than a batch names
+        sums = torch.zeros(len(found), shape[1]).index_add_(0, numbers, gradients[0].flatten(0, -2).float())
+        if ctx.padding is not None:
+            sums[found == ctx.padding] = 0
+        whole = torch.zeros(shape, dtype=dtype)
+        whole[found] = sums.to(dtype)
+        return whole, None, None
