@@ -285,14 +285,18 @@ class Trainer:
             self._take(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
         at_the_door(self)
         self._model = self._weights = self._engine = None
+        self._elsewhere = False
         if sends and not is_worker() and (self.config.launch.nproc_per_node or 1) > 1:
             summary, self._weights = sent.fit(self)
             return summary
-        return run.fit(self, self._keep)
+        summary = run.fit(self, self._keep)
+        self._elsewhere = self._engine is None and self._weights is None
+        return summary
 
     _model: nn.Module | None = None
     _weights: afterwards.Weights | None = None
     _engine: Engine | None = None
+    _elsewhere = False  # whether the trained model is in workers, which are gone
 
     @property
     def model(self) -> nn.Module:
@@ -301,7 +305,7 @@ class Trainer:
         Raises:
             AttributeError: there is none yet.
         """
-        if self._model is None and self._weights is not None:
+        if self._model is None and (self._weights is not None or self._elsewhere):
             self._here()
         if self._model is None:
             raise AttributeError(f"{type(self).__name__} has no model yet: fit() trains one, and evaluate() builds one")
@@ -341,13 +345,19 @@ class Trainer:
         Raises:
             RapidformerError: a sample cannot be used, or this process is one of several workers.
         """
-        several = samples if isinstance(samples, list | tuple) else [samples]
+        several = samples if isinstance(samples, list) else [samples]
         generation = Generation(max_new_tokens, temperature, self.config.training.seed)
         found = afterwards.predict(self, self._here(), several, batch_size, generation)
         return found if several is samples else found[0]
 
     def _here(self) -> Engine:
         """What has the model in this process."""
+        if self._elsewhere:
+            raise ConfigError(
+                "the model was trained in workers that ran this script, and is not in this process",
+                where=f"{type(self).__name__}",
+                hint="train with fit(workers=N), or use what it has exported: rapidformer evaluate RUN, predict RUN",
+            )
         if self._engine is None:
             self._engine, self._weights = afterwards.build_alone(self, self._weights), None
         return self._engine

@@ -164,6 +164,13 @@ def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path) -> None:
     run = str(tmp_path / "run")
     alike(evaluate(capsys, run), wanted, "its own")
     alike(evaluate(capsys, run, "--data-path", str(corpus), "--split", "60,40,0"), wanted, "the same part")
+    first, last = (evaluate(capsys, run, "--data-path", str(corpus), "--split", of) for of in ("0,60,40", "60,40,0"))
+    for part, split, same in (("train", "60,40,0", first), ("test", "60,0,40", last)):
+        alike(
+            evaluate(capsys, run, "--data-path", str(corpus), "--split", split, "--part", part), same, "the same part"
+        )
+    assert main(["evaluate", str(run), "--data-path", str(corpus), "--split", "60,40,0", "--part", "test"]) == 2
+    assert "the test part of" in capsys.readouterr().err
     whole = evaluate(capsys, run, "--data-path", str(corpus))
     assert whole.keys() == wanted.keys()
     assert whole != wanted

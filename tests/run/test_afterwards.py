@@ -76,7 +76,21 @@ def test_evaluate_and_predict_are_those_of_the_model() -> None:
     assert not job.model.training
 
 
+def test_a_model_that_workers_have_trained_is_not_taken_for_an_untrained_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--nproc-per-node`` of a script: its workers end after ``fit``, and the program goes on without them."""
+    job = Held(**LINE)
+    monkeypatch.setattr("rapidformer_templates.run.fit.fit", lambda template, keep: {})
+    job.fit()
+    for ask in (job.evaluate, lambda: job.predict([]), lambda: job.model):
+        with pytest.raises(ConfigError, match="trained in workers that ran this script"):
+            ask()
+    monkeypatch.undo()
+    assert job.fit()["metrics"] == job.evaluate()
+
+
 def test_what_cannot_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="has no length"):
+        Held(**LINE).evaluate(iter(range(3)))
     job = Line(**LINE)
     job.fit()
     with pytest.raises(DataError, match="there are no data to evaluate on"):

@@ -164,9 +164,51 @@ def test_an_answer_is_looked_up_in_its_own_set(bert_folder: Path, tmp_path: Path
 
     flags = f"--task question_answering {MODEL.replace('gpt2', 'bert')} --no-save --train-iters 1 --lr 1e-3".split()
     flags += ["--data-dir", str(tmp_path), "--tokenizer-path", str(bert_folder), "--eval-data-name", "far"]
-    metrics = Spy([*flags, "--evaluate-test"]).fit()["metrics"]
+    spy = Spy([*flags, "--evaluate-test"])
+    metrics = spy.fit()["metrics"]
     assert {"f1", "far/f1", "test/f1"} <= metrics.keys()
     assert list(seen.values()) == [[[word] for word in WORDS[:count]] for count in (3, 4, 5)]
+    # Afterwards: a part of its own data, rows that say what it says, and samples of which nobody knows the answers.
+    seen.clear()
+    assert spy.evaluate(spy.data.test)["f1"] == metrics["test/f1"]
+    rows = rows[::-1]
+    told = [answer["answer"] for answer in spy.predict(rows)]
+    for row, text in zip(rows, told, strict=True):
+        row["answers"] = {"text": [text], "answer_start": [row["context"].index(text)]}
+    assert spy.evaluate(rows)["exact_match"] == 100
+    assert list(seen.values()) == [[[word] for word in WORDS[:5]], [[text] for text in told]]
+    with pytest.raises(DataError, match="measured by is not known"):
+        spy.evaluate(_Copy(spy.data.test))
+
+
+class _Copy:
+    """The samples of a data set, as another one."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
+
+
+def test_rows_are_evaluated_whatever_the_run_learnt_from(texts: Path, gpt_folder: Path, tmp_path: Path) -> None:
+    """A run of a mixture has no file of its own, and a corpus has no rows."""
+    for name in ("one", "two"):
+        shutil.copytree(texts / "other", tmp_path / name)
+    given = [
+        *MODEL.split(),
+        *["--task", "causal_lm", "--no-save", "--lr", "1e-2", "--train-iters", "1", "--tokenizer-path"],
+    ]
+    mixture, alone = (
+        Finetuner([*given, str(gpt_folder), "--data-dir", str(tmp_path), "--data-name", name])
+        for name in ("0.5 one 0.5 two", "one")
+    )
+    rows = [{"text": f"{WORDS[0]} {WORDS[1]} {WORDS[2]}"}]
+    assert mixture.evaluate(rows) == alone.evaluate(rows)
+    assert mixture.evaluate(rows)["eval_loss"] != mixture.evaluate()["eval_loss"]
 
 
 REFUSED = {

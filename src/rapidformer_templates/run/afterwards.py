@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rapidformer_templates.data.finetuning.tables import Raw
+from rapidformer_templates.data.checks import kind_of
+from rapidformer_templates.data.finetuning.tables import Part, Raw
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import eval_requests, load
+from rapidformer_templates.data.tasks.base import Task
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.building import build_engine
@@ -75,7 +78,18 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
     Raises:
         DataError: there are no data, or a row cannot be used.
     """
-    samples = template.data.validation_sets() if data is None else _samples_of(template, data)
+    task: Task | None = None  # in the place of the template's
+    samples: Any
+    part = ""
+    if data is None:
+        samples = template.data.validation_sets()
+    elif _is_of_rows(data) and template.uses_task:
+        task, samples = _read_rows(template, data)
+    else:
+        samples, part = data, _part_of(template, data)
+    if not hasattr(samples, "__len__") and samples is not None:
+        hint = "make a list of it, or give it __len__ and __getitem__"
+        raise DataError(f"{kind_of(samples)} has no length", where="evaluate()", hint=hint)
     if samples is None or not len(samples):
         raise DataError(
             "there are no data to evaluate on",
@@ -85,7 +99,13 @@ def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, 
     with kept_process_state(), _planned_alone(template):
         if data is None:
             return Validation(template, engine, engine.workers).evaluate()
-        return Evaluator(template, engine, samples, engine.workers).evaluate()
+        held = vars(template)
+        before = {name: held[name] for name in ("task",) if name in held}
+        held |= {"task": task} if task else {}
+        try:
+            return Evaluator(template, engine, samples, engine.workers, part=part).evaluate()
+        finally:
+            held |= before
 
 
 def predict(
@@ -123,16 +143,53 @@ def _read(template: Template, engine: Engine, samples: Sequence[Any], batch_size
     return predictions
 
 
-def _samples_of(template: Template, data: Any) -> Any:
-    """Data as the evaluation takes them; rows of a task's columns are read as those of its files are."""
-    is_of_rows = isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data)
-    if not (is_of_rows and template.uses_task):
-        return data
+def _is_of_rows(data: Any) -> bool:
+    return isinstance(data, list | tuple) and all(isinstance(row, Mapping) for row in data)
+
+
+def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
+    """(a task that knows these rows, what it has made of them): they are read as those of its files are.
+
+    Raises:
+        DataError: a row cannot be used, or the task learns from a corpus, which has no rows.
+    """
     task, part = template.task, part_of_samples(data)
-    decided = type(task)(task.config)
+    asked: list[Part] = []
+    alone = {"data_name": None, "eval_data_name": None, "streaming": False, "evaluate_test": False}
+    known = {name: value for name, value in alone.items() if task.config.get(name) != value}
+    decided = type(task)(task.config.replace("evaluate()", **known) if known else task.config)
     decided.take_decisions(task.decisions())
-    decided.read_rows = lambda: Raw(train=part, valid=part)  # type: ignore[method-assign]
-    return decided.build_data().valid
+
+    def read_rows() -> Raw:
+        asked.append(part)
+        return Raw(train=part, valid=part)
+
+    decided.read_rows = read_rows  # type: ignore[method-assign]
+    samples = decided.read_data().valid
+    if not asked:
+        raise DataError(
+            f"--task {template.task.name} learns from a corpus, which has no rows",
+            where="evaluate()",
+            hint="hand over a data set like Data.valid, or evaluate without data",
+        )
+    return decided, samples
+
+
+def _part_of(template: Template, data: Any) -> str:
+    """What the task knows a data set as.
+
+    Raises:
+        DataError: the task must know it for its metrics, and does not.
+    """
+    parts = {**template.data.validation_sets(), TEST: template.data.test}
+    known = next((name for name, samples in parts.items() if samples is data), None)
+    if known is None and template.uses_task and type(template.task).begin_evaluation is not Task.begin_evaluation:
+        raise DataError(
+            "what these samples are measured by is not known",
+            where="evaluate()",
+            hint="hand over rows of the task's columns, or a part of the template's own data",
+        )
+    return known or ""
 
 
 @contextmanager

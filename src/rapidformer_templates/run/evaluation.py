@@ -37,6 +37,7 @@ class Evaluator:
         samples: the data set.
         limit: batches an evaluation (micro batch × ranks samples each); None is all.
         name: of the set; its metrics are told as ``NAME/metric``, those of a set without a name as they are called.
+        part: what the task knows the set as, where that is not its name.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Evaluator:
         workers: Workers,
         limit: int | None = None,
         name: str = "",
+        part: str | None = None,
     ) -> None:
         self.name = name
+        self.part = name if part is None else part
         self.template = template
         self.engine = engine
         self.samples = samples
@@ -70,7 +73,7 @@ class Evaluator:
         Training is not disturbed: mode and random states are as before afterwards.
         """
         if self.template.uses_task:
-            self.template.task.begin_evaluation(self.name)
+            self.template.task.begin_evaluation(self.part)
         with evaluating(self.engine), self.engine.averaged():
             if self.template.uses_task and self.template.task.looks_ahead:
                 self.template.task.look_ahead(self.engine.eval_batch, self._microbatches(), self.workers)

@@ -35,7 +35,18 @@ from rapidformer_templates.system.workers import Workers
 if TYPE_CHECKING:
     from rapidformer_templates.run.template import Template
 
-MADE_BY_A_RUN = ("_model", "_weights", "_engine", "engine", "data", "task", "peak_lr", "_groups", "_depths")
+MADE_BY_A_RUN = (
+    "_model",
+    "_weights",
+    "_engine",
+    "_elsewhere",
+    "engine",
+    "data",
+    "task",
+    "peak_lr",
+    "_groups",
+    "_depths",
+)
 """Attributes of a template that each run makes anew."""
 
 TEMPLATE, OUTCOME, WEIGHTS = "template.pickle", "outcome.json", "weights.pt"

@@ -147,6 +147,8 @@ class Task(ABC):
         config = self.config.replace(self.config.origin("data_name"), data_name=name)
         task = type(self)(config if is_first else config.replace("a mixture", eval_data_name=None))
         task.tokenizer = self.tokenizer
+        if self.is_decided:
+            task.take_decisions(self.decisions(), self.part)
         return task
 
     def take_over(self, others: Sequence[Task]) -> None:

@@ -73,9 +73,10 @@ class Pretraining(Task):
         corpora = load_corpora(self.config, self.tokenizer, self.objective.end_token)
         self.skipped = [line for corpus in corpora for line in corpus.skipped]
         self.notes = [note for corpus in corpora for note in corpus.notes]
-        train, valid, test = self._parts(corpora)
+        parts = self._parts(corpora)
+        train, valid, test = parts
         if self.is_decided:
-            train = valid  # there is nothing to train on
+            train = valid = parts[self._first_part]  # there is nothing to train on
         assert train is not None
         if valid is None and split_shares(self.config.data.split)[1] > 0:
             self.notes.append(f"--split {self.config.data.split}: the corpus is too small for a validation part")
@@ -105,6 +106,11 @@ class Pretraining(Task):
         collate, augment = objective.batches(train)
         return Data(train, None, None, collate, augment)
 
+    @property
+    def _first_part(self) -> int:
+        """The part that there must be: what is trained on, or of a trained model what is evaluated."""
+        return ("train", "valid", "test").index(self.part or "valid") if self.is_decided else 0
+
     def _parts(self, corpora: Sequence[Corpus]) -> list[Samples | Blend | None]:
         """The samples of the three parts.
 
@@ -115,9 +121,8 @@ class Pretraining(Task):
         shares = split_shares(self.config.data.split)
         cache = IndexCache(cache_root(self.config))
         parts: list[Samples | Blend | None] = []
-        first = 1 if self.is_decided else 0
         for i, name in enumerate(PARTS):
-            needed = i == first or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
+            needed = i == self._first_part or (i == 1 and shares[i] > 0 and self.config.origin("split") != "default")
             sources = []
             for corpus in corpora:
                 part = split_sequences(shares, self.objective.units(corpus.dataset))[i]
@@ -127,7 +132,7 @@ class Pretraining(Task):
                     if needed:
                         message = f"the {name} part of {corpus.dataset.prefix} is too small: {error.message}"
                         raise NoSamples(message, where=f"--split {self.config.data.split}", hint=error.hint) from error
-            parts.append(_blended(sources, repeats=i == 0, cache=cache))
+            parts.append(_blended(sources, repeats=i == 0 and not self.is_decided, cache=cache))
         return parts
 
     def inputs(self, part: Part) -> Inputs:
