@@ -165,7 +165,8 @@ def test_receipts_show_what_each_worker_holds(runs: Any, references: Any) -> Non
         assert place["optimizer_state_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.01)
     zero_1 = runs["pp2-dp2-interleaved-zero-1"]["summary"]["receipts"]["held_bytes_by_rank"]
     for place in zero_1:
-        assert place["gradient_bytes"] == place["parameter_bytes"]
+        # Whole while they are added up; in the last backward they leave, and the update finds the shares.
+        assert place["gradient_bytes"] == pytest.approx(place["parameter_bytes"] / 2, abs=16)
         assert place["optimizer_state_bytes"] == pytest.approx(place["parameter_bytes"], rel=0.01)
     receipts = runs["pp4-few-micro-batches"]["summary"]["receipts"]
     assert receipts["saved_tensor_bytes"] < 0.5 * receipts["saved_tensor_bytes_without"]
