@@ -49,7 +49,7 @@ class Contender:
         torch.manual_seed(SEED)
         heads = max(1, options.hidden // 64)
         model = gpt2(options.layers, options.hidden, heads, options.vocabulary, options.length).to(device).train()
-        building: Any = SimpleNamespace(workers=SimpleNamespace(device=device))
+        building: Any = SimpleNamespace(workers=SimpleNamespace(device=device, ends_pipeline=True))
         self.model = fuse_loss(model, building) if name == FUSED else model
         self.half = options.bf16
         self.device = device

@@ -59,7 +59,7 @@ def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "Finetuner",
         "chosen for task causal_lm",
         "mixed-precision → optimizer",
-        "DDPEngine",
+        "ParallelEngine",
         "bf16",
         "note:",
     ):

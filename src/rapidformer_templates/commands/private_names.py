@@ -51,6 +51,7 @@ PRIVATE_NAMES = (
     _of("torch.utils._python_dispatch", "is_traceable_wrapper_subclass TorchDispatchMode",
         "seeing each operation, and the tensors inside of a tensor", "receipts and the planner"),
     _of("torch:Tensor", "_version", "noticing that a weight was set from outside", "--cpu-offload after a resume"),
+    _of("torch:Tensor", "_base", "knowing a view of a weight as one", "--offload-activations"),
     _of("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod", "names of parameters without their wrappers",
         "checkpoints of a model that the user has compiled"),
     _of("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "_CHECKPOINT_PREFIX",

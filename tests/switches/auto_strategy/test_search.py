@@ -20,7 +20,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, SEA
 from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
-from rapidformer_templates.switches.auto_strategy.setting import Setting
+from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
 
 TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 
@@ -66,7 +66,8 @@ def fits(search: Search, layout: Layout) -> bool:
     if REGISTRY.refusals(build_request(config, search.environment, REGISTRY.switches)):
         return False
     try:
-        memory = predict(search.subject.shapes, layout)
+        plan = resolve(REGISTRY.adopt(config), search.environment)
+        memory = predict(search.subject.shapes, layout, setting_of(plan, search.subject.shapes.width))
     except ModelError:
         return False
     return memory.total * (1 + ALLOWANCE) / GB + search.hardware.context_gb <= search.hardware.memory_gb
