@@ -355,6 +355,7 @@ class PartitionedParameters(ZeroState):
 
     def _publish(self) -> None:
         kept_whole = self.optimizer.persistent_parameters
+        self.optimizer.parameter_offload.partition_all_parameters()  # what a forward has left whole has other values
         if kept_whole:
             kept_whole[0].partition(kept_whole, has_been_updated=False)
             kept_whole[0].all_gather(kept_whole)
