@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import safetensors.torch
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
@@ -56,6 +57,8 @@ TASKS: Mapping[str, str] = {
     "rewards": "reward --model-type gpt2",
 }
 """The first nine with the tokenizer of bert or gpt, by the model."""
+DECOYS = {"class": 3, "system": "not that", "review": "not this", "history": []}
+"""Columns of other rows."""
 
 
 def train(folder: Path, name: str, tokenizer: Path, words_of: Path) -> dict[str, float]:
@@ -108,7 +111,9 @@ def test_the_numbers_of_every_task(tmp_path: Path, bert_folder: Path, gpt_folder
         folder.mkdir()
         wanted[name] = train(folder, name, gpt_folder if "gpt2" in TASKS[name] else bert_folder, gpt_folder)
         alike(evaluate(capsys, str(folder / "run")), wanted[name], name)
-        given[name] = [str(folder / "run"), "--data-dir", str(folder), "--data-name", "valid.jsonl"]
+        (folder / "other").mkdir()
+        write_jsonl(folder / "other/rows.jsonl", [{**DECOYS, **row} for row in ROWS[name][:7]])
+        given[name] = [str(folder / "run"), "--data-dir", str(folder / "other"), "--data-name", "rows.jsonl"]
         alike(evaluate(capsys, *given[name]), wanted[name], f"{name}, named")
     for name in given.keys() - {"answers"}:  # transformers' loss of spans is a softmax over the padding, too
         given[name] += ["--micro-batch-size", "3"]
@@ -155,6 +160,73 @@ def test_a_folder_from_elsewhere(tmp_path: Path, capsys: Any, bert_folder: Path)
         assert told in capsys.readouterr().err
 
 
+class Bar:
+    """Stands in for the progress bar."""
+
+    def __init__(self, name: str, total: int, *, show: bool) -> None:
+        self.total, self.done, self.show = total, 0, show
+        bars.append(self)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def advance(self, count: int, text: Any) -> None:
+        assert text() == ""
+        self.done += count
+
+
+bars: list[Bar] = []
+
+
+def evaluate_with_bar(workers: Any, words: list[str]) -> tuple[int, int, bool]:
+    bars.clear()
+    with mock.patch("rapidformer_templates.run.fit.ProgressBar", Bar):
+        evaluate_all(workers, {"one": words})
+    (bar,) = bars
+    return bar.total, bar.done, bar.show
+
+
+@pytest.mark.distributed
+def test_other_data_in_the_folder_of_the_run(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
+    """The progress, too: each worker has its share, and the first one shows it."""
+    run = str(tmp_path / "run")
+    wanted = train(tmp_path, "one label", bert_folder, bert_folder)
+    write_jsonl(tmp_path / "other.jsonl", ROWS["one label"][:7])
+    write_jsonl(tmp_path / "many.jsonl", ROWS["one label"] * 2)
+    alike(evaluate(capsys, run, "--data-name", "other"), wanted, "the same rows")
+    alike(evaluate(capsys, run, "--data-name", "0.5 other 0.5 valid"), wanted, "twice")
+    assert main(["evaluate", run, "--data-name", "othre"]) == 2
+    assert "did you mean other.jsonl?" in capsys.readouterr().err
+    assert main(["evaluate", run, "--data-dir", str(tmp_path), "--data-name", "many", "--part", "validation"]) == 2
+    assert "no validation part\n  where  --data-name many\n  help   choose one with --part; there is: training" in (
+        capsys.readouterr().err
+    )
+    words = [run, "--data-name", "many", "--micro-batch-size", "3"]
+    assert evaluate_with_bar(None, words) == (36, 36, True)
+    assert run_in_workers(2, evaluate_with_bar, words) == [(18, 18, True), (18, 18, False)]
+
+
+@pytest.mark.slow
+def test_numbers_that_are_none(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
+    """Of a broken model: JSON has no word for them."""
+    train(tmp_path, "one label", bert_folder, bert_folder)
+    weights = tmp_path / "run/export/model.safetensors"
+    safetensors.torch.save_file({n: t * float("nan") for n, t in safetensors.torch.load_file(weights).items()}, weights)
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert told["eval_loss"] is None
+    given = ["predict", str(tmp_path / "run"), "--input", str(tmp_path / "valid.jsonl")]
+    assert main([*given, "--output", str(tmp_path / "out.jsonl")]) == 0
+    assert "the predictions of 7 rows hold infinite numbers or none at all (NaN)" in capsys.readouterr().err
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        told = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert set(told["prediction"]["scores"].values()) == {None}
+
+
 @pytest.mark.slow
 def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS * 6])
@@ -169,6 +241,7 @@ def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path) -> None:
         alike(
             evaluate(capsys, run, "--data-path", str(corpus), "--split", split, "--part", part), same, "the same part"
         )
+    alike(evaluate(capsys, run, "--split", "60,0,40", "--part", "test"), last, "in the corpus of the run")
     assert main(["evaluate", str(run), "--data-path", str(corpus), "--split", "60,40,0", "--part", "test"]) == 2
     assert "the test part of" in capsys.readouterr().err
     whole = evaluate(capsys, run, "--data-path", str(corpus))

@@ -98,6 +98,16 @@ def test_files_of_the_repository(text: str) -> None:
     assert [error.message for error in VALIDATOR.iter_errors(yaml.safe_load(text))] == []
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["WandB", " wandb , TensorBoard", "ALL", "None", ["WandB"], ["wandb", "MLflow"], ["all"], "wandbb", "wandb;mlflow",
+     ["x"], [1], "allwandb"],
+)  # fmt: skip
+def test_trackers_in_small_and_capital_letters(value: Any) -> None:
+    config = REGISTRY.complete(RunConfig())
+    assert VALIDATOR.is_valid({"report-to": value}) == _parses(config, "report_to", value)
+
+
 def test_it_has_the_flags_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", "--user-script", str(ROOT / "examples/new/trainer.py")]) == 0
     own = json.loads(capsys.readouterr().out)["properties"]["width"]

@@ -192,13 +192,19 @@ def test_texts_end_where_they_end_and_not_where_they_are_cut(load: Load, gpt_fol
     data = task.build_data()
     assert data.train is not None
     end = task.tokenizer.eos_token_id
-    short, long, empty = (data.train[i]["input_ids"].tolist() for i in range(3))
+    assert len(data.train) == 2
+    short, long = (data.train[i]["input_ids"].tolist() for i in range(2))
     assert short == [*task.tokenizer(rows[0]["text"])["input_ids"], end]
     assert long == task.tokenizer(rows[1]["text"])["input_ids"][:16]
-    assert empty == [end]
-    batch = batch_of(data, 3)
+    note = "train: 1 of 3 texts are not used: they are empty, or too short to learn from"
+    assert [told.partition(" (")[0] for told in task.notes] == [note]
+    batch = batch_of(data, 2)
     assert batch["labels"][0, len(short) - 1] == end  # the end token is predicted although it also pads
     assert task.compute_metrics([np.array([])], [np.array([])]) == {"token_accuracy": 0.0}
+    empty = load("causal_lm", rows[2:] * 2, **flags)
+    with pytest.raises(DataError, match="no text has a token to predict from another") as caught:
+        empty.build_data()
+    assert caught.value.where == f"{empty.config.data.data_dir}/train.jsonl:1"
 
 
 # Token classification

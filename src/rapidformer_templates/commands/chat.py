@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.commands.predict import GenerationFlags, precision
 from rapidformer_templates.commands.words import parser_of_saved, words_of_saved
+from rapidformer_templates.data.text.files import NOT_UTF8, UTF8_HINT
 from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import some_of
 from rapidformer_templates.planning.environment import detect
@@ -112,7 +113,10 @@ def talk(conversation: Conversation, *, at_terminal: bool, name: str) -> None:
 def _lines(*, at_terminal: bool) -> Iterator[str]:
     """What is said; at a terminal with a prompt, whose line Ctrl-C empties."""
     if not at_terminal:
-        yield from (line.strip() for line in sys.stdin)
+        try:
+            yield from (line.strip() for line in sys.stdin)
+        except UnicodeDecodeError as error:
+            raise DataError(NOT_UTF8, where="standard input", hint=UTF8_HINT) from error
         return
     with suppress(ImportError):
         import readline  # noqa: F401 - arrows and earlier lines at the prompt

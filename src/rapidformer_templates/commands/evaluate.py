@@ -39,6 +39,9 @@ class EvaluateFlags:
 WHERE = ("data_dir", "data_name", "data_path", "split")
 """Flags that name other data than the run's."""
 
+WITHIN = {"data_name": "data_dir", "split": "data_path"}
+"""Those that name something in a place, which is the run's where no other one is given."""
+
 OPTIONS = (
     EvaluateFlags,
     some_of(
@@ -122,7 +125,8 @@ def _check_hooks(saved: Saved, given: dict[str, Any]) -> None:
 
 def _config(saved: Saved, given: dict[str, Any], *, own_data: bool) -> RunConfig:
     """The flags of the evaluation, as those of a run that makes no step."""
-    names = (*OF_THE_RUN, *OF_ITS_DATA) if own_data else OF_THE_RUN
+    of_the_place = [place for name, place in WITHIN.items() if name in given and place not in given]
+    names = (*OF_THE_RUN, *(OF_ITS_DATA if own_data else of_the_place))
     of_a_run: dict[str, Any] = {"no_save": True, "lr": 0.0, "train_iters": 1}
     if "data_path" in given and "split" not in given:
         of_a_run["split"] = "0,1,0"
@@ -137,13 +141,14 @@ def _config(saved: Saved, given: dict[str, Any], *, own_data: bool) -> RunConfig
 
 
 def _template(saved: Saved, config: RunConfig, *, own_data: bool) -> Trainer:
+    from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
     from rapidformer_templates.trainer import Trainer
 
     template = Trainer([])
     template.config = config
     if not own_data:
-        part = {"validation": "valid"}.get(config.user.part, config.user.part)
-        template.task.take_decisions(saved.decisions(config.training.task), part)
+        part = config.user.part
+        template.task.take_decisions(saved.decisions(config.training.task), part and PART_NAMES[part])
     return template
 
 
@@ -168,10 +173,12 @@ def _show(saved: Saved, metrics: dict[str, float], *, as_json: bool) -> None:
     """On the worker that talks to people."""
     import os
 
+    from rapidformer_templates.system.files import finite
+
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
-        print(json.dumps(metrics, indent=2))
+        print(json.dumps(finite(metrics), indent=2, allow_nan=False))
         return
     from rich.console import Console
     from rich.table import Table

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def read() -> tuple[Task, Part, Inputs]:
         task = load_saved_task(config, saved)
-        part = read_rows(config)
+        part = read_rows(config, task.text_column)
         return task, part, task.inputs(part)
 
     def body() -> int:
@@ -129,8 +129,11 @@ def _check_files(asked: Asked, *, overwrite: bool) -> None:
         raise ConfigError(f"{output} is there already", where="--output", hint="give another one, or --overwrite")
 
 
-def read_rows(config: RunConfig) -> Part:
+def read_rows(config: RunConfig, text_column: str) -> Part:
     """The rows of ``--input``.
+
+    Args:
+        text_column: of the lines of a ``.txt`` file.
 
     Raises:
         DataError: the file is of no known kind, holds no row, or a line that cannot be read.
@@ -141,9 +144,8 @@ def read_rows(config: RunConfig) -> Part:
     path = Path(config.user.input)
     bad = BadLines(skip=config.data.skip_bad_lines)
     if path.suffix.lower() == ".txt":
-        column = config.data.text_column or "text"
         lines = list(text_lines(path, bad))
-        rows, places = [{column: text.rstrip("\r\n")} for _, text in lines], [(0, number) for number, _ in lines]
+        rows, places = [{text_column: text.rstrip("\r\n")} for _, text in lines], [(0, number) for number, _ in lines]
         if not rows:
             raise DataError("the file is empty", where=str(path), hint="it needs at least one line")
         part = part_of(rows, places, (str(path),))
@@ -162,6 +164,7 @@ def read_rows(config: RunConfig) -> Part:
 def _predict(config: RunConfig, task: Task, part: Part, inputs: Inputs) -> int:
     from rapidformer_templates.data.generation import Generation
     from rapidformer_templates.run.predictions import predict_inputs
+    from rapidformer_templates.system.files import finite
     from rapidformer_templates.system.progress_bar import ProgressBar
     from rapidformer_templates.system.workers import join
 
@@ -179,8 +182,12 @@ def _predict(config: RunConfig, task: Task, part: Part, inputs: Inputs) -> int:
                 lambda count: bar.advance(count, lambda: ""),
             )  # fmt: skip
         if workers.is_main:
-            _write(Path(asked.output), part, records)
+            told = [finite(record) for record in records]
+            _write(Path(asked.output), part, told)
             print(f"wrote {asked.output}: {len(records):,} rows")
+            if broken := sum(one != record for one, record in zip(told, records, strict=True)):
+                note = "hold infinite numbers or none at all (NaN), for which null stands: look at the model"
+                print(f"warning: the predictions of {broken:,} rows {note}", file=sys.stderr)
         workers.barrier()
     return 0
 
@@ -197,12 +204,13 @@ def precision(config: RunConfig, workers: Workers) -> AbstractContextManager[Any
 
 def _write(output: Path, part: Part, records: Sequence[Record]) -> None:
     """Under another name first: what lies there is whole."""
-    from rapidformer_templates.system.files import sync, writing
+    from rapidformer_templates.system.files import finite, sync, writing
 
     temporary = output.with_name(output.name + ".tmp")
     with writing(output):
         with temporary.open("w", encoding="utf-8") as file:
             for row, record in zip(part.table, records, strict=True):
-                file.write(json.dumps({**row, KEY: record}, ensure_ascii=False, default=str) + "\n")
+                line = finite({**row, KEY: record})
+                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n")
         sync(temporary)
         temporary.rename(output)

@@ -114,13 +114,19 @@ def _value(annotation: Any, meta: Mapping[str, Any]) -> dict[str, Any]:
             "pattern": rf"^\s*{_NUMBER}\s*[A-Za-z]*\s*$",
         }
     if kind is Trackers:
-        one = f"({'|'.join(PACKAGES)})"
+        one = f"({'|'.join(map(_any_case, PACKAGES))})"
+        alone = f"{_any_case('all')}|{_any_case('none')}"
         return {
             "type": [*kinds, "string", "array"],
-            "pattern": rf"^\s*(all|none|{one}(\s*,\s*{one})*)\s*$",
-            "items": {"enum": list(PACKAGES)},
+            "pattern": rf"^\s*({alone}|{one}(\s*,\s*{one})*)\s*$",
+            "items": {"type": "string", "pattern": rf"^\s*({alone}|{one})\s*$"},
         }
     return {"type": kinds if kind is bool else [*kinds, *_SCALAR]}
+
+
+def _any_case(word: str) -> str:
+    """A pattern of a word in small and capital letters: those of JSON schemas know no flags."""
+    return "".join(f"[{letter.upper()}{letter}]" for letter in word)
 
 
 def _number(kind: type, kinds: list[str], minimum: float | None, maximum: float | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.best import LOSS
 from rapidformer_templates.run.folder import RunFolder, is_of_test, read_metrics
-from rapidformer_templates.system.files import write_json
+from rapidformer_templates.system.files import finite, write_json
 from rapidformer_templates.system.workers import Workers
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def summarise(
         summary |= {name: earlier[name] for name in measured}
     summary["trackers"] = workers.broadcast(loop.curves.end(summary) if loop.curves else {})
     if workers.is_main and loop.folder:
-        write_json(loop.folder.summary, summary)
+        write_json(loop.folder.summary, finite(summary))
     return summary
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -67,17 +67,25 @@ class Evaluator:
             micro_batch=sizes.micro_batch,
         )
 
-    def evaluate(self) -> dict[str, float]:
+    @property
+    def share(self) -> int:
+        """Samples that this rank evaluates; where they do not come out even, some count nowhere."""
+        return sum(len(request.samples) for request in self._requests)
+
+    def evaluate(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, float]:
         """``eval_loss`` (mean over the targets), ``perplexity`` of language models, and the task's metrics.
 
         Training is not disturbed: mode and random states are as before afterwards.
+
+        Args:
+            advance: told how many samples of this rank are done.
         """
         if self.template.uses_task:
             self.template.task.begin_evaluation(self.part)
         with evaluating(self.engine), self.engine.averaged():
             if self.template.uses_task and self.template.task.looks_ahead:
                 self.template.task.look_ahead(self.engine.eval_batch, self._microbatches(), self.workers)
-            total, targets, results = self._share()
+            total, targets, results = self._results(advance)
         total, targets = self.workers.sum(total, targets)
         metrics = {"eval_loss": total / max(targets, 1.0)}
         if self.template.reports_perplexity:
@@ -92,13 +100,14 @@ class Evaluator:
     def _microbatches(self) -> Iterator[MicroBatch]:
         return load(self.samples, self.template.data, self._requests, workers=0, pin_memory=False)
 
-    def _share(self) -> tuple[float, float, list[tuple[int, Any, Any]]]:
+    def _results(self, advance: Callable[[int], object]) -> tuple[float, float, list[tuple[int, Any, Any]]]:
         """(sum of losses, targets, (sample, prediction, reference) of each sample) of this rank."""
         total = targets = 0.0
         results: list[tuple[int, Any, Any]] = []
         for microbatch in self._microbatches():
             microbatch.targets = 0 if microbatch.idle else checked_count(self.template.count_targets(microbatch.batch))
             loss, outputs = self.engine.eval_batch(microbatch)
+            advance(len(microbatch.samples))
             if not self.workers.ends_pipeline:
                 continue
             result = self.template.read_outputs(outputs, microbatch.batch)
@@ -119,9 +128,14 @@ class Validation:
         sets = template.data.validation_sets()
         self.evaluators = [Evaluator(template, engine, sets[name], workers, limit, name) for name in sets]
 
-    def evaluate(self) -> dict[str, float]:
-        """The metrics of all sets, in their order."""
+    @property
+    def share(self) -> int:
+        """Samples that this rank evaluates."""
+        return sum(evaluator.share for evaluator in self.evaluators)
+
+    def evaluate(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, float]:
+        """The metrics of all sets, in their order; ``advance`` as of :class:`Evaluator`."""
         metrics: dict[str, float] = {}
         for evaluator in self.evaluators:
-            metrics |= evaluator.evaluate()
+            metrics |= evaluator.evaluate(advance)
         return metrics

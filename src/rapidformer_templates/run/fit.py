@@ -49,6 +49,7 @@ from rapidformer_templates.run.trackers import Called
 from rapidformer_templates.system import launch, program
 from rapidformer_templates.system.files import writing
 from rapidformer_templates.system.process_state import kept_process_state
+from rapidformer_templates.system.progress_bar import ProgressBar
 from rapidformer_templates.system.signals import StopRequest, stop_request
 from rapidformer_templates.system.workers import Workers, join
 
@@ -205,7 +206,9 @@ def evaluate(template: Template, reference: Callable[[], nn.Module] | None = Non
         if not template.data.validation_sets():
             hint = "name data with --data-dir and --data-name"
             raise DataError("there is no validation part to evaluate on", where="--data-name", hint=hint)
-        return Validation(template, engine, workers).evaluate()
+        validation = Validation(template, engine, workers)
+        with ProgressBar("evaluating", validation.share, show=workers.is_main) as bar:
+            return validation.evaluate(lambda count: bar.advance(count, lambda: ""))
 
 
 def train(

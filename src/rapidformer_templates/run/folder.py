@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any, TextIO
 
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.metrics import TEST, metric_name
-from rapidformer_templates.system.files import sync, write_json, write_text, writing
+from rapidformer_templates.system.files import finite, sync, write_json, write_text, writing
 
 CONTENTS = (
     "plan.json",
@@ -130,9 +129,8 @@ class MetricsFile:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write a line; numbers that are infinite or NaN, which JSON does not know, become null."""
-        known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         with writing(self._path):
-            self._file.write(json.dumps(known, allow_nan=False) + "\n")
+            self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
             self._file.flush()
 
     def sync(self) -> None:

@@ -45,16 +45,19 @@ def predict_samples(
     """
     if not samples:
         return []
-    return predict_inputs(task, model, task.inputs(part_of_samples(samples)), batch_size, generation)
+    return predict_inputs(task, model, task.inputs(part_of_samples(samples, task.text_column)), batch_size, generation)
 
 
-def part_of_samples(samples: Sequence[Mapping[str, Any] | str]) -> Part:
+def part_of_samples(samples: Sequence[Mapping[str, Any] | str], text_column: str = "text") -> Part:
     """Samples in memory as the rows of a data set.
+
+    Args:
+        text_column: of the samples that are texts.
 
     Raises:
         DataError: one is neither a text nor a mapping of names to values.
     """
-    rows = [{"text": sample} if isinstance(sample, str) else sample for sample in samples]
+    rows = [{text_column: sample} if isinstance(sample, str) else sample for sample in samples]
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             hint = 'give texts, or mappings such as {"text": "…"}'

@@ -10,11 +10,12 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
@@ -143,6 +144,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """Plain values as JSON knows them: numbers that are infinite or NaN become None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def key_of(facts: Any) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import datasets
 import pytest
 from datasets.packaged_modules.cache.cache import Cache
 
+from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.finetuning.locating import locate
-from rapidformer_templates.data.finetuning.tables import read_dataset
+from rapidformer_templates.data.finetuning.tables import read_dataset, read_part
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import write_jsonl
@@ -152,3 +156,89 @@ def test_what_the_cache_does_not_have(
     with pytest.raises(DataError, match=message) as caught:
         locate(configure(**flags).data)
     assert hint in str(caught.value.hint)
+
+
+def texts_of(config: RunConfig, part: str | None) -> list[str]:
+    texts: list[str] = read_part(config, part).train.table["text"][:]
+    return texts
+
+
+@pytest.mark.parametrize("part", COUNTS)
+@pytest.mark.parametrize("prefix", ["", "set-"])
+@pytest.mark.parametrize("other", [".json", "-00000-of-00001.jsonl"])
+def test_two_files_for_one_part_are_refused(
+    configure: Configure, tmp_path: Path, part: str, prefix: str, other: str
+) -> None:
+    """Whichever part it is, wherever it is read, and only there: one of them may be a copy of the other."""
+    write(tmp_path, prefix + "{part}.jsonl")
+    (tmp_path / f"{prefix}{part}{other}").write_text(json.dumps(rows(part)), encoding="utf-8")
+    config = configure(data_dir=str(tmp_path), data_name=prefix.strip("-") or None, evaluate_test=True)
+    for name in COUNTS:
+        ours = PART_NAMES[name]
+        if name != part:
+            assert texts_of(config, ours) == [row["text"] for row in rows(name)]
+            continue
+        for refused in (partial(read_dataset, config), partial(read_part, config, ours)):
+            with pytest.raises(DataError, match=f"several files in {tmp_path} fit") as caught:
+                refused()
+            both = ", ".join(sorted((f"{prefix}{part}{other}", f"{prefix}{part}.jsonl")))
+            assert caught.value.hint == f"keep one, or choose one with --data-name: {both}"
+
+
+def test_all_shards_in_the_order_of_their_names(configure: Configure, tmp_path: Path) -> None:
+    for number in (1, 0, 2):
+        write_jsonl(tmp_path / f"test-{number:05}-of-00003.jsonl", [{"text": f"{number}"}])
+    config = configure(data_dir=str(tmp_path))
+    assert texts_of(config, "test") == texts_of(config, None) == ["0", "1", "2"]
+    (tmp_path / "test-00001-of-00003.jsonl").unlink()
+    with pytest.raises(DataError, match=f"of 3 shards 2 are in {tmp_path}") as caught:
+        texts_of(config, "test")
+    assert caught.value.hint == "bring the others; there is: test-00000-of-00003.jsonl, test-00002-of-00003.jsonl"
+
+
+@pytest.mark.parametrize("kind", ["folders", "card", "saved", "cached"])
+def test_two_names_for_one_part_are_refused(
+    configure: Configure, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COUNTS, "dev", 4)
+    given = {"data_dir": str(tmp_path)}
+    if kind == "saved":
+        datasets.DatasetDict({part: datasets.Dataset.from_list(rows(part)) for part in COUNTS}).save_to_disk(tmp_path)
+    elif kind == "cached":
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+        folder = {"cache_dir": str(tmp_path), "dataset_name": "tweets", "repo_id": "tweets", "hash": "0" * 16}
+        OfTheHub(**folder, config_name="default").download_and_prepare()
+        given = {"data_name": "tweets"}
+    else:
+        write(tmp_path, ("{part}" if kind == "folders" else "of-{part}") + "/a.jsonl")
+        splits = "".join(f"  - split: {part}\n    path: of-{part}/*\n" for part in COUNTS)
+        (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{splits}---\n")
+    config = configure(**given)
+    assert len(texts_of(config, "train")) == COUNTS["train"]
+    assert len(texts_of(config, "test")) == COUNTS["test"]
+    for refused in (partial(read_dataset, config), partial(read_part, config, None)):
+        with pytest.raises(DataError, match=r"several parts of .* are for validation") as caught:
+            refused()
+        assert set(str(caught.value.hint).removeprefix("keep one of ").split(", ")) == {"validation", "dev"}
+
+
+def test_a_part_that_is_not_there(configure: Configure, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", rows("train"))
+    write_jsonl(tmp_path / "test.jsonl", rows("test"))
+    (tmp_path / "README.md").write_bytes(b"---\nname: \xe9\n---\n")  # no card that can be read
+    with pytest.raises(DataError, match="the data set has no validation part") as caught:
+        texts_of(configure(data_dir=str(tmp_path)), None)
+    assert caught.value.where == f"--data-dir {tmp_path}"
+    assert caught.value.hint == (
+        f"choose one with --part; there is: test ({tmp_path}/test.jsonl), training ({tmp_path}/train.jsonl)"
+    )
+    (tmp_path / "other").mkdir()
+    datasets.DatasetDict({"unsupervised": datasets.Dataset.from_list(rows("test"))}).save_to_disk(tmp_path / "other")
+    with pytest.raises(DataError, match="no validation part") as caught:
+        texts_of(configure(data_dir=str(tmp_path), data_name="other"), None)
+    assert caught.value.hint == "choose one with --part; there is: none"
+    shutil.rmtree(tmp_path / "other")
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).unlink()
+    with pytest.raises(DataError, match="there is no data file in"):
+        locate(configure(data_dir=str(tmp_path)).data)

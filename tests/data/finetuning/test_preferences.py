@@ -95,7 +95,7 @@ def test_pairs_are_split_for_kto(load: Load) -> None:
     [
         (TEXT | {"rejected": " it runs"}, {}, "the chosen and the rejected answer are the same"),
         (TEXT | {"rejected": ""}, {}, "the completion is empty"),
-        ({"prompt": "a", "chosen": " b"}, {}, "none of the columns is called rejected"),
+        ({"prompt": "a", "chosen": " b"}, {}, "there is no column 'rejected'"),
         (WHOLE | {"rejected": [user("bye"), answer("no")]}, {}, "do not begin with the same message"),
         ({"prompt": "a", "completion": " b", "label": 2}, {"preference_loss": "kto"}, "the label is 2"),
         (TEXT, {"seq_length": 1}, "no token of an answer is within the first 1 tokens"),

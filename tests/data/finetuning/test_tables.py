@@ -63,8 +63,7 @@ def test_parts_are_found_by_their_names(tmp_path: Path, configure: Configure, la
     assert [len(part) for part in raw.parts().values()] == [8, 4]
     assert not raw.held_out
     found = locate(config.data)
-    assert not isinstance(found, Path)
-    assert [path.stem for path in found["test"]] == [Path(layout.format(part="test")).name]  # found, and not read
+    assert [path.stem for path in found.parts["test"]] == [Path(layout.format(part="test")).name]  # found, and not read
 
 
 def test_shards_and_saved_parts(tmp_path: Path, configure: Configure) -> None:
@@ -198,6 +197,11 @@ def test_a_column_of_mixed_kinds(tmp_path: Path, configure: Configure) -> None:
     with pytest.raises(DataError, match="the column 'text' holds '3', which is of another kind") as caught:
         read_dataset(configure(data_dir=str(tmp_path)))
     assert caught.value.where == f"{tmp_path / 'a.jsonl'}:3"
+    for value in (10**30, "half a character: \ud83d", [10**30]):
+        write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "more": None}, {"text": "b", "more": value}])
+        with pytest.raises(DataError, match=r"the column 'more' holds .*, which cannot be read") as caught:
+            read_dataset(configure(data_dir=str(tmp_path)))
+        assert caught.value.where == f"{tmp_path / 'a.jsonl'}:2"
 
 
 def test_nothing_left_to_train_on(tmp_path: Path, configure: Configure) -> None:

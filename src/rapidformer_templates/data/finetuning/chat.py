@@ -7,8 +7,8 @@ instruction with its input and its answer, which are rendered as a conversation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -28,6 +28,9 @@ PROMPTS = {"prompt": ("completion",), "instruction": ("output", "response")}
 
 BESIDE_INSTRUCTIONS = (("input", "context"), ("system",))
 """Columns that belong to an instruction: what it is about, and a system prompt."""
+
+FLAGS = ("text_column", "label_column")
+"""What names the columns of what is asked and answered."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OLDER_ROLES = {"human": "user", "gpt": "assistant"}
@@ -54,9 +57,22 @@ class Columns:
         Raises:
             DataError: it has not.
         """
-        for flag, name in zip(("text_column", "label_column"), self.names, strict=False):
-            part.column(flag, name, ())
+        for flag, name in zip(FLAGS, self.names, strict=False):
+            part.check_column(flag, name)
         return self
+
+    def told(self) -> dict[str, Any]:
+        """As plain values, for :func:`known_columns`."""
+        beside = dict(zip(("input_column", "system_column"), self.beside, strict=False))
+        return {"kind": self.kind, **dict(zip(FLAGS, self.names, strict=False)), **beside}
+
+
+def known_columns(flags: DataFlags, known: Mapping[str, Any]) -> Columns | None:
+    """The columns of which :meth:`Columns.told` has told; None where nothing is known, or the flags name others."""
+    if "kind" not in known or any(getattr(flags, flag) not in (None, known.get(flag)) for flag in FLAGS):
+        return None
+    beside = (known["input_column"], known["system_column"]) if known["kind"] == "instruction" else ()
+    return Columns(known["kind"], tuple(known[flag] for flag in FLAGS if flag in known), beside)
 
 
 def find_columns(part: Part, flags: DataFlags) -> Columns:
@@ -98,12 +114,22 @@ def asked_and_answered(part: Part, asked: str, answer: str | None) -> Columns:
     return Columns("instruction", (asked, answer) if answer else (asked,), beside)
 
 
-def find_asked(part: Part, flags: DataFlags) -> Columns:
+def find_asked(part: Part, flags: DataFlags, known: Mapping[str, Any]) -> Columns:
     """The columns of what is to be answered or continued: as :func:`find_columns`, but for the answers.
+
+    Those by which the training part was read come first; a model goes on with any text, though.
+
+    Args:
+        known: columns of the training part.
 
     Raises:
         DataError: there is none.
     """
+    trained, there = known_columns(flags, known), part.table.column_names
+    if trained is not None and trained.names[0] in there:
+        return replace(trained, names=trained.names[:1])
+    if flags.text_column is None and known.get("text_column") in there:
+        flags = replace(flags, text_column=known["text_column"])
     name = part.column("text_column", flags.text_column, (*CHAT_COLUMNS, *PROMPTS, *TEXT_COLUMNS))
     if name in PROMPTS:
         return asked_and_answered(part, name, None)

@@ -86,11 +86,11 @@ def find_cached(name: str, config: str | None, flag: str) -> Cached:
     return Cached(name, wanted, max(by_config[wanted], key=lambda version: version.stat().st_mtime))
 
 
-def cached_parts(cached: Cached) -> dict[str, list[Path]]:
-    """The Arrow files of each part of a set in the cache."""
+def cached_files(cached: Cached) -> dict[str, list[Path]]:
+    """The Arrow files of each part of a set in the cache, by what the part is called there."""
     parts: dict[str, list[Path]] = {}
     for path in sorted(cached.folder.glob("*.arrow")):
         split = re.fullmatch(r".+-(\w+?)(?:-\d+-of-\d+)?", path.stem)
         if split and split[1] in PART_NAMES:
-            parts.setdefault(PART_NAMES[split[1]], []).append(path)
+            parts.setdefault(split[1], []).append(path)
     return parts

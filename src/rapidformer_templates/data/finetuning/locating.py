@@ -3,7 +3,7 @@
 What is looked for, in this order, with EXT one of csv, tsv, json, jsonl, parquet:
 
 1. ``DIR/NAME/``, or ``DIR`` itself without a name: a folder saved by ``datasets``, else files called
-   ``train.EXT``, ``validation.EXT`` (or valid, val, dev) and ``test.EXT``, also in shards
+   ``train.EXT``, ``validation.EXT`` (or valid, val, dev, eval) and ``test.EXT``, also in shards
    (``train-00000-of-00002.parquet``); else its only file.
 2. ``DIR/NAME`` with its extension, or ``DIR/NAME.EXT``: one file.
 3. ``DIR/NAME-train.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part.
@@ -11,24 +11,28 @@ What is looked for, in this order, with EXT one of csv, tsv, json, jsonl, parque
    has it; the configuration NAME that ``DIR/README.md`` describes.
 5. Where ``DIR`` is no folder: the data set of the hub of that name, with NAME as its configuration, in the cache of
    ``datasets``; without ``--data-dir`` NAME is that data set. Nothing is downloaded.
+
+A part that is read is one file, or all shards of one, or all files of its folder or of a card's list, in the order of
+their names. Where more fits (``test.csv`` beside ``test.jsonl``, ``dev`` beside ``validation``) it is refused: one may
+be a copy of the other.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
 from rapidformer_templates.data.finetuning.hub_cache import (
     PART_NAMES,
-    Cached,
     cache_root,
-    cached_parts,
+    cached_files,
     find_cached,
     is_cached,
     is_owned,
@@ -41,9 +45,12 @@ from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.planning.weights import mixture_of, named_sets
 
 STEM = re.compile(rf"^(?:(?P<name>.+)[-_.])?(?P<part>{'|'.join(PART_NAMES)})(?:-\d+-of-\d+)?$")
-SHARD = re.compile(r"-\d+-of-\d+$")
+SHARD = re.compile(r"-(\d+)-of-(\d+)$")
 READ = ("train", "valid")
 """The parts that a run uses, besides the test part that ``--evaluate-test`` asks for."""
+
+SPOKEN = {"train": "training", "valid": "validation", TEST: "test"}
+"""What people call the parts."""
 
 SAVED = ("dataset_dict.json", "state.json")
 """Files by which ``datasets`` marks a folder that it saved."""
@@ -55,23 +62,38 @@ WHOLE_ROWS = ("sequence_classification", "token_classification", "masked_lm", "c
 """Tasks of which each row is a sample."""
 
 
-Located = Path | Cached | dict[str, list[Path]]
-"""A folder that ``datasets`` saved, a set in its cache, or the files of each part."""
+@dataclass(frozen=True)
+class Located:
+    """Where a data set is.
+
+    Attributes:
+        kind: files of rows, folders that ``datasets`` saved, or Arrow files of its cache.
+        name: of the folder or the set, for messages.
+        parts: what each part is made of: ``train``, ``valid`` and ``test``, as far as they are there.
+    """
+
+    kind: Literal["files", "saved", "cached"]
+    name: str
+    parts: Mapping[str, list[Path]]
 
 
-def locate(flags: DataFlags) -> Located:
+def locate(flags: DataFlags, read: Sequence[str] | None = None) -> Located:
     """Where the data set is.
+
+    Args:
+        read: the parts that are to be read, of which each must be one; None is those of a run with these flags.
 
     Raises:
         DataError: nothing is there, or more than one thing fits.
     """
+    read = parts_read(flags) if read is None else read
     if flags.data_dir is None:
         if flags.data_name is None:
             raise DataError("no data is named", where="--data-dir", hint="give --data-dir DIR and --data-name NAME")
-        return find_cached(flags.data_name, None, "--data-name")
+        return _cached(flags.data_name, None, "--data-name", read)
     folder = Path(flags.data_dir)
     if not folder.is_dir() and (is_cached(flags.data_dir) or is_owned(flags.data_dir)):
-        return find_cached(flags.data_dir, flags.data_name, "--data-dir")
+        return _cached(flags.data_dir, flags.data_name, "--data-dir", read)
     if not folder.is_dir():
         siblings = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         hint = did_you_mean(str(folder), siblings, f"give the folder that holds the files, or a name in {cache_root()}")
@@ -80,13 +102,18 @@ def locate(flags: DataFlags) -> Located:
     if name is not None and (folder / name).is_dir():
         folder, name = folder / name, None
     if name is None and any((folder / mark).is_file() for mark in SAVED):
-        return folder
-    return _locate(folder, name, parts_read(flags))
+        return Located("saved", str(folder), _by_part(_saved(folder), read, folder))
+    return Located("files", str(folder), _locate(folder, name, read))
 
 
 def parts_read(flags: DataFlags) -> tuple[str, ...]:
     """The parts that are read."""
     return (*READ, TEST) if flags.evaluate_test else READ
+
+
+def _cached(name: str, config: str | None, flag: str, read: Sequence[str]) -> Located:
+    cached = find_cached(name, config, flag)
+    return Located("cached", name, _by_part(cached_files(cached), read, name))
 
 
 def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:
@@ -101,11 +128,9 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
         whole = [p for p in files if name in (p.name, p.stem)] if name else ([] if parts else files)
         if whole:
             parts["train"] = whole
-    for part, fitting in parts.items():
-        if part in read and len(fitting) > 1 and not all(SHARD.search(path.stem) for path in fitting):
-            hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in fitting)
-            raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
-    parts = parts or _folders_of_parts(folder, name) or _described(folder, name)
+    for part in parts.keys() & set(read):
+        _check_one(parts[part], folder)
+    parts = parts or _by_part(_folders_of_parts(folder, name) or _described(folder, name), read, folder)
     if not parts and name is None and (folder / "data").is_dir():
         return _locate(folder / "data", name, read)
     if not parts:
@@ -117,21 +142,48 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
     return parts
 
 
+def _check_one(files: Sequence[Path], folder: Path) -> None:
+    """Files that fit a part are one, or all shards of one."""
+    numbers = [SHARD.search(path.stem) for path in files]
+    shards = [
+        (path.stem[: of.start()], path.suffix.lower(), of[2]) for path, of in zip(files, numbers, strict=True) if of
+    ]
+    if len(files) > 1 and (len(shards) < len(files) or len(set(shards)) > 1):
+        hint = "keep one, or choose one with --data-name: " + ", ".join(path.name for path in files)
+        raise DataError(f"several files in {folder} fit", where="--data-name", hint=hint)
+    if shards and len({int(of[1]) for of in numbers if of}) != int(shards[0][2]):
+        there = ", ".join(path.name for path in files)
+        hint = f"bring the others; there is: {there}"
+        raise DataError(f"of {int(shards[0][2])} shards {len(files)} are in {folder}", where="--data-dir", hint=hint)
+
+
+def _by_part(found: Mapping[str, list[Path]], read: Sequence[str], place: Path | str) -> dict[str, list[Path]]:
+    """What stands under the names of parts, such as ``dev``, by the part that each is."""
+    names: dict[str, list[str]] = {}
+    for name in found:
+        names.setdefault(PART_NAMES[name], []).append(name)
+    for part, fitting in names.items():
+        if part in read and len(fitting) > 1:
+            hint = f"keep one of {', '.join(fitting)}"
+            raise DataError(f"several parts of {place} are for {SPOKEN[part]}", where="--data-name", hint=hint)
+    return {part: [path for name in fitting for path in found[name]] for part, fitting in names.items()}
+
+
 def _folders_of_parts(folder: Path, name: str | None) -> dict[str, list[Path]]:
-    """All files of the folders that are called as parts are."""
-    parts: dict[str, list[Path]] = {}
+    """All files of the folders that are called as parts are, by these names."""
+    found: dict[str, list[Path]] = {}
     for inner in sorted(folder.iterdir()) if name is None else ():
         files = sorted(p for p in inner.glob("*") if p.suffix.lower() in ROW_READERS)
         if inner.name in PART_NAMES and files:
-            parts.setdefault(PART_NAMES[inner.name], []).extend(files)
-    return parts
+            found[inner.name] = files
+    return found
 
 
 def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
-    """The files of a configuration by the head of ``README.md``, as data sets of the hub describe theirs."""
+    """The files of a configuration by the head of ``README.md``, as data sets of the hub describe theirs, by split."""
     readme = folder / "README.md"
-    head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.DOTALL) if readme.is_file() else None
     try:
+        head = re.match(r"---\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.DOTALL) if readme.is_file() else None
         configs = (yaml.safe_load(head[1]) or {}).get("configs", []) if head else []
         chosen = next(
             c for c in configs if c["config_name"] == (name or "default") or (name is None and c.get("default"))
@@ -139,30 +191,19 @@ def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
         files = chosen["data_files"]
         listed = files if isinstance(files, list) else [{"split": "train", "path": files}]
         entries = [e if isinstance(e, dict) else {"split": "train", "path": e} for e in listed]
-        parts: dict[str, list[Path]] = {}
+        found: dict[str, list[Path]] = {}
         for entry in entries:
             patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
-            found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-            if entry["split"] in PART_NAMES and found:
-                parts.setdefault(PART_NAMES[entry["split"]], []).extend(found)
+            files = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+            if entry["split"] in PART_NAMES and files:
+                found.setdefault(entry["split"], []).extend(files)
     except (StopIteration, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, NotImplementedError):
         return {}
-    return parts
+    return found
 
 
-def parts_of(located: Located) -> dict[str, list[Path]]:
-    """The files of each part, of a saved or cached set its folders and files of ``datasets``.
-
-    Raises:
-        DataError: its list of parts cannot be read.
-    """
-    if isinstance(located, Cached):
-        return cached_parts(located)
-    return saved_parts(located) if isinstance(located, Path) else located
-
-
-def saved_parts(folder: Path) -> dict[str, list[Path]]:
-    """The folder of each part of what ``datasets`` saved; of a set without parts, the folder itself.
+def _saved(folder: Path) -> dict[str, list[Path]]:
+    """The folder of each part of what ``datasets`` saved, by its name; of a set without parts, the folder itself.
 
     Raises:
         DataError: its list of parts cannot be read.
@@ -174,7 +215,7 @@ def saved_parts(folder: Path) -> dict[str, list[Path]]:
         names = [str(name) for name in json.loads(listed.read_text(encoding="utf-8"))["splits"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise cannot_be_read(folder, error) from error
-    return {PART_NAMES[name]: [folder / name] for name in names if name in PART_NAMES}
+    return {name: [folder / name] for name in names if name in PART_NAMES}
 
 
 def cannot_be_read(folder: Path, error: Exception) -> DataError:
@@ -218,20 +259,38 @@ def _named(flags: DataFlags, of: str) -> DataFlags:
 
 
 def locate_evaluated(name: str, flags: DataFlags) -> tuple[Located, list[Path]]:
-    """Where a further validation set is, and its files: those of its validation part, else of its only one.
+    """Where a further validation set is, and what it is made of: see :func:`locate_part`.
 
     Raises:
         DataError: nothing is there, or it has several parts, and none of them is for validation.
     """
     try:
-        located = locate(flags)
-        files = parts_of(located)
+        return locate_part(flags, None, "name one of its files")
     except DataError as error:
         raise DataError(error.message, where=f"--eval-data-name, {name}", hint=error.hint) from None
-    if "valid" in files or len(files) == 1:
-        return located, files["valid"] if "valid" in files else next(iter(files.values()))
-    hint = "name one of its files: " + ", ".join(str(path) for paths in files.values() for path in paths)
-    raise DataError(f"the set {name} has no validation part", where="--eval-data-name", hint=hint)
+
+
+def locate_part(
+    flags: DataFlags, part: str | None, advice: str = "choose one with --part"
+) -> tuple[Located, list[Path]]:
+    """Where a data set is of which one part is read, and what that is made of.
+
+    Args:
+        part: ``train``, ``valid`` or ``test``; None is the validation part, or the only one.
+        advice: what to do where it is not there.
+
+    Raises:
+        DataError: nothing is there, or no such part, or several files are.
+    """
+    there = locate(flags, read=()).parts
+    chosen = part or (next(iter(there)) if len(there) == 1 else "valid")
+    if chosen not in there:
+        shown = ", ".join(f"{SPOKEN[part]} ({', '.join(map(str, files))})" for part, files in there.items())
+        where = f"--data-name {flags.data_name}" if flags.data_name else f"--data-dir {flags.data_dir}"
+        hint = f"{advice}; there is: {shown or 'none'}"
+        raise DataError(f"the data set has no {SPOKEN[chosen]} part", where=where, hint=hint)
+    located = locate(flags, read=(chosen,))
+    return located, located.parts[chosen]
 
 
 def check_evaluated(flags: DataFlags) -> None:
@@ -242,7 +301,7 @@ def check_evaluated(flags: DataFlags) -> None:
     """
     for name, one in evaluated_sets(flags).items():
         locate_evaluated(name, one)
-    if flags.evaluate_test and all(TEST not in parts_of(locate(one)) for one in each_of(flags)):
+    if flags.evaluate_test and all(TEST not in locate(one).parts for one in each_of(flags)):
         hint = "name a file or a folder of it test, or leave the flag out"
         raise DataError("the data set has no test part", where="--evaluate-test", hint=hint)
 
@@ -262,12 +321,11 @@ def training_samples(config: RunConfig) -> int | None:
 def _training_rows(flags: DataFlags) -> int | None:
     """The rows of one data set that are trained on; None where counting would take long."""
     located = locate(flags)
-    files = parts_of(located)
-    parts = tuple((path, path.stat().st_size) for path in files.get("train", ()))
-    rows = None if isinstance(located, Cached) else _rows(parts, saved=isinstance(located, Path))
+    parts = tuple((path, path.stat().st_size) for path in located.parts.get("train", ()))
+    rows = None if located.kind == "cached" else _rows(parts, saved=located.kind == "saved")
     if not rows:
         return None
-    if "valid" not in files and flags.validation_fraction > 0:
+    if "valid" not in located.parts and flags.validation_fraction > 0:
         rows -= held_out_rows(rows, flags.validation_fraction)
     return min(rows, flags.max_train_samples or rows)
 

@@ -28,7 +28,9 @@ from rapidformer_templates.data.finetuning.chat_template import Encoded
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.planning.flags import DataFlags
+
+PROMPT = "prompt"
+"""The column of prompts, where no flag names another one."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,17 @@ class Judged:
     is_good: bool
 
 
-def pairs_of(part: Part, flags: DataFlags, reader: ChatReader) -> list[tuple[Example, Example]]:
+def pairs_of(part: Part, prompt: str | None, reader: ChatReader) -> list[tuple[Example, Example]]:
     """The chosen and the rejected answer of each row, with their prompt.
+
+    Args:
+        prompt: its column; None where the answers hold it.
 
     Raises:
         DataError: a column is missing, or a row cannot be used.
     """
-    there = part.table.column_names
-    prompt = flags.text_column or ("prompt" if "prompt" in there else None)
-    names = [part.column("text_column", prompt, ())] if prompt else []
-    names += [part.column("label_column", None, (name,)) for name in ("chosen", "rejected")]
+    names = [prompt] if prompt else []
+    names += [_column(part, name) for name in ("chosen", "rejected")]
     return reader.read(part, _rows(part, names), lambda fields: _pair(*((None,) * (3 - len(fields)) + fields)))
 
 
@@ -57,21 +60,35 @@ def has_pairs(part: Part) -> bool:
     return {"chosen", "rejected"} <= set(part.table.column_names)
 
 
-def judged_of(part: Part, flags: DataFlags, reader: ChatReader) -> list[Judged]:
+def judged_of(part: Part, prompt: str | None, reader: ChatReader) -> list[Judged]:
     """Answers that are judged each by itself; of pairs first all chosen ones, then all rejected ones.
+
+    Args:
+        prompt: its column; None where pairs hold it.
 
     Raises:
         DataError: a column is missing, or a row cannot be used.
     """
     if has_pairs(part):
-        pairs = pairs_of(part, flags, reader)
+        pairs = pairs_of(part, prompt, reader)
         return [Judged(chosen, True) for chosen, _ in pairs] + [Judged(rejected, False) for _, rejected in pairs]
     names = [
-        part.column("text_column", flags.text_column, ("prompt",)),
-        part.column("text_column", None, ("completion",)),
-        part.column("label_column", None, ("label",)),
+        prompt or part.column("text_column", None, (PROMPT,)),
+        *(_column(part, n) for n in ("completion", "label")),
     ]
     return reader.read(part, _rows(part, names), lambda fields: _judged(*fields))
+
+
+def _column(part: Part, name: str) -> str:
+    """A column that no flag names.
+
+    Raises:
+        DataError: it is not there.
+    """
+    if name not in part.table.column_names:
+        hint = f"rename the one that holds them; columns: {', '.join(part.table.column_names)}"
+        raise DataError(f"there is no column '{name}'", where=part.files[0], hint=hint)
+    return name
 
 
 def _rows(part: Part, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:

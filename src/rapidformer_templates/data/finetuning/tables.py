@@ -8,9 +8,8 @@ Without a validation part, ``--validation-fraction`` of the training part is hel
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -18,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
-from rapidformer_templates.data.finetuning.hub_cache import Cached
 from rapidformer_templates.data.finetuning.locating import (
     Located,
     cannot_be_read,
@@ -26,7 +24,7 @@ from rapidformer_templates.data.finetuning.locating import (
     held_out_rows,
     locate,
     locate_evaluated,
-    parts_of,
+    locate_part,
     parts_read,
 )
 from rapidformer_templates.data.streaming.rows import RowStream, StreamedRow
@@ -36,6 +34,7 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.metrics import TEST
 
+EMPTY, FILL = "the data set is empty", "it needs at least one row"
 FIRST = 100
 """Rows of a stream that are looked at for its columns."""
 
@@ -85,6 +84,21 @@ class Part:
         message = f"there is no column '{value}' in {self.files[0]}"
         raise DataError(message, where=where, hint=did_you_mean(value, columns, f"columns: {', '.join(columns)}"))
 
+    def check_column(self, flag: str, name: str) -> None:
+        """See that a column is there that other rows were read by.
+
+        Args:
+            flag: by which another one is named.
+
+        Raises:
+            DataError: it is not; the columns are listed.
+        """
+        columns = self.table.column_names
+        if name not in columns:
+            hint = f"columns: {', '.join(columns)}; {spelling(flag)} names another one"
+            message = f"there is no column '{name}', by which the training part was read"
+            raise DataError(message, where=self.files[0], hint=did_you_mean(name, columns, hint))
+
 
 @dataclass(frozen=True)
 class Raw:
@@ -129,9 +143,6 @@ def read_dataset(config: RunConfig) -> Raw:
     flags = config.data
     bad = BadLines(skip=flags.skip_bad_lines)
     parts = _read_parts(flags, bad)
-    for part in parts.values():
-        if not len(part):
-            raise DataError("the data set is empty", where=part.files[0], hint="it needs at least one row")
     train, valid = parts["train"], parts.get("valid")
     held_out = valid is None and flags.validation_fraction > 0
     if held_out:
@@ -150,44 +161,27 @@ def read_part(config: RunConfig, name: str | None) -> Raw:
     """One part of a data set, to evaluate on: it stands for both parts, as columns are looked for in the first.
 
     Args:
-        name: ``train``, ``valid`` or ``test``; None is the validation part, or the only one.
+        name: see :func:`locate_part`.
 
     Raises:
         DataError: it is not there, or there are several and none is named; or as :func:`read_dataset`.
     """
-    flags, bad = config.data, BadLines(skip=config.data.skip_bad_lines)
-    located = locate(flags)
-    files = parts_of(located)
-    chosen = name or ("valid" if "valid" in files or len(files) > 1 else next(iter(files)))
-    if chosen not in files:
-        there = ", ".join(f"{part} ({', '.join(map(str, paths))})" for part, paths in files.items())
-        hint = f"choose one with --part; there is: {there}"
-        raise DataError(f"the data set has no part {chosen}", where=f"--data-name {flags.data_name}", hint=hint)
-    if isinstance(located, Path):
-        part = _read_saved(files[chosen][0])
-    else:
-        part = (_read_cached if isinstance(located, Cached) else partial(read_files, bad=bad))(files[chosen])
-    if not len(part):
-        raise DataError("the data set is empty", where=part.files[0], hint="it needs at least one row")
-    part = _first(part, flags.max_eval_samples)
+    bad = BadLines(skip=config.data.skip_bad_lines)
+    part = _first(_read_part(*locate_part(config.data, name), bad), config.data.max_eval_samples)
     return Raw(train=part, valid=part, skipped=bad.skipped)
 
 
-def streamed_files(flags: DataFlags) -> dict[str, list[Path]]:
+def streamed_files(flags: DataFlags) -> Mapping[str, list[Path]]:
     """The files of each part of a data set that is streamed.
 
     Raises:
         DataError: it is one that ``datasets`` saved.
     """
-    parts = locate(flags)
-    if not isinstance(parts, dict):
+    located = locate(flags)
+    if located.kind != "files":
         hint = "leave it out, or write the set as files: Dataset.to_parquet(…)"
-        raise DataError(
-            f"{parts if isinstance(parts, Path) else parts.name} was saved by datasets, and is not streamed",
-            where="--streaming",
-            hint=hint,
-        )
-    return _with_training(parts, flags)
+        raise DataError(f"{located.name} was saved by datasets, and is not streamed", where="--streaming", hint=hint)
+    return _with_training(located.parts, flags)
 
 
 def _streamed(config: RunConfig) -> Raw:
@@ -201,7 +195,7 @@ def _streamed(config: RunConfig) -> Raw:
     beginning = stream.state()
     rows = [row for row in (next(stream) for _ in range(FIRST)) if row.row is not None]
     if not rows:
-        raise DataError("the data set is empty", where=str(files["train"][0]), hint="it needs at least one row")
+        raise DataError(EMPTY, where=str(files["train"][0]), hint=FILL)
     stream.go_to(beginning)
     return Raw(
         train=part_of_stream(rows),
@@ -228,7 +222,7 @@ def _hold_out(part: Part, fraction: float, seed: int) -> tuple[Part, Part]:
     return part.select(np.flatnonzero(~held)), part.select(np.flatnonzero(held))
 
 
-def _with_training(files: dict[str, list[Path]], flags: DataFlags) -> dict[str, list[Path]]:
+def _with_training(files: Mapping[str, list[Path]], flags: DataFlags) -> Mapping[str, list[Path]]:
     if "train" in files:
         return files
     there = ", ".join(str(path) for paths in files.values() for path in paths)
@@ -237,9 +231,9 @@ def _with_training(files: dict[str, list[Path]], flags: DataFlags) -> dict[str, 
 
 
 def _read_parts(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
-    parts = locate(flags)
-    files = _with_training(parts_of(parts), flags)
-    return {name: _read_part(parts, paths, bad) for name, paths in files.items() if name in parts_read(flags)}
+    located = locate(flags)
+    files = _with_training(located.parts, flags)
+    return {name: _read_part(located, paths, bad) for name, paths in files.items() if name in parts_read(flags)}
 
 
 def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
@@ -252,9 +246,17 @@ def _read_named(flags: DataFlags, bad: BadLines) -> dict[str, Part]:
 
 
 def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> Part:
-    if isinstance(located, Path):
-        return _read_saved(files[0])
-    return _read_cached(files) if isinstance(located, Cached) else read_files(files, bad)
+    """The rows of all files of a part, in their order.
+
+    Raises:
+        DataError: there is no row, or a file or a line cannot be read.
+    """
+    if located.kind == "files":
+        return read_files(files, bad)
+    part = _read_saved(files[0]) if located.kind == "saved" else _read_cached(files)
+    if not len(part):
+        raise DataError(EMPTY, where=part.files[0], hint=FILL)
+    return part
 
 
 def _read_saved(folder: Path) -> Part:
@@ -294,7 +296,7 @@ def read_files(files: Sequence[Path], bad: BadLines) -> Part:
     names = tuple(str(path) for path in files)
     if not rows:
         note = f" ({len(bad.skipped)} lines were left out)" if bad.skipped else ""
-        raise DataError(f"the data set is empty{note}", where=names[0], hint="it needs at least one row")
+        raise DataError(EMPTY + note, where=names[0], hint=FILL)
     return part_of(rows, origins, names)
 
 
@@ -319,16 +321,20 @@ def part_of_stream(rows: Sequence[StreamedRow]) -> Part:
 
 
 def _check_kinds(key: str, values: list[object], part: Part) -> None:
-    """A column holds one kind of value; name the first row where it does not."""
-
-    def mixed(count: int) -> bool:
-        try:
-            pa.array(values[:count])
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-            return True
-        return False
-
-    if mixed(len(values)):
-        row = bisect_left(range(len(values) + 1), True, key=mixed) - 1
-        message = f"the column '{key}' holds {str(values[row])[:40]!r}, which is of another kind than the rows before"
+    """A column holds one kind of value, which a table can hold; name the first row where it does not."""
+    if _is_refused(values):
+        row = bisect_left(range(len(values) + 1), True, key=lambda count: _is_refused(values[:count])) - 1
+        value = f"the column '{key}' holds {str(values[row])[:40]!r}"
+        if _is_refused([values[row]]):
+            hint = "mend the value: a number of more than 64 bits, and half of a character, have no place in a table"
+            raise DataError(f"{value}, which cannot be read", where=part.where(row), hint=hint)
+        message = f"{value}, which is of another kind than the rows before"
         raise DataError(message, where=part.where(row), hint="a column holds one kind of value")
+
+
+def _is_refused(values: list[object]) -> bool:
+    try:
+        pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeError):
+        return True
+    return False

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.locating import check_evaluated, each_of, locate
+from rapidformer_templates.data.finetuning.locating import check_evaluated, each_of, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
 from rapidformer_templates.data.finetuning.tables import Part, Raw, read_dataset, read_part, streamed_files
 from rapidformer_templates.data.generation import Generation
@@ -73,6 +73,8 @@ class Task(ABC):
         looks_ahead: :meth:`look_ahead` must see all micro batches of a mean before the first loss of it.
         measures: :meth:`measured` has something to tell of each step.
         decided: names of the attributes that :meth:`build_data` sets, and that a saved model is used with.
+        columns: those by which the training part is read, by the flag that names such a one (``text_column`` …; None is
+            none) and in what else the task must know of them; other rows are read by the same. None: nothing is known.
         needs_reference: losses compare the model with one that is not trained.
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
             :meth:`build_data`.
@@ -88,7 +90,8 @@ class Task(ABC):
     looks_ahead: bool = False
     measures: ClassVar[bool] = False
     needs_reference: bool = False
-    decided: ClassVar[tuple[str, ...]] = ()
+    decided: ClassVar[tuple[str, ...]] = ("columns",)
+    columns: Mapping[str, Any] | None = None
     labels: list[str]
 
     def __init__(self, config: RunConfig) -> None:
@@ -123,7 +126,10 @@ class Task(ABC):
             streamed_files(self.config.data)
         else:
             for flags in each_of(self.config.data):
-                locate(flags)
+                if self.is_decided:
+                    locate_part(flags, self.part)
+                else:
+                    locate(flags)
             if mixture := mixture_of(self.config.data.data_name):
                 whole_weights([weight for weight, _ in mixture], "--data-name")
         assert self.seq_length > 0
@@ -168,6 +174,8 @@ class Task(ABC):
             raise DataError(f"the sets of the mixture have different labels ({shown})", where="--data-name", hint=hint)
         if labels[0] is not None:
             self.labels = labels[0]
+        first = others[0].columns
+        self.columns = first if all(task.columns == first for task in others) else None
 
     @abstractmethod
     def read_data(self) -> Data:
@@ -258,7 +266,7 @@ class Task(ABC):
 
     def decisions(self) -> Record:
         """What the data have decided (``decided``), as plain values."""
-        return {name: getattr(self, name) for name in self.decided if hasattr(self, name)}
+        return {name: getattr(self, name) for name in self.decided if getattr(self, name, None) is not None}
 
     # Rows that were never part of a data set, once the model is trained.
 
@@ -283,7 +291,43 @@ class Task(ABC):
         Raises:
             DataError: a folder, file, line or part that is missing or cannot be read.
         """
-        return read_part(self.config, self.part) if self.is_decided else read_dataset(self.config)
+        if self.is_decided:
+            return read_part(self.config, self.part)
+        self.columns = {}
+        return read_dataset(self.config)
+
+    def column(self, part: Part, flag: str, usual: Sequence[str]) -> str:
+        """The column that a flag names, else the one that is known (``columns``), else the first of the usual names.
+
+        Of the training part it is remembered.
+
+        Raises:
+            DataError: there is none; the columns are listed.
+        """
+        name = self.column_if_any(part, flag, usual)
+        return part.column(flag, None, usual) if name is None else name
+
+    def column_if_any(self, part: Part, flag: str, usual: Sequence[str]) -> str | None:
+        """As :meth:`column`; None where no flag names one, and the training part had none or there is none."""
+        given, known = getattr(self.config.data, flag), self.columns or {}
+        if given is None and flag in known:
+            name: str | None = known[flag]
+            if name is not None:
+                part.check_column(flag, name)
+            return name
+        name = part.column(flag, given, ()) if given else next((n for n in usual if n in part.table.column_names), None)
+        self.remember({flag: name})
+        return name
+
+    def remember(self, columns: Mapping[str, Any]) -> None:
+        """Know columns of the training part; of rows that are read for a trained model nothing is remembered."""
+        if self.columns is not None and not self.is_decided:
+            self.columns = {**self.columns, **columns}
+
+    @property
+    def text_column(self) -> str:
+        """What the column of a text is called that stands alone, without columns."""
+        return self.config.data.text_column or (self.columns or {}).get("text_column") or "text"
 
     @abstractmethod
     def inputs(self, part: Part) -> Inputs:
@@ -364,6 +408,18 @@ def tokenized(
         if types.values.any():
             fields["token_type_ids"] = types
     return fields
+
+
+def with_tokens(rows: Ragged, part: Part, column: str) -> Ragged:
+    """The tokens of the texts of a column, of which each has some.
+
+    Raises:
+        DataError: one has none: it is empty, and the tokenizer adds no token of its own.
+    """
+    for row in np.flatnonzero(rows.lengths == 0)[:1].tolist():
+        message = f"the text in column '{column}' has no token"
+        raise DataError(message, where=part.where(row), hint="fill it, or take the row out")
+    return rows
 
 
 def _encoded(

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from rapidformer_templates.data.collate import CausalCollate, PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.chat import Columns, find_asked, find_columns, read_asked, rows_of
+from rapidformer_templates.data.finetuning.chat import (
+    Columns,
+    find_asked,
+    find_columns,
+    known_columns,
+    read_asked,
+    rows_of,
+)
 from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, ChatReader
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate, padded_left
@@ -19,7 +26,16 @@ from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.packing import PackedRows, check_packable, check_packable_model
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.targets import IGNORED, shifted_left
-from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, device_of, texts_of, tokenized
+from rapidformer_templates.data.tasks.base import (
+    TEXT_COLUMNS,
+    Inputs,
+    Record,
+    Task,
+    as_data,
+    device_of,
+    texts_of,
+    tokenized,
+)
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
@@ -66,7 +82,8 @@ class CausalLM(Task):
     def read_data(self) -> Data:
         raw = self.read_rows()
         self.skipped, self.notes = raw.skipped, []
-        columns = find_columns(raw.train, self.config.data)
+        columns = known_columns(self.config.data, self.columns or {}) or find_columns(raw.train, self.config.data)
+        self.remember(columns.told())
         sets = sets_of(raw, self.config, partial(self._set, columns))
         if raw.stream is not None and columns.kind in ("chat", "instruction") and not self.tokenizer.chat_template:
             self.notes.append(PLAIN_NOTE)  # no part was read whole, by which it would be known
@@ -80,15 +97,17 @@ class CausalLM(Task):
             return as_data(sets, PadCollate({"input_ids": pad, "labels": IGNORED}))
         return as_data(sets, CausalCollate(pad))
 
+    @property
+    def text_column(self) -> str:
+        """What the column of a text is called that stands alone: it is continued, whatever was learned from."""
+        return self.config.data.text_column or TEXT_COLUMNS[0]
+
     def _samples(self, name: str, part: Part, columns: Columns, block: Block | None) -> TokenizedSamples:
         if columns.kind == "text":
             if self.config.data.loss_on == "answers":
                 hint = "plain text has no answers: give messages, or prompt and completion; or leave it out"
                 raise DataError(f"the column '{columns.names[0]}' holds plain text", where="--loss-on", hint=hint)
-            rows = tokenized(self.tokenizer, texts_of(part, columns.names[0]))["input_ids"]
-            return TokenizedSamples(
-                {"input_ids": Ragged(self._ended(rows[i])[: self.seq_length] for i in range(len(rows)))}
-            )
+            return self._of_texts(name, part, texts_of(part, columns.names[0]), block)
         reader = ChatReader(
             self.tokenizer,
             self.seq_length,
@@ -99,6 +118,19 @@ class CausalLM(Task):
             notes=[] if block else self.notes,
         )
         return reader.samples(name, part, columns)
+
+    def _of_texts(self, name: str, part: Part, texts: Sequence[str], block: Block | None) -> TokenizedSamples:
+        rows = tokenized(self.tokenizer, texts)["input_ids"]
+        ended = [self._ended(rows[i])[: self.seq_length] for i in range(len(rows))]
+        kept = [row for row in ended if len(row) > 1]  # nothing predicts a sample's first token
+        if len(kept) < len(ended) and block is None:
+            first = next(i for i, row in enumerate(ended) if len(row) < 2)
+            if not kept:
+                hint = "longer texts are needed" if self.seq_length > 1 else "use a greater --seq-length"
+                raise DataError("no text has a token to predict from another", where=part.where(first), hint=hint)
+            lost = f"{len(ended) - len(kept):,} of {len(ended):,} texts are not used"
+            self.notes.append(f"{name}: {lost}: they are empty, or too short to learn from ({part.where(first)} …)")
+        return TokenizedSamples({"input_ids": Ragged(kept)})
 
     def _set(self, columns: Columns, name: str, part: Part, block: Block | None) -> TokenizedSamples:
         samples = self._samples(name, part, columns.of(part), block)
@@ -144,7 +176,7 @@ def prompts_of(task: Task, part: Part) -> list[list[int]]:
     Raises:
         DataError: a column is missing, or a row cannot be used or fills the model.
     """
-    columns, tokenizer = find_asked(part, task.config.data), task.tokenizer
+    columns, tokenizer = find_asked(part, task.config.data, task.columns or {}), task.tokenizer
     reader = ChatReader(tokenizer, task.seq_length, answers_only=True)
     asked = reader.read(part, rows_of(part, columns), partial(read_asked, columns))
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
@@ -152,8 +184,10 @@ def prompts_of(task: Task, part: Part) -> list[list[int]]:
     for row, one in enumerate(asked):
         text = one if isinstance(one, str) else reader.question(one)
         ids = tokenizer(text, add_special_tokens=isinstance(one, str), verbose=False)["input_ids"]
-        if isinstance(one, str) and ids[-1] in ends:
+        if isinstance(one, str) and ids and ids[-1] in ends:
             ids = ids[:-1]  # the tokenizer ends each text; this one goes on
+        if not ids:
+            raise DataError("the prompt has no token", where=part.where(row), hint="write a text that goes on")
         if positions is not None and len(ids) >= positions:
             message = f"the prompt has {len(ids)} tokens, and the model takes {positions} with what it writes"
             raise DataError(message, where=part.where(row), hint="shorten it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from rapidformer_templates.data.tasks.base import (
     share,
     texts_of,
     tokenized,
+    with_tokens,
 )
 from rapidformer_templates.data.tasks.causal_lm import predicted_tokens, token_accuracy
 from rapidformer_templates.data.tasks.sets import Block, sets_of
@@ -50,15 +50,16 @@ class MaskedLM(Task):
         return MaskTokens(self.tokenizer, flags.mask_prob, whole_words=flags.whole_word_mask)
 
     def read_data(self) -> Data:
-        raw, flags = self.read_rows(), self.config.data
+        raw = self.read_rows()
         self.skipped = raw.skipped
-        column = raw.train.column("text_column", flags.text_column, TEXT_COLUMNS)
+        self.column(raw.train, "text_column", TEXT_COLUMNS)
         collate = PadCollate({**padding_of(self.tokenizer), "labels": IGNORED})
-        return as_data(sets_of(raw, self.config, partial(self._set, column)), collate, self._mask())
+        return as_data(sets_of(raw, self.config, self._set), collate, self._mask())
 
-    def _set(self, column: str, name: str, part: Part, block: Block | None) -> TokenizedSamples:
-        texts = texts_of(part, part.column("text_column", column, ()))
-        return TokenizedSamples(tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length))
+    def _set(self, name: str, part: Part, block: Block | None) -> TokenizedSamples:
+        column = self.column(part, "text_column", TEXT_COLUMNS)
+        fields = tokenized(self.tokenizer, texts_of(part, column), truncation=True, max_length=self.seq_length)
+        return TokenizedSamples({**fields, "input_ids": with_tokens(fields["input_ids"], part, column)})
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         return predicted_tokens(outputs.logits.argmax(dim=-1), batch["labels"])
@@ -67,8 +68,8 @@ class MaskedLM(Task):
         return token_accuracy(predictions, references)
 
     def inputs(self, part: Part) -> Inputs:
-        column = part.column("text_column", self.config.data.text_column, TEXT_COLUMNS)
-        samples = self._set(column, "input", part, None)
+        column = self.column(part, "text_column", TEXT_COLUMNS)
+        samples = self._set("input", part, None)
         for row, sample in enumerate(samples):
             if self.tokenizer.mask_token_id not in sample["input_ids"]:
                 mask, length = self.tokenizer.mask_token, self.seq_length

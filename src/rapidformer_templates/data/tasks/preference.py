@@ -14,6 +14,7 @@ from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
 from rapidformer_templates.data.finetuning.chat_samples import ChatReader
 from rapidformer_templates.data.finetuning.preferences import (
+    PROMPT,
     PreferenceCollate,
     PreferenceSamples,
     has_pairs,
@@ -26,7 +27,7 @@ from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.tasks import preference_losses as losses
-from rapidformer_templates.data.tasks.base import EvalBatch, Inputs, Record, Task, as_data, share
+from rapidformer_templates.data.tasks.base import TEXT_COLUMNS, EvalBatch, Inputs, Record, Task, as_data, share
 from rapidformer_templates.data.tasks.causal_lm import continued, prompts_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.models.architectures import dropout_rates
@@ -65,18 +66,27 @@ class _Preferences(Task):
         return as_data(sets, PreferenceCollate(self.tokenizer.pad_token_id))
 
     def _samples(self, name: str, part: Part) -> PreferenceSamples:
-        flags = self.config.data
         reader = ChatReader(
             self.tokenizer,
             self.seq_length,
             answers_only=True,
-            skip_bad=flags.skip_bad_lines,
+            skip_bad=self.config.data.skip_bad_lines,
             skipped=self.skipped,
             notes=self.notes,
         )
+        prompt = self._prompt(part)
         if self.judges:
-            return judged_samples(name, judged_of(part, flags, reader), reader)
-        return pair_samples(name, pairs_of(part, flags, reader), reader)
+            return judged_samples(name, judged_of(part, prompt, reader), reader)
+        return pair_samples(name, pairs_of(part, prompt, reader), reader)
+
+    def _prompt(self, part: Part) -> str | None:
+        """The column of prompts, where answers do not hold theirs."""
+        return self.column_if_any(part, "text_column", (PROMPT,))
+
+    @property
+    def text_column(self) -> str:
+        """What the column of a text is called that stands alone: it is no prompt of a column."""
+        return self.config.data.text_column or TEXT_COLUMNS[0]
 
     def build_model(self) -> PreTrainedModel:
         """Without dropout, unless it is asked for: both models must see an answer alike."""
@@ -280,7 +290,7 @@ class Reward(_Preferences):
         """Answers with what they answer: one a row, or a chosen and a rejected one."""
         reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True)
         if has_pairs(part):
-            answers = [list(pair) for pair in pairs_of(part, self.config.data, reader)]
+            answers = [list(pair) for pair in pairs_of(part, self._prompt(part), reader)]
         else:
             columns = find_columns(part, self.config.data)
             answers = [[one] for one in reader.read(part, rows_of(part, columns), read_example)]

@@ -41,6 +41,7 @@ class Pretraining(Task):
     """Samples of corpora for the objective of the architecture; metric: token accuracy."""
 
     name = "pretraining"
+    decided = ()  # a corpus has no columns
     best_metric = "eval_loss"
 
     def __init__(self, config: RunConfig) -> None:

@@ -44,16 +44,16 @@ class QuestionAnswering(Task):
     auto_class = "AutoModelForQuestionAnswering"
     best_metric = "f1"
     may_be_null = False
-    decided = ("may_be_null",)
+    decided = ("columns", "may_be_null")
 
     def read_data(self) -> Data:
-        raw, flags = self.read_rows(), self.config.data
+        raw = self.read_rows()
         self.skipped = raw.skipped
         self.may_be_null = self.is_decided and self.may_be_null
         sets, self._read = {}, {}
         for name, part in ((name, flattened(part)) for name, part in raw.parts().items()):
             question, context = self._text_columns(part)
-            answers = part.column("label_column", flags.label_column, ("answers",))
+            answers = self.column(part, "label_column", ("answers",))
             examples = read_examples(part, question, context, answers)
             self.may_be_null |= any(not example.answers for example in examples)
             samples, features = self._samples(part, examples)
@@ -65,9 +65,8 @@ class QuestionAnswering(Task):
 
     def _text_columns(self, part: Part) -> tuple[str, str]:
         """Those of the questions and of the contexts."""
-        flags = self.config.data
-        question = part.column("pair_column", flags.pair_column, ("question",))
-        return question, part.column("text_column", flags.text_column, ("context",))
+        question = self.column(part, "pair_column", ("question",))
+        return question, self.column(part, "text_column", ("context",))
 
     def _samples(self, part: Part, examples: list[Example]) -> tuple[TokenizedSamples, list[Feature]]:
         fields, features = self._tokens(part, examples)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from rapidformer_templates.data.tasks.base import (
     padding_of,
     texts_of,
     tokenized,
+    with_tokens,
 )
 from rapidformer_templates.data.tasks.sets import Block, sets_of
 from rapidformer_templates.data.types import Data
@@ -44,23 +44,35 @@ class Seq2SeqLM(Task):
     auto_class = "AutoModelForSeq2SeqLM"
     best_metric = "rouge_l"
     generates = True
-    decided = ("longest_target",)
+    decided = ("columns", "longest_target")
     longest_target = 0
 
     def read_data(self) -> Data:
-        raw, flags = self.read_rows(), self.config.data
+        raw = self.read_rows()
         self.skipped = raw.skipped
-        source = raw.train.column("text_column", flags.text_column, SOURCE_COLUMNS)
-        target = raw.train.column("label_column", flags.label_column, TARGET_COLUMNS)
-        sets = sets_of(raw, self.config, partial(self._set, source, target))
+        self._columns(raw.train)
+        sets = sets_of(raw, self.config, self._set)
         whole = [samples for samples in sets.values() if isinstance(samples, TokenizedSamples)]
         lengths = [int(samples.lengths_of("labels").max()) for samples in whole]
         self.longest_target = max([self.longest_target if self.is_decided else 0, *lengths])
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 
-    def _set(self, source: str, target: str, name: str, part: Part, block: Block | None) -> TokenizedSamples:
-        sources = self._tokenized_sources(part, part.column("text_column", source, ()), target)
-        targets = texts_of(part, part.column("label_column", target, ()))
+    def _columns(self, part: Part, *, answered: bool = True) -> tuple[str, str | None, Sequence[str | None]]:
+        """Those of the sources, of the targets where there are some, and what belongs to an instruction."""
+        source = self.column(part, "text_column", SOURCE_COLUMNS)
+        target = self.column(part, "label_column", TARGET_COLUMNS) if answered else None
+        known = self.columns or {}
+        if "beside" in known and source == known["text_column"]:
+            return source, target, known["beside"]
+        beside = asked_and_answered(part, source, target).beside
+        self.remember({"beside": beside})
+        return source, target, beside
+
+    def _set(self, name: str, part: Part, block: Block | None) -> TokenizedSamples:
+        source, target, beside = self._columns(part)
+        assert target is not None
+        sources = self._tokenized_sources(part, source, beside)
+        targets = texts_of(part, target)
         labels = self.tokenizer(
             text_target=targets,
             return_attention_mask=False,
@@ -68,12 +80,13 @@ class Seq2SeqLM(Task):
             truncation=True,
             max_length=self.seq_length,
         )["input_ids"]
-        return TokenizedSamples({"input_ids": sources, "labels": Ragged(labels)})
+        return TokenizedSamples({"input_ids": sources, "labels": with_tokens(Ragged(labels), part, target)})
 
-    def _tokenized_sources(self, part: Part, source: str, target: str | None) -> Ragged:
+    def _tokenized_sources(self, part: Part, source: str, beside: Sequence[str | None]) -> Ragged:
         """The tokens of the sources alone: the models take no token types."""
-        texts = _sources(part, source, target)
-        return tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length)["input_ids"]
+        texts = _sources(part, source, beside)
+        fields = tokenized(self.tokenizer, texts, truncation=True, max_length=self.seq_length)
+        return with_tokens(fields["input_ids"], part, source)
 
     def take_over(self, others: Sequence[Task]) -> None:
         super().take_over(others)
@@ -85,8 +98,8 @@ class Seq2SeqLM(Task):
         return self._decoded(tokens.cpu().numpy())
 
     def inputs(self, part: Part) -> Inputs:
-        source = part.column("text_column", self.config.data.text_column, SOURCE_COLUMNS)
-        return Inputs.of(TokenizedSamples({"input_ids": self._tokenized_sources(part, source, None)}))
+        source, _, beside = self._columns(part, answered=False)
+        return Inputs.of(TokenizedSamples({"input_ids": self._tokenized_sources(part, source, beside)}))
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
         batch = to_device(PadCollate(padding_of(self.tokenizer))(list(rows)), device_of(model))
@@ -111,11 +124,11 @@ class Seq2SeqLM(Task):
         }
 
 
-def _sources(part: Part, source: str, target: str | None) -> list[str]:
+def _sources(part: Part, source: str, beside: Sequence[str | None]) -> list[str]:
     """The texts of the source; what belongs to an instruction (a system prompt, its input) stands around it."""
     given, system = (
-        texts_of(part, name, may_be_missing=True) if name else [""] * len(part)
-        for name in asked_and_answered(part, source, target).beside or (None, None)
+        texts_of(part, name, may_be_missing=True) if name and name in part.table.column_names else [""] * len(part)
+        for name in beside or (None, None)
     )
     rows = zip(system, texts_of(part, source), given, strict=True)
     return ["\n\n".join(text for text in row if text.strip()) for row in rows]

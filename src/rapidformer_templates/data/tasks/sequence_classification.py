@@ -32,6 +32,7 @@ from rapidformer_templates.data.tasks.base import (
     share,
     texts_of,
     tokenized,
+    with_tokens,
 )
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
@@ -59,20 +60,20 @@ class SequenceClassification(Task):
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
     problem = "single_label_classification"
-    decided = ("labels", "problem")
+    decided = ("columns", "labels", "problem")
 
     def read_data(self) -> Data:
         raw, flags = self.read_rows(), self.config.data
         self.skipped = raw.skipped
-        text, pair = self._text_columns(raw.train)
-        label = raw.train.column("label_column", flags.label_column, LABEL_COLUMNS)
+        self._text_columns(raw.train)
+        label = self.column(raw.train, "label_column", LABEL_COLUMNS)
         # What was held out of one file may hold a rare label that is not among the rows that are left.
         known = [raw.train, raw.valid] if raw.held_out and raw.valid else [raw.train]
         if not self.is_decided:
             self.problem = flags.problem_type or problem_of(known, label)
             self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
             self.labels = self._label_names(known, label)
-        sets = {name: self._samples(part, text, pair, label) for name, part in raw.parts().items()}
+        sets = {name: self._samples(part) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
     def take_over(self, others: Sequence[Any]) -> None:
@@ -98,18 +99,19 @@ class SequenceClassification(Task):
 
     def _text_columns(self, part: Part) -> tuple[str, str | None]:
         """The column of the texts, and that of second ones where there are some."""
-        flags = self.config.data
-        text = part.column("text_column", flags.text_column, (*TEXT_COLUMNS, *PAIRS))
-        return text, flags.pair_column or (PAIRS.get(text) if PAIRS.get(text) in part.table.column_names else None)
+        text = self.column(part, "text_column", (*TEXT_COLUMNS, *PAIRS))
+        return text, self.column_if_any(part, "pair_column", (PAIRS[text],) if text in PAIRS else ())
 
-    def _samples(self, part: Part, text: str, pair: str | None, label: str) -> TokenizedSamples:
-        labels = self._encoded_labels(part, part.column("label_column", label, ()))
-        return TokenizedSamples({**self._tokens(part, text, pair), "labels": labels})
+    def _samples(self, part: Part) -> TokenizedSamples:
+        labels = self._encoded_labels(part, self.column(part, "label_column", LABEL_COLUMNS))
+        return TokenizedSamples({**self._tokens(part), "labels": labels})
 
-    def _tokens(self, part: Part, text: str, pair: str | None) -> dict[str, Ragged]:
-        texts = texts_of(part, part.column("text_column", text, ()))
-        pairs = texts_of(part, part.column("pair_column", pair, ())) if pair else None
-        return tokenized(self.tokenizer, texts, pairs, truncation=True, max_length=self.seq_length)
+    def _tokens(self, part: Part) -> dict[str, Ragged]:
+        text, pair = self._text_columns(part)
+        texts = texts_of(part, text)
+        pairs = texts_of(part, pair) if pair else None
+        fields = tokenized(self.tokenizer, texts, pairs, truncation=True, max_length=self.seq_length)
+        return {**fields, "input_ids": with_tokens(fields["input_ids"], part, text)}
 
     def _encoded_labels(self, part: Part, column: str) -> list[Any]:
         if self.problem == "regression":
@@ -150,7 +152,7 @@ class SequenceClassification(Task):
         return {"labels": labels, "problem": self.config.data.problem_type or self.model_config.problem_type or alone}
 
     def inputs(self, part: Part) -> Inputs:
-        return Inputs.of(TokenizedSamples(self._tokens(part, *self._text_columns(part))))
+        return Inputs.of(TokenizedSamples(self._tokens(part)))
 
     def records(self, model: Any, rows: Sequence[Any], generation: Generation) -> list[Record]:
         logits = self.outputs(model, rows)[0].logits.float().cpu()

@@ -20,7 +20,16 @@ from rapidformer_templates.data.finetuning.labels import (
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.targets import IGNORED
-from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, label_map, labels_of_model, padding_of
+from rapidformer_templates.data.tasks.base import (
+    Inputs,
+    Record,
+    Task,
+    as_data,
+    label_map,
+    labels_of_model,
+    padding_of,
+    with_tokens,
+)
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
 
@@ -40,14 +49,13 @@ class TokenClassification(Task):
     name = "token_classification"
     auto_class = "AutoModelForTokenClassification"
     best_metric = "f1"
-    decided = ("labels",)
+    decided = ("columns", "labels")
 
     def read_data(self) -> Data:
-        raw, flags = self.read_rows(), self.config.data
+        raw = self.read_rows()
         self.skipped = raw.skipped
-        words = raw.train.column("text_column", flags.text_column, WORD_COLUMNS)
-        tags = raw.train.column("label_column", flags.label_column, TAG_COLUMNS)
-        read = {name: (part, *_words_and_tags(part, words, tags)) for name, part in raw.parts().items()}
+        _, tags = self._columns(raw.train)
+        read = {name: (part, *self._words_and_tags(part)) for name, part in raw.parts().items()}
         # What was held out of one file may hold a rare tag that is not among the rows that are left.
         known = ("train", "valid") if raw.held_out else ("train",)
         distinct = {tag for name in known for row in read[name][2] for tag in row if tag is not None}
@@ -58,6 +66,16 @@ class TokenClassification(Task):
             self.labels = declared_names(raw.train, tags) or sorted_names(distinct, self.model_config)
         sets = {name: self._samples(*part) for name, part in read.items()}
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
+
+    def _columns(self, part: Part) -> tuple[str, str]:
+        """Those of the words and of the tags."""
+        return self._words_column(part), self.column(part, "label_column", TAG_COLUMNS)
+
+    def _words_column(self, part: Part) -> str:
+        return self.column(part, "text_column", WORD_COLUMNS)
+
+    def _words_and_tags(self, part: Part) -> tuple[list[list[str]], list[list[str | None]]]:
+        return _words_and_tags(part, *self._columns(part))
 
     def _samples(self, part: Part, words: list[list[str]], tags: list[list[str | None]]) -> TokenizedSamples:
         numbers: dict[str | None, int] = {name: i for i, name in enumerate(self.labels)} | {None: IGNORED}
@@ -70,7 +88,10 @@ class TokenClassification(Task):
             _first_pieces(encoding.word_ids, [numbers[name] for name in names])
             for encoding, names in zip(encodings, tags, strict=True)
         ]
-        return TokenizedSamples({"input_ids": Ragged(e.ids for e in encodings), "labels": Ragged(labels)})
+        return TokenizedSamples({"input_ids": self._ids(part, encodings), "labels": Ragged(labels)})
+
+    def _ids(self, part: Part, encodings: Sequence[Any]) -> Ragged:
+        return with_tokens(Ragged(e.ids for e in encodings), part, self._words_column(part))
 
     def _encodings(self, words: list[list[str]]) -> list[Any]:
         # Byte-level tokenizers know a word in a sentence by the space before it.
@@ -112,11 +133,11 @@ class TokenClassification(Task):
         return {"labels": labels_of_model(self.model_config)}
 
     def inputs(self, part: Part) -> Inputs:
-        column = part.column("text_column", self.config.data.text_column, WORD_COLUMNS)
+        column = self._words_column(part)
         words = [_words(text, column, part, row) for row, text in enumerate(part.table[column][:])]
         encodings = self._encodings(words)
         places = [_first_pieces(e.word_ids, range(len(row))) for e, row in zip(encodings, words, strict=True)]
-        ids = Ragged(e.ids for e in encodings)
+        ids = self._ids(part, encodings)
         rows = [{"input_ids": ids[i], "places": place, "words": len(words[i])} for i, place in enumerate(places)]
         return Inputs(rows, ids.lengths)
 
@@ -148,7 +169,6 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
     Raises:
         DataError: a row is empty, or has other numbers of words and tags.
     """
-    words, tags = part.column("text_column", words, ()), part.column("label_column", tags, ())
     names = declared_names(part, tags)
     all_words: list[list[str]] = []
     all_tags: list[list[str | None]] = []
@@ -156,7 +176,7 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
         split = _words(text, words, part, row)
         if marks is None:
             raise _empty(tags, part, row)
-        marked: list[Any] = marks.split() if isinstance(marks, str) else list(marks)
+        marked = _in_list(marks, tags, part, row)
         if len(split) != len(marked):
             hint = "each word needs one tag; texts are split at spaces"
             raise DataError(f"{len(split)} words have {len(marked)} tags", where=part.where(row), hint=hint)
@@ -168,7 +188,21 @@ def _words_and_tags(part: Part, words: str, tags: str) -> tuple[list[list[str]],
 def _words(text: Any, column: str, part: Part, row: int) -> list[str]:
     if text is None:
         raise _empty(column, part, row)
-    return text.split() if isinstance(text, str) else [str(word) for word in text]
+    words = _in_list(text, column, part, row)
+    if None in words:
+        hint = "fill it, or take it out with its tag"
+        raise DataError(f"a word in column '{column}' is empty", where=part.where(row), hint=hint)
+    return [str(word) for word in words]
+
+
+def _in_list(value: Any, column: str, part: Part, row: int) -> list[Any]:
+    """A list as it is; of a text what stands between spaces."""
+    if isinstance(value, str):
+        return value.split()
+    if not isinstance(value, list):
+        hint = 'write a list, such as ["New", "York"], or a text, which is split at spaces'
+        raise DataError(f"the column '{column}' holds {value!r}", where=part.where(row), hint=hint)
+    return value
 
 
 def _empty(column: str, part: Part, row: int) -> DataError:
