@@ -16,10 +16,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.data.generation import Generation
+from rapidformer_templates.errors import DataError
 from rapidformer_templates.run.conversation import Conversation
 
 TEMPLATE = (
@@ -88,6 +97,22 @@ def test_a_conversation_that_grows_too_long(folder: Path) -> None:
     assert [talk.answer("the cat sees a tree", lambda piece: None) for _ in range(4)][-1] == 2
     assert talk.messages[0]["role"] == "system"
     assert [m["role"] for m in talk.messages[1:]] == ["user", "assistant"] * ((len(talk.messages) - 1) // 2)
+
+
+@pytest.mark.slow
+def test_lines_that_are_not_utf8(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("the café\n".encode("latin-1")), encoding="utf-8"))
+    assert main(["chat", str(folder), *NEW]) == 2
+    assert "the text is not UTF-8\n  where  standard input\n  help   convert the file" in capsys.readouterr().err
+
+
+def test_a_message_without_a_token(folder: Path) -> None:
+    bare = Tokenizer(BPE({"<pad>": 0, "a": 1}, []))  # other characters are nothing
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, chat_template="{{ messages[-1]['content'] }}")
+    talk = Conversation(AutoModelForCausalLM.from_pretrained(folder), tokenizer, Generation())
+    with pytest.raises(DataError, match="the message has no token"):
+        talk.answer("日本", lambda piece: None)
+    assert talk.messages == []
 
 
 def test_who_does_not_chat(folder: Path, capsys: Any) -> None:

@@ -199,7 +199,7 @@ def test_other_data_in_the_folder_of_the_run(tmp_path: Path, capsys: Any, bert_f
     alike(evaluate(capsys, run, "--data-name", "other"), wanted, "the same rows")
     alike(evaluate(capsys, run, "--data-name", "0.5 other 0.5 valid"), wanted, "twice")
     assert main(["evaluate", run, "--data-name", "othre"]) == 2
-    assert "did you mean other.jsonl?" in capsys.readouterr().err
+    assert f"no data set 'othre' in {tmp_path}" in capsys.readouterr().err
     assert main(["evaluate", run, "--data-dir", str(tmp_path), "--data-name", "many", "--part", "validation"]) == 2
     assert "no validation part\n  where  --data-name many\n  help   choose one with --part; there is: training" in (
         capsys.readouterr().err

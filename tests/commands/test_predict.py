@@ -85,6 +85,10 @@ def test_files_of_every_kind_and_any_number_of_workers(tmp_path: Path, bert: Pat
     run_in_workers(
         2, predict_all, {f"{tmp_path}/{name}.shared": [*of, "--input", str(jsonl)] for name, of in shared.items()}
     )
+    one = write_jsonl(tmp_path / "one-row.jsonl", rows[:1])
+    wanted_of_one = predict(bert, one, tmp_path / "of-one.jsonl")
+    run_in_workers(2, predict_all, {f"{tmp_path}/of-one.shared": [str(bert), "--input", str(one)]})
+    assert lines_of(tmp_path / "of-one.shared") == wanted_of_one
     for name in shared:
         assert (tmp_path / f"{name}.shared").read_bytes() == (tmp_path / f"{name}.jsonl").read_bytes(), name
     assert (tmp_path / "greedy.jsonl").read_bytes() != (tmp_path / "drawn.jsonl").read_bytes()

@@ -77,7 +77,9 @@ class Conversation:
         messages = [*self.messages, message]
         while True:
             text = self._template.render(messages, asks=True)
-            ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
+            ids = torch.tensor([self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]])
+            if not ids.shape[1]:
+                raise DataError("the message has no token", hint="write it in the characters that the tokenizer knows")
             if self._positions is None or ids.shape[1] + LEAST_ROOM <= self._positions:
                 self.messages = messages
                 return ids.to(next(self.model.parameters()).device), forgotten

@@ -73,7 +73,7 @@ class Evaluator:
         return sum(len(request.samples) for request in self._requests)
 
     def evaluate(self, advance: Callable[[int], object] = lambda count: None) -> dict[str, float]:
-        """``eval_loss`` (mean over the targets), ``perplexity`` of language models, and the task's metrics.
+        """``eval_loss`` (mean over the targets; NaN without any), ``perplexity`` of language models, task metrics.
 
         Training is not disturbed: mode and random states are as before afterwards.
 
@@ -87,7 +87,7 @@ class Evaluator:
                 self.template.task.look_ahead(self.engine.eval_batch, self._microbatches(), self.workers)
             total, targets, results = self._results(advance)
         total, targets = self.workers.sum(total, targets)
-        metrics = {"eval_loss": total / max(targets, 1.0)}
+        metrics = {"eval_loss": total / targets if targets else math.nan}
         if self.template.reports_perplexity:
             metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
         gathered = [entry for share in self.workers.gather(results) for entry in share]

@@ -18,6 +18,8 @@ from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError
 
 T = TypeVar("T")
+ASKED = "mend the row: each one is answered"
+"""What to do about a row to predict that cannot be used."""
 PLAIN_NOTE = "the tokenizer has no chat template: a plain one is used, and exported with it"
 
 
@@ -31,6 +33,7 @@ class ChatReader:
         answers_only: only answers are learned; else every token is.
         whole: a part is all of the data; of a block of a stream nothing may be left.
         skip_bad: leave rows out that cannot be used, instead of ending with an error.
+        advice: what to do about such a row.
         skipped: ``file:line: reason`` of each that was left out.
         notes: what people should know of the data.
     """
@@ -40,6 +43,7 @@ class ChatReader:
     answers_only: bool
     whole: bool = True
     skip_bad: bool = False
+    advice: str = "mend the row, or leave such rows out with --skip-bad-lines"
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -85,8 +89,7 @@ class ChatReader:
                 made.append(read_row(fields))
             except DataError as error:
                 if not self.skip_bad:
-                    hint = error.hint or "mend the row, or leave such rows out with --skip-bad-lines"
-                    raise DataError(error.message, where=part.where(row), hint=hint) from error
+                    raise DataError(error.message, where=part.where(row), hint=error.hint or self.advice) from error
                 self.skipped.append(f"{part.where(row)}: {error.message}")
         if not made and self.whole:
             message = f"none of the {len(part)} rows can be used; the last: {self.skipped[-1]}"

@@ -19,7 +19,7 @@ from rapidformer_templates.data.finetuning.chat import (
     read_asked,
     rows_of,
 )
-from rapidformer_templates.data.finetuning.chat_samples import PLAIN_NOTE, ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import ASKED, PLAIN_NOTE, ChatReader
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.generation import DEFAULT_NEW_TOKENS, Generation, generate, padded_left
 from rapidformer_templates.data.loader import to_device
@@ -177,7 +177,7 @@ def prompts_of(task: Task, part: Part) -> list[list[int]]:
         DataError: a column is missing, or a row cannot be used or fills the model.
     """
     columns, tokenizer = find_asked(part, task.config.data, task.columns or {}), task.tokenizer
-    reader = ChatReader(tokenizer, task.seq_length, answers_only=True)
+    reader = ChatReader(tokenizer, task.seq_length, answers_only=True, advice=ASKED)
     asked = reader.read(part, rows_of(part, columns), partial(read_asked, columns))
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
     positions, prompts = positions_of(task.model_config), []

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rapidformer_templates.data.collate import Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.chat import find_columns, read_example, rows_of
-from rapidformer_templates.data.finetuning.chat_samples import ChatReader
+from rapidformer_templates.data.finetuning.chat_samples import ASKED, ChatReader
 from rapidformer_templates.data.finetuning.preferences import (
     PROMPT,
     PreferenceCollate,
@@ -288,7 +288,7 @@ class Reward(_Preferences):
 
     def inputs(self, part: Part) -> Inputs:
         """Answers with what they answer: one a row, or a chosen and a rejected one."""
-        reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True)
+        reader = ChatReader(self.tokenizer, self.seq_length, answers_only=True, advice=ASKED)
         if has_pairs(part):
             answers = [list(pair) for pair in pairs_of(part, self._prompt(part), reader)]
         else:
