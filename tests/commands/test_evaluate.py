@@ -228,6 +228,14 @@ def test_numbers_that_are_none(tmp_path: Path, capsys: Any, bert_folder: Path) -
 
 
 @pytest.mark.slow
+def test_nothing_is_measured_over_no_target(tmp_path: Path, capsys: Any, bert_folder: Path) -> None:
+    train(tmp_path, "hidden words", bert_folder, bert_folder)
+    write_jsonl(tmp_path / "empty.jsonl", [{"text": ""}])
+    told = evaluate(capsys, str(tmp_path / "run"), "--data-name", "empty")
+    assert told == {"eval_loss": None, "perplexity": None, "token_accuracy": 0.0}
+
+
+@pytest.mark.slow
 def test_pretraining(tmp_path: Path, capsys: Any, gpt_folder: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS * 6])
     flags = f"{FLAGS} --task pretraining --model-type gpt2 --tokenizer-path {gpt_folder} --data-path {corpus}"
