@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer_templates.engines import local
@@ -207,6 +208,14 @@ def test_a_checkpoint_has_one_copy_that_all_groups_write(runs: Any, folder: str)
             assert len(offsets) == (2 if math.prod(entry["shape"]) > 1 else 1), name
             files |= {file for file, _, _ in entry["boxes"]}
         assert len(files) == 4, "each worker writes"
+
+
+@pytest.mark.distributed
+def test_the_export_has_one_copy(runs: Any, folder: str) -> None:
+    exported = load_file(f"{folder}/bf16/export/model.safetensors")
+    assert exported
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight.double(), runs["bf16"]["weights"][name], rtol=0, atol=0)
 
 
 ACTED = [  # (elements that each of four workers updates of the ten that are trained, copies equal, what is said)
