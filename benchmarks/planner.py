@@ -87,7 +87,7 @@ class Case:
     def name(self) -> str:
         layout = self.layout
         sizes = f"{layout.tensor}·{layout.pipeline}·{layout.data}"
-        ways = [layout.partitioning] if layout.partitioning != "none" else []
+        ways = [layout.partitioned] if layout.partitioning != "none" else []
         ways += {"none": [], "full": ["recompute"], "selective": ["selective"]}[layout.recompute]
         ways += ["sequence"] if layout.sequence_parallel else []
         ways += [self.precision] if self.precision != "fp32" else []
@@ -143,6 +143,8 @@ CASES = (
     Case("llama", Layout(pipeline=4, micro_batch=2, accumulation=8, stages=(1, 2, 3, 2)), "bf16"),
     Case("llama", Layout(data=2, micro_batch=2, partitioning="fsdp", recompute="selective"), "bf16"),
     Case("llama", Layout(data=4, micro_batch=2, partitioning="fsdp", recompute="full")),
+    Case("gpt2", Layout(data=4, micro_batch=4, partitioning="fsdp", shard_size=2)),
+    Case("llama", Layout(data=4, micro_batch=2, accumulation=2, partitioning="fsdp", shard_size=2), "bf16"),
     Case("llama", Layout(tensor=2, pipeline=2, micro_batch=2, accumulation=4)),
     Case("gpt2", Layout(tensor=2, data=2, micro_batch=4, partitioning="zero-1")),
     Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-2")),

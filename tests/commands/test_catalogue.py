@@ -59,6 +59,7 @@ TUNING = [
     "--expert-parallel",
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
+    "--fsdp-shard-size",
     "--grad-accum-dtype",
     "--grad-reduce-dtype",
     "--keep-fp32-parameters",

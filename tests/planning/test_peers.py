@@ -53,6 +53,7 @@ def test_what_is_suggested_is_a_flag_with_a_value_that_it_takes(name: str) -> No
         ("--max-steps 3", "did you mean --train-iters?"),
         ("--deepspeed ds.json", "did you mean --deepspeed-config? or a switch: --zero-2-memory-optimization …"),
         ("--gradient-checkpointing", "did you mean --checkpoint-activations?"),
+        ("--data-parallel-shard-degree 8", "did you mean --fsdp-shard-size? with --fsdp-memory-optimization"),
         ("--tp 2", "did you mean --tensor-model-parallel-size?"),
         (
             "--gradient-accumulation-steps 4",

@@ -49,6 +49,19 @@ def test_a_missing_package_is_told_with_what_to_install() -> None:
     )
 
 
+def test_groups_that_do_not_divide_the_workers_name_the_nearest_that_do() -> None:
+    assert refusal("--fsdp-memory-optimization --fsdp-shard-size 6", GPUS) == exactly(
+        """
+        error[RF225]: 8 workers cannot be divided into groups of 6
+          why    every group shares one copy of the states, and all groups are alike; where each worker has a copy \
+of its own, it is plain data parallelism  [torch]
+          asked  --fsdp-shard-size 6 (command line), 8 workers in all
+          works  --fsdp-shard-size 4
+          more   rapidformer explain RF225
+        """
+    )
+
+
 def test_accumulation_by_epochs() -> None:
     flags = "--lr 5e-5 --epochs 3 --micro-batch-size 4 --global-batch-size 16 --no-save"
     assert refusal(flags, CPU, training=True) == exactly(

@@ -105,3 +105,20 @@ def test_without_deepspeed_the_ladder_leads_to_fsdp(monkeypatch: pytest.MonkeyPa
     job = CausalJob(flags.split())
     plan = resolve_plan(type(job), job.config)
     assert next_step(job.config, plan, lambda c: resolve_plan(type(job), c)) == "--fsdp-memory-optimization"
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (2, "--fsdp-shard-size 3"),
+        (3, "--fsdp-shard-size 6"),
+        (6, "--zero-3-memory-optimization in place of --fsdp-memory-optimization --fsdp-shard-size"),
+    ],
+)
+def test_groups_grow_before_another_engine_is_named(size: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"deepspeed": "0.19"}
+    monkeypatch.setattr("rapidformer_templates.planning.environment.installed_packages", lambda: packages)
+    flags = "--checkpoint-activations --mixed-precision bf16 --nproc-per-node 6 --train-iters 4 --lr 1e-3"
+    job = CausalJob([*flags.split(), "--fsdp-memory-optimization", "--fsdp-shard-size", str(size)])
+    plan = resolve_plan(type(job), job.config)
+    assert next_step(job.config, plan, lambda c: resolve_plan(type(job), c)) == said

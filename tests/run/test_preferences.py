@@ -86,6 +86,13 @@ def test_every_engine_holds_the_copy_and_every_reference_is_the_same(
 
 
 @pytest.mark.slow
+def test_groups_of_workers_hold_copies_of_the_copy(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
+    whole = run([*flags["dpo"], "--micro-batch-size", "4"], tmp_path / "whole")
+    groups = ("--micro-batch-size", "1", "--fsdp-memory-optimization", "--fsdp-shard-size", "2")
+    check_alike(in_workers(4, tmp_path, {"groups": [*flags["dpo"], *groups]}), whole)
+
+
+@pytest.mark.slow
 def test_a_model_without_its_adapters_is_the_reference(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
     given = [*flags["dpo"], *LORA, "--micro-batch-size", "2"]
     whole = run(given, tmp_path / "whole")

@@ -38,6 +38,9 @@ SUITED: dict[str, Any] = {
 }
 """What a test gives where the registry's own example names a file, or takes a compiler minutes."""
 
+FOUR = {"hybrid-sharding"}
+"""On fewer than four workers there is one group of two workers alone."""
+
 IN_PLACE = {"num_experts": 4, "global_batch_size": 16}
 """Smaller than the registry's own examples."""
 
@@ -120,13 +123,14 @@ def accepted(names: Sequence[str], most: int = 4) -> Combination | None:
         return None  # it chooses other switches, which run by themselves here
     values = {field: value for name in names for field, value in _values(name).items()}
     divided = {"tensor-parallel", "pipeline-parallel"} & set(names)
+    world = 4 if FOUR & set(names) else most if divided else 2
     micro = ("--micro-batch-size", str(MICRO))
     flags = (*_spelled(values), *(() if "micro_batch_size" in values else micro))
     config = REGISTRY.complete(parsed((*STEPS.split(), *flags, "--save", "run")))
     for template in ("Trainer", "Pretrainer", "Finetuner"):
         if any(template not in REGISTRY[name].templates for name in names):
             continue
-        at = place(most if divided else 2, template)
+        at = place(world, template)
         request = build_request(config, at, REGISTRY.switches, training=True)
         if REGISTRY.refusals(request):
             continue

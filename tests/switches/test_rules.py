@@ -111,6 +111,9 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF039", "--data-iterator dynamic-shape --group-by-length", on(CPU, template="Pretrainer")),
     ("RF039", "--data-iterator dynamic-shape --no-group-by-length", on(CPU, template="Pretrainer")),
     ("RF034", "--expert-parallel", CPU),
+    ("RF034", "--fsdp-shard-size 2", CPU),
+    ("RF225", "--fsdp-memory-optimization --fsdp-shard-size 1", GPUS),
+    ("RF225", "--fsdp-memory-optimization --fsdp-shard-size 16", GPUS),
     ("RF034", "--moe-capacity-factor 1.25", CPU),
     ("RF070", "--moe-z-loss-coeff 0.001 --model-type llama", CPU),
     ("RF071", "--model-type qwen2_moe --num-experts 4 --expert-parallel", CPU),
@@ -129,6 +132,8 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
 
 ACCEPTED = [  # the nearest requests on the other side of each rule
     ("--mixed-precision fp16", on(CPU, template="Finetuner")),
+    ("--fsdp-memory-optimization --fsdp-shard-size 2", CPU),
+    ("--fsdp-memory-optimization --fsdp-shard-size 4 --mixed-precision bf16", on(GPUS, template="Pretrainer")),
     ("--zero-3-memory-optimization", GPUS),
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", GPUS),
     ("--tensor-model-parallel-size 2 --zero-1-memory-optimization", GPUS),

@@ -30,6 +30,8 @@ from rapidformer_templates.run import handover
 from rapidformer_templates.run.best import check_metric
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rapidformer_templates.run.template import Template
 
 HELP = """Train transformers; each acceleration is one switch.
@@ -305,10 +307,27 @@ def show_plan(plan: Plan) -> None:
             values.add_row(name, str(given["value"]), given["origin"])
     console = Console()
     console.print(table)
+    if plan.groups:
+        console.print(_groups(plan))
     if values.row_count:
         console.print(values)
     for note in plan.notes:
         print(f"note: {note}")
+
+
+def _groups(plan: Plan) -> Table:
+    """Who exchanges what with rank 0, and whether that goes between nodes."""
+    from rich.table import Table
+
+    table = Table(
+        "group", "workers", "ranks", "reaches over", "exchanges", title="Groups of rank 0", title_justify="left"
+    )
+    for group in plan.groups:
+        ranks = list(map(str, range(0, group.size * group.stride, group.stride)))
+        shown = ", ".join(ranks if group.size < 5 else [*ranks[:2], "…", ranks[-1]])
+        reach = "one node" if group.nodes == 1 else f"{group.nodes} nodes"
+        table.add_row(group.name, str(group.size), shown, reach, group.exchanges)
+    return table
 
 
 def _switches(words: list[str]) -> int:

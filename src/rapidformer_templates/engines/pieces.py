@@ -38,16 +38,25 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def pieces(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, workers: Workers) -> Iterator[Piece]:
     """What this rank writes of ``weights`` or ``optimizer``.
 
-    Sharded tensors are written by the ranks that hold the shards; tensors that every rank holds
-    whole are shared out by their size, so that all ranks write at once.
+    Sharded tensors are written by the ranks that hold the shards, of several copies one; tensors that every rank
+    holds whole are shared out by their size, and so are the copies, so that all ranks write at once.
     """
-    for name, tensor, like in _tensors(model, optimizer, kind, workers.world):
+    for name, tensor, owner in _tensors(model, optimizer, kind, workers.world):
         if isinstance(tensor, DTensor):
             shape, offset = box_of(tensor)
-            if all(shape):
+            if all(shape) and _lies_with(tensor, owner):
                 yield Piece(name, tensor.to_local(), tuple(tensor.shape), offset)
-        elif like == workers.rank:
+        elif owner == workers.rank:
             yield Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def _lies_with(tensor: DTensor, owner: int) -> bool:
+    """Whether this rank's part of a tensor is of the copy that another rank has a part of."""
+    mesh = tensor.device_mesh
+    mine, its = mesh.get_coordinate(), (mesh.mesh == owner).nonzero()[0].tolist()
+    assert mine is not None
+    sides = zip(tensor.placements, mine, its, strict=True)
+    return all(here == there for placement, here, there in sides if placement.is_replicate())
 
 
 def _tensors(

@@ -11,31 +11,39 @@ PADDING = 128
 """Elements a worker that an engine may add to its share."""
 
 
-def shared_out(*, whole_at_borders: bool = False, **quantities: str) -> Callable[[Measured], str | None]:
+def data_parallel(measured: Measured) -> int:
+    """All workers that have copies of the model, or a share of one."""
+    return measured.plan.sizes.data
+
+
+def shared_out(
+    *, whole_at_borders: bool = False, among: Callable[[Measured], int] = data_parallel, **quantities: str
+) -> Callable[[Measured], str | None]:
     """The workers of a replica's copies share these among themselves: measurement → what it counts the elements of.
 
     Args:
         whole_at_borders: a parameter that lies on the border of two shares is held whole by both workers.
+        among: how many workers have one share each.
     """
 
     def acted(measured: Measured) -> str | None:
-        borders = (measured.plan.sizes.data - 1) * whole_at_borders
+        borders = (among(measured) - 1) * whole_at_borders
         twice = borders * (measured["largest_parameter"] or 0)
-        findings = (_even(measured, name, what, twice) for name, what in quantities.items())
+        findings = (_even(measured, among(measured), name, what, twice) for name, what in quantities.items())
         return next((finding for finding in findings if finding), None)
 
     return acted
 
 
-def _even(measured: Measured, name: str, what: str, twice: int) -> str | None:
+def _even(measured: Measured, shares: int, name: str, what: str, twice: int) -> str | None:
     """``twice``: elements that several workers may hold all the same."""
     data, held, whole = measured.plan.sizes.data, measured.all(name), sum(measured.all("trained_elements"))
     # An even share each is all of it once; half of the way to whole copies is no rounding any more.
-    expected = min(whole / data + twice, whole)
-    if data == 1 or (held and sum(held) <= (expected + whole) / 2 + PADDING * len(held)):
+    expected = min(whole / shares + twice, whole)
+    if shares == 1 or (held and sum(held) <= (expected + whole) / 2 + PADDING * len(held)):
         return None
-    shares = ", ".join(f"{count:,}" for count in held) or "nothing"
-    return f"{data} shares of the {what}, {whole // data:,} elements in all, were expected; the workers have {shares}"
+    counts = ", ".join(f"{count:,}" for count in held) or "nothing"
+    return f"{shares} shares of the {what}, {whole // data:,} elements in all, were expected; the workers have {counts}"
 
 
 def divides_parameters(measured: Measured) -> str | None:

@@ -77,7 +77,12 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("fsdp use-fsdp fully-shard", "--fsdp-memory-optimization", ""),
     ("fsdp-config fsdp-transformer-layer-cls-to-wrap fsdp-auto-wrap-policy", "--fsdp-memory-optimization",
      "it shards each block by itself"),
-    ("fsdp-sharding-strategy", "--fsdp-memory-optimization", "--no-fsdp-reshard-after-forward keeps blocks whole"),
+    ("fsdp-sharding-strategy", "--fsdp-memory-optimization", "--no-fsdp-reshard-after-forward keeps blocks whole, "
+     "--fsdp-shard-size N is a hybrid"),
+    ("data-parallel-shard-degree dp-shard-size parallelism-config-dp-shard-size", "--fsdp-shard-size",
+     "with --fsdp-memory-optimization"),
+    ("data-parallel-replicate-degree dp-replicate-size parallelism-config-dp-replicate-size", "",
+     "--fsdp-shard-size is workers / copies"),
     ("deepspeed deepspeed-config-file ds-config", "--deepspeed-config", "or a switch: --zero-2-memory-optimization …"),
     ("use-deepspeed zero-stage zero zero2", "--zero-2-memory-optimization", "or --zero-1-…, --zero-3-…"),
     ("zero1 zero-1", "--zero-1-memory-optimization", ""),

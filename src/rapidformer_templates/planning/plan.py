@@ -26,6 +26,25 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class WorkerGroup:
+    """Workers that exchange with one another, as rank 0 sees them; the others are in groups of the same size.
+
+    Attributes:
+        name: the dimension: ``tensor``, ``data``, ``pipeline``, or that of a switch.
+        exchanges: what they send to one another.
+        size: workers of a group.
+        stride: from the rank of one of them to that of the next.
+        nodes: over how many nodes a group reaches, the one that reaches furthest.
+    """
+
+    name: str
+    exchanges: str
+    size: int
+    stride: int
+    nodes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """A resolved run.
 
@@ -44,6 +63,7 @@ class Plan:
         notes: what a user should know: stand-ins, kernels, sizes that act as none.
         values: each flag that was given, with its value and where it came from.
         rules: codes of the rules that were consulted.
+        groups: those that rank 0 is in.
     """
 
     template: str
@@ -60,6 +80,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
+    groups: tuple[WorkerGroup, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -15,6 +15,7 @@ from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request, precision, wide_weights
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
 from rapidformer_templates.planning.switch import Request
+from rapidformer_templates.planning.worker_groups import groups_of
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"
@@ -68,6 +69,7 @@ def plan_of(request: Request, registry: Registry) -> Plan:
         notes=_notes(request, registry),
         values=_values(request),
         rules=tuple(rule.code for rule in registry.consulted(request)),
+        groups=groups_of(request.sizes, [d for switch in request.active.values() for d in switch.dimensions(request)]),
     )
 
 

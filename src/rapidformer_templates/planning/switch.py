@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.planning.worker_groups import Dimension
 
 TEMPLATES = ("Trainer", "Pretrainer", "Finetuner")
 
@@ -246,6 +247,10 @@ def _no_options(request: Request) -> Mapping[str, Any]:
     return {}
 
 
+def _no_dimensions(request: Request) -> Sequence[Dimension]:
+    return ()
+
+
 FreedMemory = Literal["given back", "as usual", "kept"]
 FREED_MEMORY: tuple[FreedMemory, ...] = get_args(FreedMemory)
 
@@ -270,6 +275,7 @@ class Switch:
         install: what to install for it, such as ``pip install rapidformer_templates[deepspeed]``.
         needs_cuda: whether it needs a GPU.
         sizes: the fields of ``Sizes`` that its flags set, each with the flag: by how many it divides the model.
+        dimensions: groups of workers that it makes inside of those of ``sizes``, for the plan.
         adopt: adds what a file of its own says to the flags, before anything is planned.
         prepare: ``module:function`` that takes (flags, plan) before workers start: what only they could fail at later.
         order: ``module:function`` that makes the order of the training samples from (template, samples).
@@ -318,6 +324,7 @@ class Switch:
     install: str | None = None
     needs_cuda: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)
+    dimensions: Callable[[Request], Sequence[Dimension]] = _no_dimensions
     adopt: Callable[[RunConfig], RunConfig] | None = None
     prepare: str | None = None
     order: str | None = None

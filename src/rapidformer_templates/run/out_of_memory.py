@@ -2,7 +2,8 @@
 
 The ladder, with the speed falling from step to step, is that of the DeepSpeed guide [D]: batch 1,
 activation checkpointing, mixed precision, ZeRO-2, its optimizer offloaded, ZeRO-3, its parameters
-and optimizer offloaded, and last a disk. Where ZeRO cannot run, FSDP shards the same states.
+and optimizer offloaded, and last a disk. Where ZeRO cannot run, FSDP shards the same states; groups of workers that
+share a copy of them become larger first.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FIRST: tuple[Mapping[str, Any], ...] = (
 def _shard(by: str, **more: Any) -> Mapping[str, Any]:
     """The flags that shard in this way and in no other."""
     chosen = {f"{name}_memory_optimization": name == by for name in PARTITIONING}
-    return {**chosen, "cpu_offload": False, "nvme_path": None, **more}
+    return {**chosen, "fsdp_shard_size": None, "cpu_offload": False, "nvme_path": None, **more}
 
 
 SHARDING = (
@@ -90,6 +91,8 @@ def _has(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
 def _steps_ahead(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
     yield from (step for step in FIRST if not _has(step, config, plan))
     if plan.sizes.data > 1:  # a worker alone has nobody to share with
+        group = config.get("fsdp_shard_size") or plan.sizes.data
+        yield from ({"fsdp_shard_size": n} for n in range(group + 1, plan.sizes.data + 1) if plan.sizes.data % n == 0)
         yield from (step for step in SHARDING if _saved(step.get) > _saved(config.get))
 
 

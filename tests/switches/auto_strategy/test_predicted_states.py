@@ -97,7 +97,8 @@ NO_RUN = {
 def case_of(switch: Switch) -> Case:
     """The switch with what it needs: the nearest combination that the rules accept."""
     template = "Trainer" if "Trainer" in switch.templates else switch.templates[0]
-    place = detect(template, "test", device="cpu", world_size=2)
+    world = 4 if switch.name == "hybrid-sharding" else 2  # two groups of two
+    place = detect(template, "test", device="cpu", world_size=world)
     packages = {**place.packages, **({switch.needs_package: "any"} if switch.needs_package else {})}
     place = dataclasses.replace(place, packages=packages)
     values = {name: CHEAP.get(name, value) for name, value in switch.on.items()}
@@ -108,7 +109,7 @@ def case_of(switch: Switch) -> Case:
             path for path in nearest(request, REGISTRY) if all(name not in c.values for c in path for name in values)
         )
         values |= {name: value for change in next(kept) for name, value in change.values.items()}
-    return switch.name, 2, template, values
+    return switch.name, world, template, values
 
 
 def _installed(package: str) -> bool:
@@ -200,6 +201,8 @@ TOGETHER: list[Case] = [
     ("lora, int4, zero-2, bf16", 2, "Trainer",
      {**FOUR_BITS, "zero_2_memory_optimization": True, "mixed_precision": "bf16"}),
     ("lora, int8, pipeline", 2, "Trainer", {**CODED, **PIPELINE}),
+    ("experts, average, hybrid", 4, "Trainer",
+     {"num_experts": 3, **AVERAGE, "fsdp_memory_optimization": True, "fsdp_shard_size": 2}),
     ("frozen, fsdp", 2, "Trainer", {"freeze": "mlp", "fsdp_memory_optimization": True}),
     ("frozen, zero-2", 2, "Trainer", {"freeze": "mlp", "zero_2_memory_optimization": True}),
     ("tensor, pipeline", 4, "Trainer", {**TENSOR, **PIPELINE, "sequence_parallel": True}),
@@ -271,6 +274,7 @@ def _layout_of(plan: Plan) -> Layout:
         next((name for name in PARTITIONINGS if name in plan.switches), "none"),
         recompute="full" if "checkpoint-activations" in plan.switches else "none",
         sequence_parallel="sequence-parallel" in plan.switches,
+        shard_size=plan.engine_options.get("fsdp_shard_size"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
-from rapidformer_templates.switches.auto_strategy import command
-from rapidformer_templates.switches.auto_strategy.hardware import GB, find_hardware
+from rapidformer_templates.switches.auto_strategy import command, timing
+from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, find_hardware
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, SEARCHED, Layout
-from rapidformer_templates.switches.auto_strategy.memory import predict
+from rapidformer_templates.switches.auto_strategy.memory import held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
@@ -87,7 +88,39 @@ def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch)
         assert ("checkpoint-activations" in plan.switches) is (layout.recompute != "none")
         assert (config.get("recompute_granularity") == "selective") is (layout.recompute == "selective")
         assert layout.partitioning == "none" or layout.partitioning in plan.switches
+        assert plan.engine_options.get("fsdp_shard_size") == layout.shard_size
         assert layout.global_batch <= 8
+
+
+@pytest.mark.parametrize(("more", "sizes"), [("", {None, 2}), ("--fsdp-shard-size 4", {4})])
+def test_fsdp_is_tried_inside_of_nodes_too(more: str, sizes: set[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 2 --device cpu --micro-batch-size 1 {more}"
+    search = search_of(f"{flags} --fsdp-memory-optimization --no-checkpoint-activations", monkeypatch, 4)
+    layouts = [
+        candidate.layout for candidate in search.run().layouts if candidate.layout.world == candidate.layout.data
+    ]
+    assert {layout.shard_size for layout in layouts} == sizes
+    for layout in layouts:
+        (held,) = {held.parameters for held in held_by_worker(search.subject.shapes, layout)}
+        whole = 4 * search.subject.facts.parameters
+        assert held == pytest.approx(whole / (layout.shard_size or 4), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("shard_size", "expected"),
+    # Elements that a worker sends in a ring, over the bytes a second of its slowest link: 3/4 of all parameters in
+    # three micro batches forward and backward and of gradients; or half of them in the node, and of its half of the
+    # gradients as much again, twice, to the other node.
+    [(None, (6 * 4 + 4) * 0.75e9 / 20e9), (2, (6 * 4 + 4) * 0.5e9 / 200e9 + 2 * 4 * 0.25e9 / 20e9)],
+)
+def test_groups_in_a_node_exchange_parameters_there(shard_size: int | None, expected: float) -> None:
+    layout = Layout(data=4, accumulation=3, partitioning="fsdp", shard_size=shard_size)
+    links = {"memory_bandwidth": 1600.0, "intra_node": 200.0, "inter_node": 20.0, "host_link": 20.0}
+    hardware = Hardware("cuda", "fp32", 80.0, 15.0, context_gb=1.5, sources={}, **links)
+    nothing_to_compute: Any = SimpleNamespace(flops=0, traffic=0, sent=0)
+    facts = timing.Facts(parameters=10**9, blocks=1, hidden=1, tokens=1)
+    seconds = timing.predict_seconds(layout, Setting(), nothing_to_compute, facts, hardware, local_world=2)
+    assert seconds.data == pytest.approx(expected)
 
 
 BF16 = f"{TINY} --auto-strategy --world-size 4 --device cpu --mixed-precision bf16"

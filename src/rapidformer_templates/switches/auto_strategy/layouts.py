@@ -41,6 +41,7 @@ class Layout:
         partitioning: a key of ``PARTITIONINGS``.
         recompute: of each block's activations: ``RECOMPUTED``.
         sequence_parallel: norms and dropout are divided along the sequence, too.
+        shard_size: workers of a group that FSDP divides a copy of the states over; None: all replicas.
         stages: blocks of each stage; empty where they follow from the parameters.
     """
 
@@ -53,6 +54,22 @@ class Layout:
     recompute: str = "none"
     sequence_parallel: bool = False
     stages: tuple[int, ...] = ()
+    shard_size: int | None = None
+
+    @property
+    def shares(self) -> int:
+        """Replicas that the partitioning divides one copy of the states over."""
+        return self.shard_size or self.data
+
+    @property
+    def copies(self) -> int:
+        """Copies of the states that the replicas have, if they are partitioned."""
+        return self.data // self.shares
+
+    @property
+    def partitioned(self) -> str:
+        """The partitioning in a table: ``fsdp / 8`` in groups of eight workers."""
+        return f"{self.partitioning} / {self.shard_size}" if self.shard_size else self.partitioning
 
     @property
     def world(self) -> int:
@@ -85,6 +102,7 @@ class Layout:
             "checkpoint_activations": self.recompute != "none",
             "recompute_granularity": "selective" if self.recompute == "selective" else None,
             **({"pipeline_stages": ",".join(map(str, self.stages))} if self.stages else {}),
+            "fsdp_shard_size": self.shard_size,
             **flags,
         }
 
@@ -118,4 +136,5 @@ def layout_of(plan: Plan) -> Layout:
         next((name for name in PARTITIONINGS if name in plan.switches), "none"),
         recompute=granularity if "checkpoint-activations" in plan.switches else "none",
         sequence_parallel="sequence-parallel" in plan.switches,
+        shard_size=plan.engine_options.get("fsdp_shard_size"),
     )

@@ -103,10 +103,10 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
     everything = model.all_parameters.values()
     frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]
-    typed = (formula(mine, layout.data, width, setting.how) for mine in (list(model.parameters.values()), frozen))
+    typed = (formula(mine, layout.shares, width, setting.how) for mine in (list(model.parameters.values()), frozen))
     codes = sum(p.code_bytes for p in everything)
     narrower = sum((FP32 - p.width) * p.count for p in frozen)
-    return [mine.beside(other, codes - narrower) for mine, other in zip(*typed, strict=True)]
+    return [mine.beside(other, codes - narrower) for mine, other in zip(*typed, strict=True)] * layout.copies
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:
@@ -193,7 +193,7 @@ def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, ph
             return [Moment(alone, held.gradients, bucket + _gathered_by_zero(model, setting, width))]
         case "fsdp":
             # Until they are summed, gradients of earlier micro batches lie whole in the type of the sum.
-            gradients = FP32 // width * whole if later else apart // layout.data
+            gradients = FP32 // width * whole if later else apart // layout.shares
             return [Moment(alone, gradients, _gathered_by_fsdp(model, setting, phase, width))]
     raise KeyError(layout.partitioning)
 

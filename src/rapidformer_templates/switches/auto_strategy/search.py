@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeVar
 
 from rapidformer_templates.errors import ModelError
@@ -173,7 +174,7 @@ class Search:
                     continue
                 data = world // (tensor * pipeline)
                 for partitioning in self._partitionings(data, parallel=tensor * pipeline > 1):
-                    for recompute in self._recomputed():
+                    for recompute, shard_size in product(self._recomputed(), self._shard_sizes(partitioning, data)):
                         yield Layout(
                             tensor,
                             pipeline,
@@ -181,6 +182,7 @@ class Search:
                             partitioning=partitioning,
                             recompute=recompute,
                             sequence_parallel=tensor > 1,
+                            shard_size=shard_size,
                         )
 
     def _recomputed(self) -> list[str]:
@@ -198,6 +200,14 @@ class Search:
         if asked:
             return asked
         return list(SEARCHED) if data > 1 else ["none"]
+
+    def _shard_sizes(self, partitioning: str, data: int) -> list[int | None]:
+        """FSDP over all replicas, and inside of each node."""
+        if "fsdp_shard_size" in self.config.origins:
+            return [self.config.get("fsdp_shard_size")]
+        local = self.environment.local_world_size
+        in_nodes = partitioning == "fsdp" and 1 < local < data and data % local == 0
+        return [None, local] if in_nodes else [None]
 
     def _setting(self, layout: Layout) -> Setting | str:
         """What else a layout's memory depends on, or the first rule that the layout breaks."""

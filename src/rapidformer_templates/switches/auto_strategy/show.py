@@ -38,6 +38,7 @@ def _sizes(layout: Layout) -> dict[str, Any]:
         "global_batch_size": layout.global_batch,
         "accumulation": layout.accumulation,
         "partitioning": layout.partitioning,
+        "shard_size": layout.shard_size,
         "checkpoint_activations": layout.recompute != "none",
         "recompute": layout.recompute,
     }
@@ -93,7 +94,7 @@ def _table(result: SearchResult) -> Table:
         table.add_row(
             *(str(n) for n in (layout.tensor, layout.pipeline, layout.data, layout.micro_batch, layout.accumulation)),
             str(layout.global_batch),
-            layout.partitioning,
+            layout.partitioned,
             "" if layout.recompute == "none" else layout.recompute,
             f"{(memory.parameters + memory.gradients + memory.optimizer) / GB:.2f}",
             f"{(memory.activations + memory.buffers) / GB:.2f}",
@@ -147,7 +148,7 @@ def _comparisons(result: SearchResult) -> list[str]:
         ("pipeline", "pipeline size"),
         ("micro_batch", "micro batch"),
         ("recompute", "recomputation"),
-        ("partitioning", "partitioning"),
+        ("partitioned", "partitioning"),
     ):
         chosen = getattr(best.layout, name)
         other = next((c for c in result.layouts if getattr(c.layout, name) != chosen), None)
@@ -166,7 +167,7 @@ def _show_rejected(result: SearchResult, console: Console) -> None:
     for kind, count in kinds.most_common():
         example = next(r for r in result.rejected if r.constraint.partition(":")[0] == kind)
         sizes = example.layout
-        where = f"tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}, {sizes.partitioning}"
+        where = f"tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}, {sizes.partitioned}"
         table.add_row(str(count), example.constraint, where)
     console.print(table)
 

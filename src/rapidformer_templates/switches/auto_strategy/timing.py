@@ -97,10 +97,11 @@ def predict_seconds(
 
     turn = computed + tensor + transfer
     waiting = (layout.pipeline - 1) * turn
-    bandwidth = near if layout.tensor * layout.data <= local_world else far
-    sums, gathered = _data_seconds(layout, setting, facts, width, bandwidth)
+    inside = near if _in_a_node(layout, local_world) else far
+    between = near if layout.world <= local_world else far
+    sums, gathered = _data_seconds(layout, setting, facts, width, inside, between)
     hidden = OVERLAP * _hides(layout, setting) * computed
-    replicas = layout.data if layout.partitioning != "none" else 1
+    replicas = layout.shares if layout.partitioning != "none" else 1
     traffic = ADAM_TRAFFIC + (2 if setting.narrow else 0)  # and the weight of 16 bits
     update = traffic * facts.parameters / share / replicas / (hardware.memory_bandwidth * GB)
     return Timing(
@@ -125,13 +126,26 @@ def _exposed_copies(copied: float, computed: float) -> float:
     return sum(max(0.0, copied - share * computed) for share in (1 - BACKWARD_SHARE, BACKWARD_SHARE))
 
 
-def _data_seconds(layout: Layout, setting: Setting, facts: Facts, width: int, bandwidth: float) -> tuple[float, float]:
+def _in_a_node(layout: Layout, local_world: int) -> bool:
+    """Whether the workers that share one copy of the states, or sum its gradients, lie in one node."""
+    neighbours = layout.tensor * layout.shares
+    return neighbours <= local_world and (layout.copies == 1 or local_world % neighbours == 0)
+
+
+def _data_seconds(
+    layout: Layout, setting: Setting, facts: Facts, width: int, inside: float, between: float
+) -> tuple[float, float]:
     """What the replicas exchange in a step beside a backward or forward, and after the update (Rajbhandari et al.,
     2020, section 7), if nothing hides it.
+
+    Args:
+        inside: bytes a second that a worker sends to those with whom it shares a copy of the states.
+        between: to those that have the same share of other copies.
     """
     if layout.data == 1:
         return 0.0, 0.0
-    ring = (layout.data - 1) / layout.data * facts.parameters / (layout.tensor * layout.pipeline) / bandwidth
+    parameters = facts.parameters / (layout.tensor * layout.pipeline)
+    ring = (layout.shares - 1) / layout.shares * parameters / inside
     by_parallel_engine = setting.by_parallel_engine(layout)
     gradient, weight = (setting.narrow.reduce, width) if setting.narrow else (4, 4)
     match layout.partitioning:
@@ -148,7 +162,8 @@ def _data_seconds(layout: Layout, setting: Setting, facts: Facts, width: int, ba
         case _:
             # Weights for each forward and backward; FSDP sums gradients once, ZeRO-3 in each micro batch.
             sums = 1 if layout.partitioning == "fsdp" else layout.accumulation
-            return (2 * layout.accumulation * width + sums * 4) * ring, 0.0
+            copies = (layout.copies - 1) / layout.copies * parameters / layout.shares / between
+            return (2 * layout.accumulation * width + sums * 4) * ring + 2 * sums * 4 * copies, 0.0
 
 
 def _hides(layout: Layout, setting: Setting) -> float:

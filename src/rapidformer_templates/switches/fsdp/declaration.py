@@ -25,6 +25,7 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
+from rapidformer_templates.switches.fsdp.hybrid_switch import HYBRID_SHARDING, shares
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ def _options(request: Request) -> Mapping[str, Any]:
     return {name: request.config.get(name) for name in _given(request)}
 
 
-_SHARES = all_of(shared_out(updated_elements="optimizer state", gradient_elements="gradients"), divides_parameters)
+_SHARES = all_of(
+    shared_out(among=shares, updated_elements="optimizer state", gradient_elements="gradients"), divides_parameters
+)
 
 
 def _options_acted(measured: Measured) -> str | None:
@@ -152,4 +155,5 @@ SWITCHES = (
             ),
         ),
     ),
+    HYBRID_SHARDING,
 )

@@ -1,15 +1,16 @@
-"""FSDP: torch's ``fully_shard``."""
+"""FSDP: torch's ``fully_shard``, over all workers or inside groups of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -22,13 +23,18 @@ from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
+COPIES, SHARDS = "copies", "shards"
 REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDPEngine(SingleEngine):
     """Parameters, gradients and optimizer state sharded over the workers, block by block.
 
+    With a shard size of N they are sharded inside groups of N neighbours (hybrid sharding); each group has a copy of
+    all of them, and workers with the same shard sum its gradient.
+
     Attributes:
+        group: workers that share one copy.
         receipts: measured in the first step: ``parameter_bytes_in_backward``, what this rank has of the
             parameters, whole or in shards, when a backward begins; ``whole_in_backward``, the share that is whole
             then; ``gradients_summed_in``, the types of the sums.
@@ -36,6 +42,7 @@ class FSDPEngine(SingleEngine):
 
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
+        self.group = int(plan.engine_options.get("fsdp_shard_size", workers.world))
         self.reshards = plan.engine_options.get("fsdp_reshard_after_forward", True)
         self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
 
@@ -52,15 +59,21 @@ class FSDPEngine(SingleEngine):
         for tensor in (*model.parameters(), *model.buffers()):
             if self.workers.world > 1:
                 dist.broadcast(tensor.detach(), src=0)
-        open_group_alone(self.workers.device)
-        mesh = init_device_mesh(self.workers.device.type, (self.workers.world,))
         policy = MixedPrecisionPolicy()
         if self.compute_type is not None:
             # Parameters travel in the compute type; gradients are summed in fp32 unless it is asked otherwise.
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
         for block in find_blocks(model).values():
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(block, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        """The workers; where there are copies, by copy and shard. Neighbours share one, and lie in one node."""
+        open_group_alone(self.workers.device)
+        copies = self.workers.world // self.group
+        shape, names = ((copies, self.group), (COPIES, SHARDS)) if copies > 1 else ((self.group,), (SHARDS,))
+        return init_device_mesh(self.workers.device.type, shape, mesh_dim_names=names)
 
     def _distribute(self) -> nn.Module:
         units: dict[str, Any] = {n: m for n, m in self.model.named_modules() if isinstance(m, FSDPModule)}
@@ -120,6 +133,13 @@ class FSDPEngine(SingleEngine):
         if self._route:
             self._route.forward_done()
         super()._backward(loss)
+
+    def _grad_norm(self) -> torch.Tensor:
+        norm = super()._grad_norm()
+        if self._mesh.ndim > 1:
+            # Each group adds up the shards in an order of its own; another last bit would be clipped into its copy.
+            dist.broadcast(norm, group=self._mesh.get_group(COPIES), group_src=0)
+        return norm
 
     def _whole_now(self) -> float:
         """The share of the parameters' elements that are whole on this rank."""

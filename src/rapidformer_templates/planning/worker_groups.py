@@ -1,0 +1,48 @@
+"""Which workers exchange with one another, and whether they do so between nodes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.plan import Sizes, WorkerGroup
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A way to divide the workers into groups of equal size.
+
+    Attributes:
+        name: of the dimension.
+        exchanges: what the workers of a group send to one another.
+        size: workers of a group.
+        stride: from the rank of one of them to that of the next.
+    """
+
+    name: str
+    exchanges: str
+    size: int
+    stride: int = 1
+
+
+def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[WorkerGroup, ...]:
+    """The groups that rank 0 is in, of more than one worker each.
+
+    Args:
+        more: dimensions that switches have beside tensor, data and pipeline parallelism.
+    """
+    neighbours = sizes.tensor * sizes.data
+    dimensions = (
+        Dimension("tensor", "sums inside a block", sizes.tensor),
+        Dimension("data", "gradients, shares of states", sizes.data, sizes.tensor),
+        *more,
+        Dimension("pipeline", "hidden states of a stage", sizes.pipeline, neighbours),
+    )
+    return tuple(_of_rank_0(dimension, sizes) for dimension in dimensions if dimension.size > 1)
+
+
+def _of_rank_0(dimension: Dimension, sizes: Sizes) -> WorkerGroup:
+    size, stride = dimension.size, dimension.stride
+    firsts = [rank for rank in range(sizes.world) if rank // stride % size == 0]
+    reached = ({(first + i * stride) // sizes.local_world for i in range(size)} for first in firsts)
+    return WorkerGroup(dimension.name, dimension.exchanges, size, stride, nodes=max(map(len, reached)))

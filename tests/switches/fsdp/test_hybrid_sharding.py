@@ -1,0 +1,225 @@
+"""FSDP inside groups of workers: the run of one process, in copies that stay equal to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rapidformer_templates.engines import local
+from rapidformer_templates.planning.plan import Plan, Sizes
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.switch import Measured
+from tests.support import combinations, engine_runs
+from tests.support.engine_runs import SAVED
+from tests.support.jobs import CausalJob, train
+from tests.support.requests import config_of
+from tests.support.worker_group import run_in_workers
+
+STEPS = "--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
+MICRO = "--micro-batch-size 1"  # of four workers: two micro batches a step
+PAIR = "--fsdp-shard-size 2"
+HYBRID = f"{MICRO} --fsdp-memory-optimization {PAIR}"
+AVERAGED = "--ema-decay 0.9"
+BF16 = "--mixed-precision bf16 --checkpoint-activations"
+BRANCHES = "--micro-batch-size 4 --fsdp-memory-optimization --fsdp-shard-size 2"
+OTHERS = {"all workers": ("fsdp", "--fsdp-shard-size 4"), "copies": ("plain", "")}
+"""Engines that go on with a checkpoint of hybrid sharding, with their flags."""
+GATHER, REDUCE, SUM = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"  # of torch.ops.c10d
+GROUPS = 3  # the model's two blocks, and the root with the rest
+
+
+class CountingJob(CausalJob):
+    """Counts what is sent in each step, and to how many workers."""
+
+    def on_train_start(self) -> None:
+        self.sent: Counter[tuple[str, int]] = Counter()
+        self.steps: list[dict[tuple[str, int], int]] = []
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        super().on_step_end(step, result)
+        self.steps.append(dict(self.sent))
+        self.sent.clear()
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the collectives as torch sends them, whatever FSDP calls them by."""
+
+    def __init__(self, job: CountingJob) -> None:
+        super().__init__()
+        self.job = job
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in (GATHER, REDUCE, SUM) and hasattr(self.job, "sent"):
+            group = next(each for each in args if isinstance(each, torch.ScriptObject))
+            self.job.sent[name, dist.ProcessGroup.unbox(group).size()] += 1
+        return func(*args, **kwargs or {})
+
+
+def _norm_of_the_second_copy() -> Any:
+    """Its workers add up in an order of their own, by which the last bits of the norm differ."""
+    norm = local.get_total_norm
+
+    def rounded(*given: Any, **named: Any) -> Any:
+        return norm(*given, **named) * (1 + 1e-6 * (dist.get_rank() >= 2))
+
+    return mock.patch.object(local, "get_total_norm", rounded)
+
+
+def _count() -> dict[str, Any]:
+    """Collectives of the second step, by name and size of the group; and the receipts, after three steps."""
+    job = CountingJob([*f"{STEPS} --train-iters 3 {HYBRID}".split(), "--lr", "1e-3"])
+    with _Watch(job), _norm_of_the_second_copy():
+        receipts = job.fit()["receipts"]
+    return {"counted": job.steps[1], "rounded": receipts}
+
+
+def _all_runs(workers: Any, folder: str) -> dict[str, Any]:
+    """In each of four workers."""
+    runs = _count()
+    runs["fp64"] = train("causal", True, f"{STEPS} {HYBRID} {AVERAGED}", f"{folder}/fp64")
+    runs["bf16"] = train("causal", False, f"{STEPS} {HYBRID} {BF16}", f"{folder}/bf16")
+    runs["branches"] = combinations.train("Trainer", BRANCHES.split(), "branches", False, f"{folder}/branches")
+    return runs | _resumed(workers, folder)
+
+
+def _resumed(workers: Any, folder: str) -> dict[str, Any]:
+    """Curves of a run that is whole, of one that goes on, and of others that go on from it."""
+    whole = engine_runs.run(f"{folder}/whole", "fsdp", 4, *PAIR.split())
+    died = f"{folder}/died"
+    engine_runs.run(died, "fsdp", 4, *PAIR.split(), dies_after=SAVED + 1)
+    cases = {"again": ("fsdp", PAIR), **OTHERS}
+    if workers.is_main:
+        for name in cases:
+            shutil.copytree(died, f"{folder}/{name}")
+    workers.barrier()
+    curves = {
+        name: engine_runs.run(f"{folder}/{name}", engine, 4, "--resume", *flags.split())
+        for name, (engine, flags) in cases.items()
+    }
+    return {"whole": whole, **curves}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def runs(folder: str) -> dict[str, Any]:
+    return run_in_workers(4, _all_runs, folder)[0]
+
+
+@pytest.mark.distributed
+def test_groups_follow_one_process(runs: Any, tmp_path: Path) -> None:
+    """Ten clipped steps of two micro batches each, in fp64, and what averages of the weights are evaluated to."""
+    expected = train("causal", True, f"{STEPS} --micro-batch-size 8 {AVERAGED}", str(tmp_path / "one"))
+    actual = runs["fp64"]
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    assert all(norm > 0.1 for _, norm in expected["curve"]), "so that clipping acts"
+    torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
+    torch.testing.assert_close(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]), **close)
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for weight, values in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][weight], values, **close)
+
+
+@pytest.mark.distributed
+def test_groups_follow_one_process_in_bf16(runs: Any, tmp_path: Path) -> None:
+    expected = train("causal", False, f"{STEPS} --micro-batch-size 8 --mixed-precision bf16", str(tmp_path / "one"))
+    torch.testing.assert_close(*(torch.tensor(run["curve"]) for run in (runs["bf16"], expected)), rtol=2**-8, atol=0)
+
+
+@pytest.mark.distributed
+def test_what_some_copies_do_not_reach_counts_as_zero(runs: Any, tmp_path: Path) -> None:
+    flags = ["--micro-batch-size", "16", "--global-batch-size", "16"]
+    expected = combinations.train("Trainer", flags, "branches", False, str(tmp_path / "one"))
+    assert combinations.distance(runs["branches"], expected).worst < 1e-5
+
+
+@pytest.mark.distributed
+def test_parameters_travel_inside_groups_and_gradients_of_shards_between_them_once_a_step(runs: Any) -> None:
+    gathers = 2 * (2 * GROUPS - 1)  # of two micro batches; the root stays whole between forward and backward
+    in_pairs = {name: count for (name, size), count in runs["counted"].items() if size == 2}
+    assert in_pairs == {GATHER: gathers, REDUCE: GROUPS, SUM: GROUPS}
+
+
+@pytest.mark.distributed
+def test_receipts_show_shares_and_equal_copies(runs: Any) -> None:
+    for name in ("fp64", "bf16"):
+        receipts = runs[name]["summary"]["receipts"]
+        assert (receipts["copies"], receipts["copies_equal"]) == (2, True)
+        assert len(receipts["held_bytes_by_rank"]) == 4
+        for held in receipts["held_bytes_by_rank"]:
+            assert held["parameter_bytes"] == pytest.approx(receipts["parameter_bytes_whole"] / 2, rel=0.02)
+
+
+@pytest.mark.distributed
+def test_copies_stay_equal_where_their_groups_add_up_in_other_orders(runs: Any) -> None:
+    assert runs["rounded"]["copies_equal"] is True
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_bitwise_and_in_other_layouts(runs: Any, folder: str, tmp_path: Path) -> None:
+    assert runs["again"] == runs["whole"][SAVED:]
+    reference = engine_runs.run(str(tmp_path / "reference"), "plain", 1)
+    torch.testing.assert_close(torch.tensor(runs["whole"]), torch.tensor(reference), rtol=1e-5, atol=1e-6)
+    shutil.copytree(f"{folder}/died", tmp_path / "one")
+    curves = {name: runs[name] for name in OTHERS} | {
+        "one": engine_runs.run(str(tmp_path / "one"), "plain", 1, "--resume")
+    }
+    for curve in curves.values():
+        torch.testing.assert_close(torch.tensor(curve), torch.tensor(reference[SAVED:]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_has_one_copy_that_all_groups_write(runs: Any, folder: str) -> None:
+    (checkpoint,) = Path(folder, "whole", "checkpoints").glob(f"step-{SAVED}")
+    index = json.loads((checkpoint / "index.json").read_text())
+    for kind in ("weights", "optimizer"):
+        files = set()
+        for name, entry in index[kind].items():
+            offsets = [tuple(offset) for _, _, offset in entry["boxes"]]
+            assert len(offsets) == len(set(offsets)), name
+            assert len(offsets) == (2 if math.prod(entry["shape"]) > 1 else 1), name
+            files |= {file for file, _, _ in entry["boxes"]}
+        assert len(files) == 4, "each worker writes"
+
+
+@pytest.mark.distributed
+def test_the_export_has_one_copy(runs: Any, folder: str) -> None:
+    exported = load_file(f"{folder}/bf16/export/model.safetensors")
+    assert exported
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight.double(), runs["bf16"]["weights"][name], rtol=0, atol=0)
+
+
+ACTED = [  # (elements that each of four workers updates of the ten that are trained, copies equal, what is said)
+    ((5, 5, 5, 5), True, None),
+    ((6, 4, 6, 4), True, None),
+    ((3, 3, 2, 2), True, "2 copies of shares for 2 workers were expected; the workers have 10 elements together"),
+    ((10, 10, 10, 10), True, "2 copies of shares for 2 workers were expected; the workers have 40 elements together"),
+    ((5, 5, 5, 5), False, "2 equal copies were expected; after an update they differ"),
+]
+
+
+@pytest.mark.parametrize(("updated", "equal", "said"), ACTED)
+def test_the_first_step_shows_how_many_copies_there_are(
+    updated: tuple[int, ...], equal: bool, said: str | None
+) -> None:
+    config = REGISTRY.complete(config_of(f"--fsdp-memory-optimization {PAIR}"))
+    ranks = [{"updated_elements": count, "trained_elements": 10, "copies_equal": equal} for count in updated]
+    plan = Plan("Trainer", ("fsdp", "hybrid-sharding"), Sizes(world=4, local_world=4, data=4))
+    found = REGISTRY["hybrid-sharding"].acted(Measured(plan, config, ranks))
+    assert found == said if said is None else str(found).startswith(said)
