@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from rapidformer_templates import Trainer
+from rapidformer_templates import Data, Trainer
 from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from tests.support.jobs import VOCABULARY, result_of
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy import stage_memory
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
+from rapidformer_templates.switches.auto_strategy.memory import predict
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.setting import setting_of
+from tests.support.jobs import VOCABULARY, CausalJob, result_of
 from tests.support.parallel_jobs import JOBS
+from tests.support.requests import GPUS, config_of
 from tests.support.worker_group import run_in_workers
 
 Job: Any = JOBS["gpt2-4-tied"]
@@ -112,9 +123,9 @@ def test_gradients_are_clipped_by_the_norm_of_all(case: str, runs: Any) -> None:
     (_, by_window), (at_once, whole) = runs[case]
     assert all(norm > CLIP for _, norm in at_once["curve"])
     updates = [norm for norm in whole.norms if norm]
-    assert updates == pytest.approx([CLIP] * len(updates), rel=1e-3)
+    assert updates == pytest.approx([CLIP] * len(updates), rel=2e-5)
     together = sum(norm**2 for norm in by_window.norms) ** 0.5
-    assert together == pytest.approx(CLIP * len(updates) ** 0.5, rel=1e-3)
+    assert together == pytest.approx(CLIP * len(updates) ** 0.5, rel=2e-5)
 
 
 def test_an_optimizer_of_somebody_else_has_all_gradients_at_once(tmp_path: Any) -> None:
@@ -122,3 +133,52 @@ def test_an_optimizer_of_somebody_else_has_all_gradients_at_once(tmp_path: Any) 
         _, found = _train(WithEstimate, BF16, str(tmp_path))
     assert len(found.elements) == 3
     assert min(found.elements) > LARGEST
+
+
+class Large(CausalJob):
+    """Beside its weights a micro batch is little."""
+
+    def build_data(self) -> Data:
+        self.peaks: list[int] = []
+        self.live = LiveStorages()
+        self.live.__enter__()  # what the run takes is seen from before there is a model
+        return replace(super().build_data(), train=[dict.fromkeys(("input_ids", "labels"), np.full(8, 5))] * 32)
+
+    def make(self) -> torch.nn.Module:
+        sizes: dict[str, Any] = {"vocab_size": 512, "n_positions": 64, "n_embd": 128, "n_layer": 3, "n_head": 2}
+        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, use_cache=False))
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        self.peaks.append(self.live.peak)
+        self.live.restart()
+        if step == 3:
+            self.live.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_planner_predicts_the_peak(apart: bool) -> None:
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        rows = torch.zeros((samples, 8), dtype=torch.long)
+        return {"input_ids": rows, "labels": rows, "attention_mask": rows}
+
+    with (
+        mock.patch.object(engine, "window_for", return_value=20_000),
+        mock.patch.object(stage_memory, "window_for", return_value=20_000),
+        mock.patch.object(engine, "updates_apart", return_value=apart),
+    ):
+        job = Large([*STEPS.split(), *BF16.split()])
+        job.fit()
+        shapes = ModelShapes(lambda blocks: job.make().train(), batch)
+        setting = replace(setting_of(job.plan, shapes.width), updates_apart=apart)
+        predicted = predict(shapes, Layout(micro_batch=2, accumulation=4), setting)
+    assert predicted.total == pytest.approx(max(job.peaks[1:]), rel=0.03)
+    parameters = sum(p.numel() for p in job.make().parameters())
+    assert (max(job.peaks[1:]) < 18 * parameters) == apart
+
+
+@pytest.mark.parametrize(("optimizer", "told"), [("apex_adam", "apex.optimizers.FusedAdam"), ("adamw_torch_fused", "")])
+def test_the_plan_names_an_optimizer_that_takes_all_at_once(optimizer: str, told: str) -> None:
+    flags = f"--mixed-precision bf16 --grad-accum-dtype bf16 --optimizer {optimizer}"
+    notes = [note for note in resolve(config_of(flags), GPUS).notes if "at once" in note]
+    assert [note.split()[0] for note in notes] == told.split()
