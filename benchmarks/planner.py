@@ -52,6 +52,7 @@ GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 
 
 OFFLOAD = "--offload-activations"
+SUMS = "--grad-accum-dtype bf16"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Case:
         model: a key of ``MODELS``.
         adapters: flags of adapters or of the fused loss, which change the model; empty without.
         offload: whether activations go to the host.
+        narrow_sums: whether gradients are added up in 16 bits, too.
     """
 
     model: str
@@ -69,12 +71,14 @@ class Case:
     precision: str = "fp32"
     adapters: str = ""
     offload: bool = False
+    narrow_sums: bool = False
 
     @property
     def flags(self) -> list[str]:
         narrow = [] if self.precision == "fp32" else ["--mixed-precision", self.precision]
         offload = [OFFLOAD] if self.offload else []
-        return [*self.layout.flags(), *narrow, *self.adapters.split(), *offload]
+        sums = SUMS.split() if self.narrow_sums else []
+        return [*self.layout.flags(), *narrow, *sums, *self.adapters.split(), *offload]
 
     def setting(self, shapes: ModelShapes) -> Setting:
         """What the plan of these flags says of memory besides the layout."""
@@ -91,6 +95,7 @@ class Case:
         ways += {"none": [], "full": ["recompute"], "selective": ["selective"]}[layout.recompute]
         ways += ["sequence"] if layout.sequence_parallel else []
         ways += [self.precision] if self.precision != "fp32" else []
+        ways += ["sums"] if self.narrow_sums else []
         ways += [f"stages {','.join(map(str, layout.stages))}"] if layout.stages else []
         adapters = self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")
         ways += [adapters.replace(FUSED, "fused")] if adapters else []
@@ -153,7 +158,8 @@ CASES = (
     Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),
     Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", f"{LORA} --quantize-base int4"),
     Case("bert", Layout(data=2, micro_batch=4), adapters=f"{LORA} --quantize-base int4"),
-    *(Case("gpt", layout, "bf16") for layout in PUBLISHED_LAYOUTS),
+    *(Case("gpt", layout, "bf16", narrow_sums=sums) for sums in (False, True) for layout in PUBLISHED_LAYOUTS),
+    Case("gpt", Layout(data=2, partitioning="distributed-optimizer"), "bf16", narrow_sums=True),
     Case("gpt2", Layout(data=2, micro_batch=2, partitioning="distributed-optimizer"), "bf16"),
     Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="distributed-optimizer"), "bf16"),
     Case("llama", Layout(data=2, micro_batch=2, accumulation=2, partitioning="distributed-optimizer")),
@@ -319,7 +325,7 @@ PUBLISHED = (
 
 def ways_to_keep(solution: Solution) -> dict[str, str]:
     """Ways to keep the weights in a row of the 3D table, each with its flags."""
-    ways = {"16-bit weights": "", "fp32 weights": "--keep-fp32-parameters"}
+    ways = {"16-bit weights": "", "16-bit weights and sums": SUMS, "fp32 weights": "--keep-fp32-parameters"}
     if solution.divides < 4:
         ways["16-bit weights, distributed optimizer"] = "--use-distributed-optimizer"
     if "--tensor-model-parallel-size" in solution.flags:

@@ -25,7 +25,8 @@ WAYS = {
     "--oss-sdp-memory-optimization": "kept",
     "--zero-1-memory-optimization": "as usual",
     "--use-distributed-optimizer": "as usual",
-    ZERO_3: "as usual",
+    "--zero-2-memory-optimization": "as usual",
+    ZERO_3: "given back",
     f"{ZERO_3} --cpu-offload": "given back",
     "--cpu-offload": "given back",
 }

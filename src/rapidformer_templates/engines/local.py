@@ -52,8 +52,8 @@ class SingleEngine:
       model is divided and who optimizes it;
     - :meth:`_schedule`, :meth:`_synchronise`, :meth:`_backward`: the order of micro batches, when gradients travel;
     - :attr:`_averages_over`, :meth:`_missed`, :meth:`_missed_everywhere`: what the exchange makes of gradients;
-    - :meth:`_finish_step`, or of it :meth:`_reduce`, :meth:`_grad_norm`, :meth:`_clip`, :meth:`_update`; and
-      :meth:`_drop_gradients`, :meth:`_runs_ahead`.
+    - :meth:`_finish_step`, or of it :meth:`_reduce`, :meth:`_grad_norm`, :meth:`_gradients_in_turn`, :meth:`_clip`,
+      :meth:`_update`; and :meth:`_drop_gradients`, :meth:`_runs_ahead`.
     """
 
     _waits_for_gradients = False  # also of what counts for nothing
@@ -184,7 +184,7 @@ class SingleEngine:
         if not finite and self.loss_scale is None:
             self._drop_gradients()
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
-        if finite:
+        for _ in self._gradients_in_turn() if finite else ():
             if self.loss_scale is not None and (gradients := self._gradients()):
                 torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
             if 0 < self.clip_grad < length + 1e-6:  # else torch would multiply everything by one
@@ -206,7 +206,8 @@ class SingleEngine:
             excess = ((norm.to(torch.float32) + 1e-6) / self.clip_grad).clamp_(min=1.0)
             divisor = excess if divisor is None else excess * divisor
         self.optimizer.grad_scale, self.optimizer.found_inf = divisor, skipped  # type: ignore[attr-defined]
-        self._update()
+        for _ in self._gradients_in_turn():
+            self._update()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=skipped)
         return skipped
@@ -214,8 +215,12 @@ class SingleEngine:
     def _clip(self, norm: torch.Tensor) -> None:
         clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
 
+    def _gradients_in_turn(self) -> Iterator[None]:
+        """Have the gradients there of what is updated at a time: of all parameters."""
+        yield
+
     def _update(self) -> None:
-        """Update the parameters, and send them to whoever has copies of them."""
+        """Update the parameters that have a gradient."""
         self.optimizer.step()
 
     def held(self) -> dict[str, list[torch.Tensor]]:

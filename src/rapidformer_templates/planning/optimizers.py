@@ -106,6 +106,29 @@ ADAMS = tuple(OPTIMIZERS[name] for name in ("apex_adam", "adamw_torch", "adamw_t
 """Those whose update is AdamW's on any device."""
 
 
+UPDATE_APART = (
+    LAMB,
+    OPTIMIZERS["adamw_anyprecision"].implementation,
+    OPTIMIZERS["muon"].implementation,
+)
+"""Optimizers of our own that may be given some gradients before others."""
+
+
+def updates_apart(kind: str) -> bool:
+    """Whether an optimizer may be given the gradients of some parameters before those of others.
+
+    So it is where an update depends on no other parameter, and a step leaves alone what has no gradient. Others (apex's
+    and Prodigy count or estimate something for a whole group) are given all at once.
+
+    Args:
+        kind: its class, as a plan or Python names it.
+    """
+    path = kind.partition(" ")[0]
+    module, _, name = path.rpartition(".")
+    of_torch = module == "torch.optim" or module.startswith("torch.optim.")
+    return (of_torch and name != "LBFGS") or path in UPDATE_APART
+
+
 def implementation(request: Request) -> str:
     """The class that makes the updates in this run: for apex's, the stand-in where they cannot act."""
     facts = OPTIMIZERS[request.config.get("optimizer")]

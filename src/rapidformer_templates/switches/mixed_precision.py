@@ -10,6 +10,7 @@ from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
 from rapidformer_templates.planning.checks import needs_template
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.optimizers import implementation, updates_apart
 from rapidformer_templates.planning.request import precision, wide_weights
 from rapidformer_templates.planning.switch import (
     Example,
@@ -53,6 +54,9 @@ def _notes(request: Request) -> Sequence[str]:
     chosen, why = precision(request.config, request.environment), wide_weights(request)
     kept = f"the parameters are not turned into 16-bit weights with fp32 masters ({why})"
     notes = [kept if why else f"weights are {chosen}, with fp32 masters beside the optimizer's state"]
+    if not why and request.config.get("grad_accum_dtype") != "fp32" and not updates_apart(implementation(request)):
+        together = f"{implementation(request)} takes all gradients at once, and all of them are copied to fp32 for it"
+        notes.append(f"{together}; --optimizer adamw_torch_fused takes them by the window")
     if request.config.get("mixed_precision") == "auto":
         device = request.environment.device.upper()
         notes.insert(0, f"--mixed-precision without a type: {chosen}, because the device is a {device}")

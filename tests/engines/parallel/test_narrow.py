@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.data.order import SampleOrder
-from rapidformer_templates.engines.parallel import replicas, windows
+from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters, sum_rows_in_fp32
 from rapidformer_templates.errors import RapidformerError
 from tests.support.jobs import CausalJob, _pad, _sequences, train, weights_apart
@@ -54,7 +54,7 @@ def _precision(flags: str) -> str:
 
 def _two_workers(workers: Any, folder: str) -> dict[str, Any]:
     cases = {name: ("gpt2-4-tied", False, f"{STEPS} {flags}") for name, flags in TWO.items()}
-    with mock.patch.object(replicas, "windows", lambda sizes, ranks: windows.windows(sizes, ranks, 700)):
+    with mock.patch.object(engine, "window_for", return_value=700):
         runs = train_all(workers, folder, cases)
     curve: list[tuple[float, float]] = []
     for flags, dies_after in CHAIN:
@@ -259,7 +259,7 @@ def _comes_twice(workers: Any) -> str:
     job = ComesTwice([*STEPS.split(), "--lr", "1e-3", "--micro-batch-size", "4", *BF16.split(), DISTRIBUTED])
     with (
         mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
-        mock.patch.object(replicas, "windows", lambda sizes, ranks: windows.windows(sizes, ranks, 700)),
+        mock.patch.object(engine, "window_for", return_value=700),
         pytest.raises(RapidformerError, match="came twice in one backward") as refused,
     ):
         job.fit()

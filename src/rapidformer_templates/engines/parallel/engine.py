@@ -20,11 +20,14 @@ from rapidformer_templates.engines.parallel.narrowing import (
     narrowed_parameters,
     sum_rows_in_fp32,
 )
-from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
+from rapidformer_templates.engines.parallel.replicas import DataShards, Trained, Unit
+from rapidformer_templates.engines.parallel.windows import window_for
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.models.width import width_of
+from rapidformer_templates.planning.optimizers import updates_apart
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system.workers import Workers
 
@@ -52,7 +55,8 @@ class ParallelEngine(SingleEngine):
         self._kept_buffers = [buffer for name, buffer in model.named_buffers() if name in persistent]
         trained = self._trained()
         types = self._gradient_types or IN_FP32
-        self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied, types=types)
+        window = window_for(max(self.workers.gather(width_of(self.model))))  # the same in all stages
+        self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied, window=window, types=types)
         sum_rows_in_fp32(self.model)
         named = [(unit.of.name, unit.values) for unit in self._shards.units]
         differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
@@ -61,11 +65,13 @@ class ParallelEngine(SingleEngine):
         self._parameters = [values for _, values in named]
         self._counted = self._counted_once()
         self.optimizer = self._build_optimizer(recipe, named, differing)
+        rule = type(self.optimizer)
+        self._updates_apart = updates_apart(f"{rule.__module__}.{rule.__qualname__}")
 
-    def _counted_once(self) -> list[nn.Parameter]:
+    def _counted_once(self) -> list[Unit]:
         """The units that this worker adds to the global norm, so that over all workers each value is added once."""
         held, first = self._held_tensors(), self.workers.data_rank == 0
-        return [u.values for u in self._shards.units if held[u.of.name].counts and (u.is_run or first)]
+        return [u for u in self._shards.units if held[u.of.name].counts and (u.is_run or first)]
 
     def _trained(self) -> list[Trained]:
         placement, trained = placement_of(self.model), []
@@ -130,15 +136,15 @@ class ParallelEngine(SingleEngine):
 
     def _grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient of the loss, before its loss scale; of the summed gradient in the units."""
-        counted = [values.grad for values in self._counted if values.grad is not None]
+        norms = self._shards.norms(self._counted)
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
-        if counted:
-            square = torch.stack(torch._foreach_norm(counted)).to(torch.float64).square().sum()
+        if norms:
+            square = torch.stack(norms).to(torch.float64).square().sum()
         norm = self.workers.sum_tensor(square).sqrt()
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
-    def _update(self) -> None:
-        super()._update()
+    def _gradients_in_turn(self) -> Iterator[None]:
+        yield from self._shards.in_turn(apart=self._updates_apart)
         self._shards.gather()
 
     def _weights_were_set(self) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rapidformer_templates.engines.parallel.narrowing import IN_FP32, GradientTypes, narrow
-from rapidformer_templates.engines.parallel.windows import Window, windows
+from rapidformer_templates.engines.parallel.windows import Window, turns, windows
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers, all_gather, reduce_scatter
@@ -76,14 +77,15 @@ class DataShards:
     """The gradients and updates of a worker's parameters, among the replicas of the model.
 
     Every step is: backward passes (each between :meth:`begin_backward` and :meth:`end_backward`),
-    :meth:`reduce`, the optimizer's update of the ``units``, :meth:`gather`, :meth:`drop`. Gradients travel while
-    the last backward runs; those of ZeRO-2, which no worker keeps whole, in each.
+    :meth:`reduce`, the optimizer's update of the ``units`` :meth:`in_turn`, :meth:`gather`, :meth:`drop`. Gradients
+    travel while the last backward runs; those of ZeRO-2, which no worker keeps whole, in each.
 
     Args:
         trained: the parameters.
         workers: this process among its peers.
         shards: ``None``, ``optimizer`` (ZeRO-1) or ``gradients`` (ZeRO-2).
         tied: the process group of the workers that hold copies of a parameter, by their pipeline ranks.
+        window: elements that are exchanged, or converted, at a time.
         types: those of the gradients of narrow parameters; others have one type throughout.
 
     Attributes:
@@ -98,6 +100,7 @@ class DataShards:
         *,
         shards: str | None,
         tied: Mapping[tuple[int, ...], dist.ProcessGroup],
+        window: int,
         types: GradientTypes = IN_FP32,
     ) -> None:
         self.trained = trained
@@ -107,7 +110,8 @@ class DataShards:
         self.sharded = shards is not None and self.replicas > 1
         self.early = self.sharded and shards == "gradients"
         self._types = types
-        self._windows, self._kind = _windows(trained, self.replicas)
+        self._window = window
+        self._windows, self._kind = _windows(trained, self.replicas, window)
         self._rank = workers.data_rank
         self._runs: dict[Window, list[tuple[Unit, int]]] = {window: [] for window in self._windows}
         self.units = self._divide() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
@@ -116,6 +120,7 @@ class DataShards:
             if entry.narrow:
                 narrow(entry.parameter, entry.narrow)
         self._sums: dict[Window, torch.Tensor] = {}  # this rank's share of the summed gradients
+        self._complete: dict[Unit, torch.Tensor] = {}  # the gradients of units, as they were added up
         self._wide: dict[int, torch.Tensor] = {}  # of narrow parameters, what their gradients have come to so far
         self._reached = [False] * len(trained)
         self._exchanging = False  # in this backward
@@ -201,7 +206,7 @@ class DataShards:
     # The exchange.
 
     def reduce(self) -> None:
-        """Leave the sum of the gradients over the replicas in the units; a parameter that no loss reached has none."""
+        """Complete the sums of the gradients over the replicas; a parameter that no loss reached has none."""
         if self.replicas > 1 or self.tied:
             if not self.early:
                 for window in self._windows:
@@ -213,10 +218,8 @@ class DataShards:
         else:
             reached = [self._gradient(index) is not None for index in range(len(self.trained))]
         there = {id(entry) for entry, flag in zip(self.trained, reached, strict=True) if flag}
-        for unit, gradient in self._gradients_of_units():
-            if gradient is not None:
-                gradient = gradient.to(unit.values.dtype) if id(unit.of) in there else None
-            unit.values.grad = gradient
+        gradients = self._gradients_of_units()
+        self._complete = {unit: value for unit, value in gradients if value is not None and id(unit.of) in there}
 
     def _gradients_of_units(self) -> Iterator[tuple[Unit, torch.Tensor | None]]:
         if not self.sharded:
@@ -312,6 +315,41 @@ class DataShards:
 
     # The update.
 
+    def norms(self, units: Iterable[Unit]) -> list[torch.Tensor]:
+        """The norm of the gradient of each of ``units`` that has one, in the unit's type."""
+        by_types: dict[tuple[torch.dtype, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for unit in units:
+            if unit in self._complete:
+                gradient = self._complete[unit]
+                by_types[unit.values.dtype, gradient.dtype].append(gradient)
+        groups = by_types.items()
+        return [norm for (dtype, _), values in groups for norm in torch._foreach_norm(values, dtype=dtype)]
+
+    def in_turn(self, *, apart: bool) -> Iterator[None]:
+        """Let units have their gradients, in their own type, while the caller updates those that have one.
+
+        Args:
+            apart: whether one unit may be updated before another. Then gradients of 16 bits are converted by the
+                window, for all of them in fp32 would be twice what was saved.
+        """
+        for units in self._turns if apart else [self.units]:
+            for unit in units:
+                gradient = self._complete.get(unit)
+                unit.values.grad = None if gradient is None else gradient.to(unit.values.dtype)
+            yield
+            for unit in units:
+                unit.values.grad = None
+
+    @cached_property
+    def _turns(self) -> list[list[Unit]]:
+        """The units by when they are updated: all at once, where no gradient is converted."""
+        if self._types.accumulate == torch.float32 or not self.narrow:
+            return [self.units]
+        if self.sharded:
+            return [[unit for unit, _ in runs] for runs in self._runs.values()]
+        sizes = [unit.values.numel() for unit in self.units]
+        return [[self.units[place] for place in places] for places in turns(sizes, self._window)]
+
     @torch.no_grad()
     def gather(self) -> None:
         """Give every replica what the others have updated."""
@@ -352,6 +390,7 @@ class DataShards:
     def drop(self) -> None:
         """Forget the gradients."""
         self._sums.clear()
+        self._complete.clear()
         self._wide.clear()
         self._sent.clear()
         self._starts = self._early_starts = 0
@@ -389,7 +428,7 @@ class _Kind:
     chunk: int | None
 
 
-def _windows(trained: Sequence[Trained], ranks: int) -> tuple[list[Window], dict[Window, _Kind]]:
+def _windows(trained: Sequence[Trained], ranks: int, limit: int) -> tuple[list[Window], dict[Window, _Kind]]:
     """The windows in the order in which a backward completes them; it comes to a model in about the reverse order.
 
     Those of parameters with copies elsewhere come last, by the names of the parameters: in the same order
@@ -404,7 +443,7 @@ def _windows(trained: Sequence[Trained], ranks: int) -> tuple[list[Window], dict
         sizes = members[kind]
         if kind.stages:
             sizes = sorted(sizes, key=lambda size: trained[size[0]].name)
-        kinds |= dict.fromkeys(windows(sizes, ranks), kind)
+        kinds |= dict.fromkeys(windows(sizes, ranks, limit), kind)
 
     def comes(window: Window) -> tuple[bool, int]:
         there = kinds[window].stages != ()

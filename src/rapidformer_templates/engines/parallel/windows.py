@@ -6,8 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WINDOW = 2**23
-"""Elements of a window: 32 MB in fp32, enough to keep a link busy, little beside a model."""
+from rapidformer_templates.planning.deepspeed_file.buckets import LEAST
+
+MOST = 2**23
+"""Elements of the largest window: 32 MB in fp32, enough to keep a link busy."""
+
+
+def window_for(width: int) -> int:
+    """Elements of a window: in a square block one matrix, as in a bucket of ZeRO; so it is little beside a model.
+
+    Args:
+        width: of the model.
+    """
+    return min(max(width * width, LEAST), MOST)
 
 
 class Segment(NamedTuple):
@@ -62,7 +73,7 @@ class Window:
                 yield Segment(index, start + low - offset, high - low), low - begin
 
 
-def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -> list[Window]:
+def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> list[Window]:
     """Divide parameters, laid end to end, into windows.
 
     Args:
@@ -84,3 +95,21 @@ def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int = WINDOW) -
                 finished.append(Window(tuple(segments), ranks))
                 segments, room = [], limit
     return [*finished, Window(tuple(segments), ranks)] if segments else finished
+
+
+def turns(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Share out whole parameters, by their places, among turns of at most ``limit`` elements; a larger one has its own.
+
+    Args:
+        sizes: elements of each parameter.
+        limit: elements of a turn.
+    """
+    found: list[list[int]] = []
+    room = 0
+    for place, size in enumerate(sizes):
+        if not found or size > room:
+            found.append([])
+            room = limit
+        found[-1].append(place)
+        room -= size
+    return found

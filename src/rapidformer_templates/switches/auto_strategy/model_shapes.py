@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.narrowing import narrow, narrowed_parameters
-from rapidformer_templates.engines.parallel.windows import Window, windows
+from rapidformer_templates.engines.parallel.windows import Window, window_for, windows
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, lies_in_codes, shape_of
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.balance import balanced_cut
@@ -391,7 +391,7 @@ class ModelShapes:
         Args:
             masters: whether there are such, with fp32 masters.
         """
-        key = (coordinates, data, masters)
+        key, limit = (coordinates, data, masters), window_for(self.width)
         if key not in self._windows:
             own = list(self.stage_parameters(coordinates).items())
             kinds: dict[tuple[bool, frozenset[str]], list[tuple[int, int]]] = {}
@@ -402,7 +402,7 @@ class ModelShapes:
             found = [
                 Exchanged(window, narrow, bool(ends))
                 for (narrow, ends), sizes in kinds.items()
-                for window in windows(sorted(sizes, key=lambda size: own[size[0]][0]) if ends else sizes, data)
+                for window in windows(sorted(sizes, key=lambda size: own[size[0]][0]) if ends else sizes, data, limit)
             ]
             self._windows[key] = sorted(found, key=lambda each: (each.is_tied, -each.first))
         return self._windows[key]

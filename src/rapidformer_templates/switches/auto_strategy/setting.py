@@ -7,6 +7,7 @@ from typing import Any
 
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, filled
+from rapidformer_templates.planning.optimizers import updates_apart
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, STATES
@@ -42,6 +43,7 @@ class Setting:
         offloads_activations: whether what the blocks keep goes to the host.
         reshards: whether FSDP gives up a block's whole parameters between forward and backward.
         narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
+        updates_apart: whether the optimizer may be given some gradients before others.
     """
 
     precision: str = "fp32"
@@ -53,6 +55,7 @@ class Setting:
     reshards: bool = True
     narrow: NarrowWeights | None = None
     offloads_activations: bool = False
+    updates_apart: bool = True
 
     def by_parallel_engine(self, layout: Layout) -> bool:
         """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
@@ -88,4 +91,5 @@ def setting_of(plan: Plan, width: int) -> Setting:
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
         narrow=narrow,
         offloads_activations="offload-activations" in plan.switches,
+        updates_apart=updates_apart(plan.optimizer_implementation),
     )

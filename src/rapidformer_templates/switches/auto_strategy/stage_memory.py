@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from rapidformer_templates.engines.parallel.windows import turns, window_for
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, Exchanged, ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
@@ -257,9 +258,8 @@ class Stage:
     def _after(self, others: int) -> list[Moment]:
         """After the last gradient of a pass, and in the update; ``others``: bytes of other micro batches."""
         tied = [each for each in self._windows if each.is_tied]
-        kept, types = self._bytes(self._types.accumulate), self._types
+        kept, copied = self._bytes(self._types.accumulate), self._copied_for_update()
         waiting = self._on_their_way(self._windows, 2) if self.layout.data > 1 or tied else 0
-        copied = self._bytes(FP32) - self._bytes(0) if types.accumulate < FP32 else 0  # for the optimizer
         if not self._is_sharded:
             copies_elsewhere = sum(self._packed(each) for each in tied)
             return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
@@ -267,7 +267,19 @@ class Stage:
         sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
         weights = max(self._width(each.narrow, BF16) * each.window.share for each in self._windows)
         gathered = weights * (1 + self.layout.data)
-        return [sent, self._beside_states(0, shares, max(copied // self.layout.data, gathered))]
+        return [sent, self._beside_states(0, shares, max(copied, gathered))]
+
+    def _copied_for_update(self) -> int:
+        """Bytes of gradients of 16 bits that are there in fp32 at a time, as the optimizer takes them."""
+        if self._types.accumulate == FP32:
+            return 0
+        if self._is_sharded:
+            sizes = [each.narrow * each.window.share for each in self._windows]
+        else:
+            facts = list(self.parameters.values())
+            parts = turns([each.count for each in facts], window_for(self.model.width))
+            sizes = [sum(facts[place].narrows * facts[place].count for place in part) for part in parts]
+        return FP32 * (max(sizes, default=0) if self.setting.updates_apart else sum(sizes))
 
     def _beside_states(self, activations: int, gradients: int, buffers: int) -> Moment:
         """A moment; gradients beyond those that the update needs count as buffers."""
