@@ -26,6 +26,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
 
@@ -45,7 +46,7 @@ class ParallelEngine(SingleEngine):
         self._last = False  # whether this is a micro batch after which gradients are complete
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
-        self.model = model.to(self.workers.device).train()
+        self.model = accelerator.move(model, self.workers.device).train()
         tied = self._open_groups_of_copies()
         self._agree_on_weights(tied)
         persistent = model.state_dict(keep_vars=True)
