@@ -38,6 +38,7 @@ def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def restore(tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
+    """Put back what :func:`capture` has found, of the devices that are here."""
     version, gauss = json.loads(text["python"])
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     kind, position, has_gauss, cached = json.loads(text["numpy"])

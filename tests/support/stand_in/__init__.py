@@ -7,9 +7,14 @@ kernels. ``runtime.h`` has the machine, ``operations.cpp`` what torch asks of it
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
+import importlib.util
 import os
+import shutil
 import sysconfig
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,10 +24,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import cpp_extension
+
+from rapidformer_templates.planning import environment
 
 HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "operations.cpp", "process_group.cpp", "runtime.cpp")
 NAME = "standin"
+LIBRARY = "stand_in_device"
+SKIP = {
+    "condition": not (shutil.which("c++") and shutil.which("ninja")),
+    "reason": "the stand-in device is built with a C++ compiler and ninja: apt install g++ ninja-build",
+}
+"""For the tests that need it."""
 
 
 @functools.cache
@@ -30,25 +44,41 @@ def load() -> ModuleType:
     """Build the device, once for this version of its sources and of torch, and make it known to torch.
 
     Raises:
-        RuntimeError: there is no compiler.
+        RuntimeError: it cannot be built.
     """
-    from torch.utils import cpp_extension
-
-    built = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rapidformer-stand-in"
-    folder = built / f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    folder.mkdir(parents=True, exist_ok=True)
-    native: Any = cpp_extension.load(
-        "stand_in_device",
-        [str(HERE / source) for source in SOURCES],
-        extra_cflags=["-O1", "-g0", "-std=c++20", "-DUSE_C10D_GLOO"],
-        build_directory=str(folder),
-        verbose=bool(os.environ.get("VERBOSE")),
-    )
+    spec = importlib.util.spec_from_file_location(LIBRARY, _built())
+    assert spec is not None
+    assert spec.loader is not None
+    native: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    environment.detect_accelerator.cache_clear()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module(native))
     dist.Backend.register_backend(NAME, functools.partial(_group, native), devices=[NAME])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     return native
+
+
+def _built() -> Path:
+    """The library; whoever comes first builds it, and the others wait."""
+    sources = [*map(HERE.joinpath, SOURCES), HERE / "runtime.h"]
+    content = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rapidformer-stand-in"
+    kept.mkdir(parents=True, exist_ok=True)
+    library = kept / f"{content}-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}.so"
+    with open(kept / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=kept) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system opens it when a process dies
+        if not library.exists():
+            cpp_extension.load(
+                LIBRARY,
+                [str(source) for source in sources[:-1]],
+                extra_cflags=["-O1", "-g0", "-std=c++20", "-DUSE_C10D_GLOO"],
+                build_directory=folder,
+                is_python_module=False,
+                is_standalone=False,
+            )
+            os.replace(Path(folder) / f"{LIBRARY}.so", library)
+    return library
 
 
 def _group(native: Any, store: Any, rank: int, size: int, timeout: Any) -> Any:
