@@ -15,28 +15,32 @@ import torch.multiprocessing as mp
 
 from rapidformer_templates.system.ports import free_port
 from rapidformer_templates.system.workers import Workers, join
+from tests.support import stand_in
 from tests.support.warm_processes import METHOD, become_worker, warm
 
 WITHOUT_PICTURES = mock.patch("rapidformer_templates.run.console.draw_curves")
 """Half of the time of runs as short as those of tests; what starts a command of its own still draws them."""
 
 
-def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
     """``function(workers, *arguments)`` in ``count`` processes; their results by rank.
 
     An exception in one of them is raised here with its stack trace.
+
+    Args:
+        device: what they compute on, each on one of its own.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = start_workers(count, folder, function, *arguments)
+        context = start_workers(count, folder, function, *arguments, device=device)
         while not context.join():
             pass
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(count)]
 
 
-def start_workers(count: int, folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def start_workers(count: int, folder: str, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> Any:
     """The same without waiting for their ends; each leaves its result in ``folder``."""
     warm()
-    details = (count, free_port(), folder, dict(os.environ), function, arguments)
+    details = (count, free_port(), folder, dict(os.environ), device, function, arguments)
     return mp.start_processes(_worker, details, nprocs=count, join=False, start_method=METHOD)
 
 
@@ -46,11 +50,14 @@ def _worker(
     port: int,
     folder: str,
     environment: dict[str, str],
+    device: str,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
     become_worker(rank, count, port, environment)
-    with WITHOUT_PICTURES, join("cpu") as workers:
+    if device == stand_in.NAME:
+        stand_in.load()
+    with WITHOUT_PICTURES, join(device) as workers:
         result = function(workers, *arguments)
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
 

@@ -17,6 +17,7 @@ from rapidformer_templates.planning.config import some_of
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
+from rapidformer_templates.system import accelerator
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.conversation import Conversation
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = config.user
     with join(detect(None, "", device=config.launch.device).device) as workers:
         model: Any = task.build_model().eval()
-        model.to(workers.device)
+        accelerator.move(model, workers.device)
         generation = Generation(asked.max_new_tokens, asked.temperature, config.training.seed)
         conversation = Conversation(model, task.tokenizer, generation, asked.system)
         if conversation.is_plain:

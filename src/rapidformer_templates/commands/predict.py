@@ -17,6 +17,7 @@ from rapidformer_templates.planning.config import RunConfig, some_of
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
+from rapidformer_templates.system import accelerator
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import Part
@@ -172,7 +173,7 @@ def _predict(config: RunConfig, task: Task, part: Part, inputs: Inputs) -> int:
     generation = Generation(asked.max_new_tokens, asked.temperature, config.training.seed)
     with join(detect(None, "", device=config.launch.device).device) as workers:
         model: Any = task.build_model()
-        model.to(workers.device)
+        accelerator.move(model, workers.device)
         with (
             precision(config, workers),
             ProgressBar("predicting", len(part) // workers.world, show=workers.is_main) as bar,

@@ -24,6 +24,7 @@ from rapidformer_templates.data.types import Batch
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.run.session import Session, open_session
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.trainer import composed
 
 if TYPE_CHECKING:
@@ -83,8 +84,7 @@ class OwnLoop:
 
     def _serve(self) -> None:
         """Make one step after another; the script waits for each word of this thread."""
-        if self.session.workers.device.type == "cuda":
-            torch.cuda.set_device(self.session.workers.device)
+        accelerator.make_current(self.session.workers.device)
         while True:
             _, batches = self._to_engine.get()
             try:

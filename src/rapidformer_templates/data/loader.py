@@ -20,6 +20,7 @@ from rapidformer_templates.data.collate import collate_to_shape
 from rapidformer_templates.data.order import Order, Request
 from rapidformer_templates.data.random_streams import Stream
 from rapidformer_templates.data.types import Batch, Bookmark, Data
+from rapidformer_templates.system import accelerator
 
 
 def field_of(batch: Batch, name: str) -> torch.Tensor | None:
@@ -190,28 +191,28 @@ def on_device(batches: Iterable[MicroBatch], device: torch.device, ahead: int) -
     Args:
         ahead: micro batches that are on their way besides the one that is handed out.
     """
-    if device.type != "cuda":
+    side = accelerator.side_stream(device) if accelerator.computes_apart(device) else None
+    if side is None:
         yield from batches
         return
-    side = torch.cuda.Stream(device)
-    moving: deque[tuple[MicroBatch, torch.cuda.Event]] = deque()
+    moving: deque[tuple[MicroBatch, torch.Event]] = deque()
     for microbatch in batches:
         if all(isinstance(leaf, torch.Tensor) or not hasattr(leaf, "to") for leaf in _leaves(microbatch.batch)):
-            with torch.cuda.stream(side):
+            with side:
                 microbatch.batch = to_device(microbatch.batch, device)
-        moving.append((microbatch, side.record_event()))
+        moving.append((microbatch, accelerator.recorded_event(device, side)))
         if len(moving) > ahead:
             yield _arrived(*moving.popleft())
     while moving:
         yield _arrived(*moving.popleft())
 
 
-def _arrived(microbatch: MicroBatch, moved: torch.cuda.Event) -> MicroBatch:
+def _arrived(microbatch: MicroBatch, moved: torch.Event) -> MicroBatch:
     """Have the stream that computes wait for the copy; the host does not."""
-    computes = torch.cuda.current_stream()
+    computes = torch.accelerator.current_stream()
     computes.wait_event(moved)
     for leaf in _leaves(microbatch.batch):
-        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+        if isinstance(leaf, torch.Tensor) and accelerator.computes_apart(leaf.device):
             leaf.record_stream(computes)  # its memory is the side stream's, which must not take it back too early
     return microbatch
 

@@ -33,6 +33,7 @@ from rapidformer_templates.engines.traces import kept_buffers, without_trace
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -97,7 +98,7 @@ class SingleEngine:
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
         """Bring the model to the device, in parts or whole, and build the optimizer over what is here of it."""
-        self.model = model.to(self.workers.device).train()
+        self.model = accelerator.move(model, self.workers.device).train()
         differing = recipe.differences(_trained(self.model))
         self._shard(self.model)
         trained = _trained(self.model)  # sharding has replaced the parameters
@@ -118,7 +119,7 @@ class SingleEngine:
         the norm before it calls them.
         """
         can_skip = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return can_skip and self.workers.device.type != "cpu"
+        return can_skip and accelerator.computes_apart(self.workers.device)
 
     def _build_optimizer(
         self, recipe: OptimizerSpec, trainable: Named, differing: Mapping[str, Mapping[str, Any]]
@@ -344,7 +345,7 @@ class SingleEngine:
                 group["lr"] = peak * factor
 
     def frozen(self, model: nn.Module) -> nn.Module:
-        model = model.to(self.workers.device).requires_grad_(False).eval()
+        model = accelerator.move(model, self.workers.device).requires_grad_(False).eval()
         self._shard(model)
         return model
 
@@ -426,9 +427,11 @@ class DDPEngine(SingleEngine):
         self._accumulates = plan.sizes.accumulation > 1
 
     def _distribute(self) -> nn.Module:
-        on_gpu = self.workers.device.type == "cuda"
+        device = self.workers.device
         ddp = DistributedDataParallel(
-            self.model, device_ids=[self.workers.local_rank] if on_gpu else None, gradient_as_bucket_view=True
+            self.model,
+            device_ids=[device.index] if accelerator.computes_apart(device) else None,
+            gradient_as_bucket_view=True,
         )
         if self._accumulates:
             ddp.register_comm_hook(None, lambda _, bucket: self._average_if_last(bucket))
@@ -438,7 +441,8 @@ class DDPEngine(SingleEngine):
         """Send a ``GradBucket`` of DDP's in the last micro batch of a step; in those before it, leave it as it is."""
         if self._exchanges:
             return allreduce_hook(self._callable.process_group, bucket)  # type: ignore[arg-type]
-        kept: Future[torch.Tensor] = Future(devices=[self.workers.device] if bucket.buffer().is_cuda else None)
+        device = self.workers.device
+        kept: Future[torch.Tensor] = Future(devices=[device] if accelerator.computes_apart(device) else None)
         kept.set_result(bucket.buffer())
         return kept
 

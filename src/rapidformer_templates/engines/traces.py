@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
 from torch import nn
+
+from rapidformer_templates.system import accelerator
 
 _LEAVES_TRACE = ContextVar("a forward leaves a trace", default=True)
 
@@ -35,10 +36,9 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Around a forward of which nothing is to remain: no random number is drawn, no buffer changed."""
-    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     before = _LEAVES_TRACE.set(False)
     try:
-        with torch.random.fork_rng(devices=list(devices)), kept_buffers(model):
+        with accelerator.without_random_trace(model.parameters()), kept_buffers(model):
             yield
     finally:
         _LEAVES_TRACE.reset(before)

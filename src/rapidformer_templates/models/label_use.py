@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.system import accelerator
 
 LENGTH = 4
 """Tokens of the row that a model is tried with."""
@@ -151,8 +152,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
     """Without dropout; the random state and each module's mode are put back."""
     modes = [(module, module.training) for module in model.modules()]
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices=list(devices)):
+    with accelerator.without_random_trace(model.parameters()):
         model.eval()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the resolver may know of the place where a run is to happen; found without importing torch."""
+"""What the resolver may know of the place where a run is to happen; found without importing torch, where it can be."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+
+from rapidformer_templates.errors import ConfigError, did_you_mean
+
+DEVICES = ("cpu", "cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia", "maia")
+"""What torch calls the devices that it or a package beside it knows; AMD's call themselves ``cuda``."""
 
 OPTIONAL_PACKAGES = (
     "apex",
@@ -44,8 +49,9 @@ class Environment:
         template_origin: where that was decided, such as ``train.py:8``.
         world_size: number of workers.
         local_world_size: workers on one node.
-        device: ``cpu`` or ``cuda``.
-        compute_capability: of the GPU, such as ``(8, 0)``; None on a CPU.
+        device: what torch calls the kind of device: ``cpu``, ``cuda``, ``xpu`` …
+        compute_capability: of Nvidia's GPU, such as ``(8, 0)``; None where there is none.
+        accelerator: what torch calls the kind of accelerator that it can use here, or None.
         packages: optional packages that can be imported, with their versions.
         cxx: the C++ compiler that torch's inductor would call; None where there is none.
         device_origin: what says which devices those are; None where these are the ones of this machine.
@@ -58,10 +64,16 @@ class Environment:
     local_world_size: int = 1
     device: str = "cpu"
     compute_capability: tuple[int, int] | None = None
+    accelerator: str | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     cxx: str | None = "g++"
     device_origin: str | None = None
     device_kind: str | None = None
+
+    @property
+    def has_device(self) -> bool:
+        """Whether devices of that kind can be seen from here."""
+        return self.device == "cpu" or self.device == self.accelerator or self.compute_capability is not None
 
     @property
     def white_box(self) -> bool:
@@ -138,6 +150,54 @@ def detect_gpu() -> tuple[int, int] | None:
     return int(major), int(minor or 0)
 
 
+@cache
+def detect_accelerator() -> str | None:
+    """What torch calls the accelerator that it can use here, or None.
+
+    torch itself is asked, which takes a second to import, only if it is imported already or its build, the system or a
+    package says that there may be another kind than Nvidia's.
+    """
+    if detect_gpu() is not None:
+        return "cuda"
+    if "torch" not in sys.modules and not _may_have_another_kind():
+        return None
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def _may_have_another_kind() -> bool:
+    try:
+        build = importlib.metadata.version("torch").partition("+")[2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    packages = importlib.metadata.entry_points(group="torch.backends")  # which torch imports, such as torch_npu
+    return build.startswith(("rocm", "xpu")) or sys.platform == "darwin" or bool(packages)
+
+
+def no_device(kind: str) -> str:
+    """What to say where a kind of device is asked for and torch can use none."""
+    return f"--device {kind} asks for {'a GPU' if kind == 'cuda' else 'an accelerator'}, and torch can use none here"
+
+
+def _checked(device: str) -> str:
+    """The kind of device, if torch may know such a one.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    kind, _, number = device.partition(":")
+    if number:
+        hint = f"--device {kind}; CUDA_VISIBLE_DEVICES and its like choose among several"
+        raise ConfigError(f"'{device}' is one device, and a kind of them is asked for", where="--device", hint=hint)
+    if kind in DEVICES or kind == detect_accelerator():
+        return kind
+    known = ("auto", *DEVICES)
+    hint = did_you_mean(kind, known) or f"there are: {', '.join(known)}"
+    raise ConfigError(f"'{device}' is no kind of device that torch knows here", where="--device", hint=hint)
+
+
 def detect(
     template: str | None,
     template_origin: str,
@@ -149,11 +209,14 @@ def detect(
     """The environment of this machine.
 
     Args:
-        device: ``auto``, ``cpu`` or ``cuda``, from ``--device``.
+        device: from ``--device``: ``auto``, or what torch calls a kind of device.
         world_size: number of workers; by default that of torchrun's environment, else 1.
         local_world_size: workers on one node; likewise.
+
+    Raises:
+        ConfigError: there is no such kind of device.
     """
-    capability = None if device == "cpu" else detect_gpu()
+    kind = (detect_accelerator() or "cpu") if device == "auto" else _checked(device)
     workers = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(workers)))
     return Environment(
@@ -161,8 +224,9 @@ def detect(
         template_origin=template_origin,
         world_size=workers,
         local_world_size=local,
-        device="cuda" if device == "cuda" or capability else "cpu",
-        compute_capability=capability,
+        device=kind,
+        compute_capability=detect_gpu() if kind == "cuda" else None,
+        accelerator=None if kind == "cpu" else detect_accelerator(),
         packages=installed_packages(),
         cxx=find_cxx(),
     )

@@ -63,7 +63,12 @@ class LaunchFlags:
     master_port: int | None = flag(
         None, "port on which the local workers meet (default: a free one)", minimum=1, maximum=65535
     )
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where to train (default: a GPU if there is one)")
+    device: str = flag(
+        "auto",
+        "where to train: auto, cpu, or what torch calls the accelerator: cuda (AMD's, too), xpu, mps, npu, … "
+        "(default: the accelerator, if there is one)",
+        metavar="DEVICE",
+    )
 
 
 @dataclass(frozen=True)

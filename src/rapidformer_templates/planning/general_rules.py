@@ -5,6 +5,7 @@ from __future__ import annotations
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import one_claim
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.optimizers import missing_package
 from rapidformer_templates.planning.schedules import WARMUPS
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Resource, Rule
@@ -45,10 +46,10 @@ def _gpu_present(request: Request) -> list[Finding]:
     wanting = [
         Finding(f"{switch.name} needs a GPU", request.asked_for(switch.name), switches=(switch.name,))
         for switch in request.active.values()
-        if switch.needs_cuda and environment.device == "cpu"
+        if switch.needs_cuda and environment.device != "cuda"
     ]
-    if request.training and environment.device == "cuda" and environment.compute_capability is None:
-        message = "--device cuda asks for a GPU, and torch can use none here"
+    if request.training and not environment.has_device:
+        message = no_device(environment.device)
         wanting.append(Finding(message, request.asked("device"), changes=(replace({"device": "cpu"}),)))
     return wanting
 

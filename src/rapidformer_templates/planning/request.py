@@ -63,7 +63,7 @@ def precision(config: RunConfig, environment: Environment) -> str:
     """The type of matrix products: ``fp32``, ``bf16`` or ``fp16``."""
     asked: str | None = config.get("mixed_precision")
     if asked == "auto":
-        return "fp16" if environment.device == "cuda" else "bf16"
+        return "bf16" if environment.device == "cpu" else "fp16"
     return asked or "fp32"
 
 

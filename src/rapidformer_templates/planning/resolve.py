@@ -92,8 +92,10 @@ def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
     micro = request.sizes.micro_batch
     if micro > 8 and micro % 8:
         notes.append(f"micro batch {micro}: multiples of 8 suit the matrix units better [S]")
-    if request.environment.device == "cuda" and request.environment.compute_capability is None:
-        notes.append("no GPU can be seen from here: what depends on its kind is looked at again when training starts")
+    if not request.environment.has_device:
+        what = "GPU" if request.environment.device == "cuda" else request.environment.device
+        later = "what depends on its kind is looked at again when training starts"
+        notes.append(f"no {what} can be seen from here: {later}")
     return tuple(notes)
 
 

@@ -25,7 +25,7 @@ from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluati
 from rapidformer_templates.run.fit import build_data
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
 from rapidformer_templates.run.predictions import part_of_samples, predict_samples
-from rapidformer_templates.system import launch
+from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import kept_process_state
 from rapidformer_templates.system.workers import Workers
 
@@ -211,8 +211,7 @@ def _planned_alone(template: Template) -> Iterator[None]:
 
 
 def _alone(plan: Plan) -> Workers:
-    device = torch.device("cuda", 0) if plan.device == "cuda" else torch.device("cpu")
-    return Workers(rank=0, local_rank=0, world=1, device=device)
+    return Workers(rank=0, local_rank=0, world=1, device=accelerator.device_of(plan.device, 0))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import DATA, EXCHANGE, REST, TRAIN, Profile
 from rapidformer_templates.run.progress import Progress
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.signals import StopRequest
 from rapidformer_templates.system.workers import Workers
 
@@ -242,9 +243,9 @@ class Loop:
             data_size=plan.sizes.data,
             accumulation=plan.sizes.accumulation,
         )
-        on_gpu = self.workers.device.type == "cuda"
-        workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if on_gpu else 0)
-        pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else on_gpu
+        apart = accelerator.computes_apart(self.workers.device)
+        workers = data.dataloader_num_workers if data.dataloader_num_workers is not None else (2 if apart else 0)
+        pin = data.dataloader_pin_memory if data.dataloader_pin_memory is not None else apart
         batches = load(self.template.data.train, self.template.data, requests, workers=workers, pin_memory=pin)
         # Counted on the host, before they leave it; the next step's are on their way while this one is computed.
         return on_device(

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rapidformer_templates.system import accelerator
+
 WARMUP = 3
 """First steps that the summary leaves out: allocations, caches and receipts fall into them."""
 
@@ -52,7 +54,8 @@ class Meter:
         """Rates since the last call."""
         now = time.perf_counter()
         seconds = max(now - self._mark, 1e-9)
-        if self._rates and self.device.type == "cuda":  # what the host has just waited for belongs to the last step
+        # What the host has just waited for belongs to the last step.
+        if self._rates and accelerator.computes_apart(self.device):
             spent, samples, tokens = self._rates[-1]
             self._rates[-1] = (spent + now - self._last, samples, tokens)
             self._last = now
@@ -85,8 +88,9 @@ class Meter:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Greatest memory so far in MB (10^6 bytes): allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    """Greatest memory so far in MB (10^6 bytes): allocated on the accelerator, or resident."""
+    allocated = accelerator.peak_bytes(device) if accelerator.computes_apart(device) else None
+    if allocated is not None:
+        return round(allocated / 1e6, 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak * (1 if sys.platform == "darwin" else 1024) / 1e6, 1)

@@ -16,6 +16,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.files import write_json
 
 WARMUP = 3
@@ -39,7 +40,7 @@ class Profile:
     def __init__(self, folder: Path, steps: int, device: torch.device) -> None:
         self.folder = folder
         self.steps = steps
-        self._gpu = device.type == "cuda"
+        self._device = device
         self._seen = 0
         self._recorder: profile | None = None
         self._step: AbstractContextManager[Any] = nullcontext()
@@ -51,7 +52,7 @@ class Profile:
     def step_begins(self) -> None:
         """To be called before the first part of each step."""
         if self._seen == WARMUP:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._gpu else [])]
+            activities = [ProfilerActivity.CPU, *(_of_device(self._device))]
             self._recorder = profile(activities=activities, record_shapes=False)
             self._recorder.start()
         if self._recorder:
@@ -66,8 +67,7 @@ class Profile:
         self._step.__exit__(None, None, None)
         if self._seen < WARMUP + self.steps:
             return False
-        if self._gpu:
-            torch.cuda.synchronize()
+        accelerator.synchronize(self._device)
         self._recorder.stop()
         self._write(self._recorder)
         return True
@@ -77,9 +77,15 @@ class Profile:
         recorder.export_chrome_trace(str(self.folder / "trace.json"))
         measured = summary(list(recorder.events() or []), self.steps)
         write_json(self.folder / "summary.json", measured)
-        by = "self_device_time_total" if self._gpu else "self_cpu_time_total"
+        by = "self_device_time_total" if _of_device(self._device) else "self_cpu_time_total"
         table = recorder.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
         (self.folder / "table.txt").write_text(f"{describe(measured)}\n\n{table}\n", encoding="utf-8")
+
+
+def _of_device(device: torch.device) -> list[ProfilerActivity]:
+    """What torch records of an accelerator, besides the host."""
+    own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU, "mtia": ProfilerActivity.MTIA}
+    return [own[device.type]] if device.type in own else []
 
 
 def summary(events: Sequence[Any], steps: int) -> dict[str, Any]:

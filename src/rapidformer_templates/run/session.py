@@ -26,6 +26,7 @@ from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory
 from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
@@ -43,7 +44,7 @@ from rapidformer_templates.run.loop import Position, counted
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.receipts import Receipts
 from rapidformer_templates.run.resume import check_base, checkpoint_to_load, put_back
-from rapidformer_templates.system import launch, program
+from rapidformer_templates.system import accelerator, launch, program
 from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.workers import Workers, join
 
@@ -90,9 +91,8 @@ def open_session(
     """
     if not reads_flags:
         _check_flags(template, schedule)
-    if template.plan.device == "cuda" and not torch.cuda.is_available():
-        origin = template.config.origin("device")
-        raise ConfigError("--device cuda asks for a GPU, and torch can use none here", where=origin)
+    if not accelerator.is_there(template.plan.device):
+        raise ConfigError(no_device(template.plan.device), where=template.config.origin("device"))
     count = template.config.launch.nproc_per_node or 1
     if launch.is_worker():
         if calls.CALL in os.environ:

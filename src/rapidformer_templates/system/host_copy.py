@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rapidformer_templates.system import accelerator
+
 
 class HostCopy:
     """A copy of a tensor in host memory, made behind what the device has to do before it.
@@ -12,12 +14,11 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # On a GPU torch takes page-locked memory for it, without which the copy would wait.
-        self._copy = tensor.detach().to("cpu", non_blocking=True, copy=True)
-        self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        apart = accelerator.computes_apart(tensor.device)
+        # Without page-locked memory the copy would wait.
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=apart)
+        self._copy.copy_(tensor.detach(), non_blocking=True)
+        self._event = accelerator.recorded_event(tensor.device) if apart else None
 
     @property
     def has_arrived(self) -> bool:

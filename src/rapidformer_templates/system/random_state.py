@@ -8,6 +8,8 @@ import random
 import numpy as np
 import torch
 
+from rapidformer_templates.system import accelerator
+
 
 def seed_all(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators (on every device)."""
@@ -25,8 +27,9 @@ def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
     }
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
+    device = accelerator.current()
+    if device is not None:
+        tensors[device.type] = accelerator.random_state(device)
     text = {
         "python": json.dumps([version, gauss]),
         "numpy": json.dumps([str(kind), int(position), int(has_gauss), float(cached)]),
@@ -35,10 +38,12 @@ def capture() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def restore(tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
+    """Put back what :func:`capture` has found, of the devices that are here."""
     version, gauss = json.loads(text["python"])
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     kind, position, has_gauss, cached = json.loads(text["numpy"])
     np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+    device = accelerator.current()
+    if device is not None and device.type in tensors:
+        accelerator.set_random_state(device, tensors[device.type])

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.planning.plan import Sizes
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.processes import end_with_launcher
 
 # Newer names first: the older ones warn where both are there.
@@ -137,7 +138,7 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     """Join the other workers that torchrun or our launcher started; alone, there is nobody to join.
 
     Args:
-        device_type: ``cpu`` or ``cuda``.
+        device_type: ``cpu``, or what torch calls the accelerator.
         sizes: how the workers divide; None for copies of the whole model.
 
     Raises:
@@ -147,9 +148,8 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = accelerator.device_of(device_type, local_rank)
+    accelerator.make_current(device)
     # torchrun with one worker also sets RANK; without it there is no meeting point to join.
     is_first = not dist.is_initialized()  # or whoever has opened the group closes it
     in_group = "RANK" in os.environ and is_first
@@ -170,14 +170,14 @@ def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
     return init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
 
 
+OPENED_AT_ONCE = ("cuda", "xpu")
+"""Kinds whose backend connects when it is told its device, and not at the first exchange."""
+
+
 def _open_group(device: torch.device) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    named = device if device.type in OPENED_AT_ONCE else None
     try:
-        dist.init_process_group(
-            backend,
-            timeout=timedelta(minutes=30),
-            device_id=device if device.type == "cuda" else None,
-        )
+        dist.init_process_group(accelerator.backend_of(device), timeout=timedelta(minutes=30), device_id=named)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise WorkerFailed(
@@ -203,5 +203,5 @@ def _close_group() -> None:
 def open_group_alone(device: torch.device) -> None:
     """A process group of one for engines that cannot do without; where there is a group, nothing happens."""
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = accelerator.backend_of(device).rpartition(":")[2]
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)

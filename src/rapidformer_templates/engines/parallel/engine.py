@@ -29,6 +29,7 @@ from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.optimizers import updates_apart
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
 
@@ -48,7 +49,7 @@ class ParallelEngine(SingleEngine):
         self._last = False  # whether this is a micro batch after which gradients are complete
 
     def _build(self, model: nn.Module, recipe: OptimizerSpec) -> None:
-        self.model = model.to(self.workers.device).train()
+        self.model = accelerator.move(model, self.workers.device).train()
         tied = self._open_groups_of_copies()
         self._agree_on_weights(tied)
         persistent = model.state_dict(keep_vars=True)

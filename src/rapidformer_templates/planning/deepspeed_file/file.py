@@ -303,7 +303,7 @@ def _zero(request: Request) -> dict[str, Any]:
             "memory_efficient_linear": False,
             "override_module_apply": False,
         }
-    pinned = request.environment.device == "cuda"
+    pinned = request.environment.device != "cpu"
     if "nvme-offload" in request.active:
         device = {"device": "nvme", "nvme_path": config.get("nvme_path"), "pin_memory": pinned}
         # The optimizer state passes through memory a sub-group at a time, in four buffers of that size.

@@ -21,6 +21,7 @@ from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.run.checkpoint.format import Attempt, File, Source, Written, for_each_file
 from rapidformer_templates.run.checkpoint.tensor_file import Copy
 from rapidformer_templates.run.console import say
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
 
 Parts = Generator[Callable[[], Any], Any, str | None]
@@ -85,8 +86,7 @@ class AsyncSaver:
             written["index"] += file.index
 
         for_each_file(engine, self._workers.rank, copy)
-        if self._workers.device.type == "cuda":
-            torch.cuda.synchronize(self._workers.device)
+        accelerator.synchronize(self._workers.device)
         return copies, written
 
     def _parts_of(self, attempt: Attempt, copies: Mapping[str, Copy], written: Written, protected: int | None) -> Parts:

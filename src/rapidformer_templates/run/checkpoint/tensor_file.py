@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.files import PAGE, Seal, unbuffered, write_at
 
 BLOCK = 16 << 20  # bytes of a write
@@ -94,7 +95,7 @@ def copy_whole(
     """
     header, by_itemsize, size = _lay_out(tensors, metadata)
     if memory is None or len(memory) < size:
-        memory = host_memory(size, pinned=any(tensor.is_cuda for tensor in by_itemsize))
+        memory = host_memory(size, pinned=any(accelerator.computes_apart(tensor.device) for tensor in by_itemsize))
     # Not torch's threads: they wait for one another after each tensor, for long where others use the cores too.
     with ThreadPoolExecutor(min(torch.get_num_threads(), COPIERS)) as pool:
         deque(pool.map(_copy_together, _batches(memory, [_tensor_of(header), *map(_bytes_of, by_itemsize)])), maxlen=0)

@@ -37,7 +37,7 @@ def search(config: RunConfig, environment: Environment, registry: Registry = REG
         config = config.replace("default", pipeline_stages=None)
     plan = _without_a_layout(config, environment, registry)
     hardware = find_hardware(environment, precision(registry.complete(config), environment))
-    subject = Subject(config, plan, gpu=environment.device == "cuda")
+    subject = Subject(config, plan, gpu=environment.device != "cpu")
     return Search(config, environment, subject, hardware, registry, by_memory=by_memory).run(), hardware
 
 

@@ -109,7 +109,7 @@ def find_hardware(environment: Environment, precision: str) -> Hardware:
     Raises:
         ConfigError: a variable is not a positive number, or nothing says how much memory there is.
     """
-    assumed = ASSUMED[environment.device]
+    assumed = ASSUMED["cpu" if environment.device == "cpu" else "cuda"]
     values: dict[str, float] = {
         "tflops": assumed.tflops[precision],
         "memory_bandwidth": assumed.memory_bandwidth,
@@ -161,7 +161,8 @@ def _positive(variable: str) -> float:
 
 
 def _measured_gb(environment: Environment) -> float:
-    gigabytes = _gpu_gb() if environment.device == "cuda" else _host_gb() / environment.local_world_size
+    on_host = environment.device == "cpu"
+    gigabytes = _host_gb() / environment.local_world_size if on_host else _gpu_gb()
     if gigabytes is None:
         raise ConfigError(
             "no GPU can be seen from here, so its memory is not known",

@@ -83,7 +83,7 @@ def setting_of(plan: Plan, width: int) -> Setting:
     narrow = None if asked is None else NarrowWeights(WIDTHS[asked["accumulate"]], WIDTHS[asked["reduce"]])
     return Setting(
         precision=plan.precision,
-        gpu=plan.device == "cuda",
+        gpu=plan.device != "cpu",
         how=how,
         offload=str(plan.engine_options.get("offload", "")).partition(":")[0],
         bucket=zero.get("reduce_bucket_size", LEAST),

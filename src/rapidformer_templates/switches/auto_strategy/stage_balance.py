@@ -109,7 +109,7 @@ def with_stages_by_memory(config: RunConfig, environment: Environment) -> RunCon
         ModelError: the model cannot be built, or not be cut.
     """
     plan = resolve(config, environment)
-    subject = Subject(config, plan, gpu=environment.device == "cuda")
+    subject = Subject(config, plan, gpu=environment.device != "cpu")
     balance = balance_memory(subject.shapes, layout_of(plan), setting_of(plan, subject.shapes.width))
     chosen = config.replace("auto-memory", pipeline_stages=_numbers(balance.sizes))
     return replace(chosen, chosen=(*chosen.chosen, balance.line()))

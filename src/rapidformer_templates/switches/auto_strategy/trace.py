@@ -386,7 +386,7 @@ def trace(
         stack.enter_context(without_warnings())
         if gpu:
             stack.enter_context(OnGpu())
-            stack.enter_context(patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES["cuda"]))
+            stack.enter_context(patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES["accelerator"]))
         stack.enter_context(watch)
         with torch.autocast("cpu", dtype=compute_type or torch.bfloat16, enabled=compute_type is not None):
             loss = compute_loss(model, batch) if compute_loss else model(**batch).loss

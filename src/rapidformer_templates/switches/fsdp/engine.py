@@ -21,6 +21,7 @@ from rapidformer_templates.engines.pieces import bytes_held
 from rapidformer_templates.engines.reached import Route
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
 COPIES, SHARDS = "copies", "shards"
@@ -51,7 +52,7 @@ class FSDPEngine(SingleEngine):
         self._divide(model, None if self.reshards else False)
 
     def frozen(self, model: nn.Module) -> nn.Module:
-        model = model.to(self.workers.device).requires_grad_(False).eval()
+        model = accelerator.move(model, self.workers.device).requires_grad_(False).eval()
         self._divide(model, True)  # there is no backward that would need the root's parameters again
         return model
 

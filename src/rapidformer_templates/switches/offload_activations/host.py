@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rapidformer_templates.system import accelerator
+
 Wait = Callable[[], None]
 """Lets what the device computes from now on wait for a copy; the host does not wait."""
 
@@ -22,19 +24,19 @@ class Host(Protocol):
 
 
 class PinnedMemory:
-    """The host memory of a GPU.
+    """The host memory of an accelerator.
 
     Each direction has a stream of its own. A copy begins when the device has done what it was given before, and
     runs beside what it is given after. Memory on the device is taken and given back by the stream that computes,
     which must wait for a copy before it gives back what the copy reads or writes.
 
     Args:
-        device: the GPU.
+        device: the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out, self._back = torch.Stream(device), torch.Stream(device)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Wait]:
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
@@ -45,9 +47,9 @@ class PinnedMemory:
         return tensors, self._copy(self._back, tensors, copies)
 
     def _copy(self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Wait:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            copied = stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+            copied = accelerator.recorded_event(self._device, stream)
+        return lambda: torch.accelerator.current_stream(self._device).wait_event(copied)

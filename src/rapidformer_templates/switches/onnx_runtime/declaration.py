@@ -71,6 +71,10 @@ def _complete(request: Request) -> list[Finding]:
     if missing:
         message = f"onnx-runtime needs {' and '.join(missing)} to export graphs: {INSTALL}"
         findings.append(Finding(message, asked, switches=("onnx-runtime",)))
+    device = request.environment.device
+    if device not in ("cpu", "cuda"):
+        message = f"onnx-runtime shares memory with torch on a CPU or on Nvidia's GPUs, and not on {device}"
+        findings.append(Finding(message, asked, switches=("onnx-runtime",)))
     if request.environment.device == "cuda" and packages["onnxruntime"].endswith("+cpu"):
         message = (
             f"onnxruntime {packages['onnxruntime']} does not compute on a GPU: "

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from rapidformer_templates.system import accelerator
+
 
 def draws_random_numbers(model: nn.Module) -> bool:
     """Whether a forward in training may draw: a dropout layer, or a rate in the configuration, above zero."""
@@ -36,7 +38,7 @@ class Streams:
         """``rank``: in the group. ``active``: False where nothing is drawn, so that switching costs nothing."""
         self.rank = rank
         self.active = active
-        self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._shared: tuple[torch.Tensor, tuple[torch.device, torch.Tensor] | None] | None = None
 
     def diverge(self) -> None:
         """Go on with a stream of this worker's own.
@@ -47,7 +49,8 @@ class Streams:
         if not self.active:
             return
         seed = int(torch.randint(2**32 - 2**16, ()))  # the same on all workers
-        self._shared = (torch.get_rng_state(), torch.cuda.get_rng_state() if _uses_cuda() else None)
+        device = accelerator.in_use()
+        self._shared = (torch.get_rng_state(), (device, accelerator.random_state(device)) if device else None)
         torch.manual_seed(seed + self.rank)
 
     @property
@@ -67,8 +70,4 @@ class Streams:
         self._shared = None
         torch.set_rng_state(host)
         if device is not None:
-            torch.cuda.set_rng_state(device)
-
-
-def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+            accelerator.set_random_state(*device)

@@ -84,7 +84,7 @@ def _what_is_missing(request: Request) -> str | None:
     backend, environment = request.config.get("torch_compile"), request.environment
     if backend in PACKAGES and PACKAGES[backend][0] not in environment.packages:
         return "{}, which is not installed: {}".format(*PACKAGES[backend])
-    if backend == "cudagraphs" and environment.device == "cpu":
+    if backend == "cudagraphs" and environment.device != "cuda":
         return "a GPU"
     if backend == DEFAULT and environment.device == "cpu" and environment.cxx is None:
         return "a C++ compiler, and there is none: apt install g++, or name yours in CXX"

@@ -31,6 +31,7 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.zero import loss_scale as zero_loss_scale
 from rapidformer_templates.switches.zero import state as zero_state
 from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once, leave_out_shm_comm, prepare
+from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, close_group_by, open_group_alone
 
 
@@ -103,7 +104,7 @@ class DeepSpeedEngine(SingleEngine):
                 parameter.data = parameter.data.to(self.compute_type)
             _compute_in(model, self.compute_type)
         if self.zero_stage < 3:
-            return model.to(self.workers.device)
+            return accelerator.move(model, self.workers.device)
         config = self._config_for(width_of(model))
         settings = {name: value for name, value in config.items() if name not in ("optimizer", "scheduler")}
         divided, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)

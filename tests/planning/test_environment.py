@@ -1,0 +1,102 @@
+"""Which device a run is on: what torch calls the accelerator, and what cannot be one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning import environment
+from rapidformer_templates.planning.environment import detect, detect_accelerator, detect_gpu
+
+SOURCES = Path(environment.__file__).parents[1]
+OF_ONE_KIND = {
+    "commands/doctor.py",
+    "switches/fused_loss/transform.py",
+    "switches/onnx_runtime/session.py",
+}
+"""Who may speak of CUDA: what tells of this machine, a kernel and a provider that are Nvidia's."""
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Any:
+    detect_accelerator.cache_clear()
+    yield
+    detect_accelerator.cache_clear()
+
+
+def _machine(monkeypatch: pytest.MonkeyPatch, *, gpu: tuple[int, int] | None = None, other: str | None = None) -> None:
+    monkeypatch.setattr(environment, "detect_gpu", lambda: gpu)
+    found = None if other is None else torch.device(other)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "other", "asked", "device", "capability", "seen"),
+    [
+        (None, None, "auto", "cpu", None, True),
+        ((9, 0), None, "auto", "cuda", (9, 0), True),
+        (None, "cuda", "auto", "cuda", None, True),  # AMD's: nvidia-smi knows nothing of it
+        (None, "xpu", "auto", "xpu", None, True),
+        (None, "xpu", "cpu", "cpu", None, True),
+        (None, None, "npu", "npu", None, False),
+        ((9, 0), None, "xpu", "xpu", None, False),
+        (None, None, "cuda", "cuda", None, False),
+    ],
+)
+def test_the_device_is_what_torch_can_use(
+    gpu: Any, other: Any, asked: str, device: str, capability: Any, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _machine(monkeypatch, gpu=gpu, other=other)
+    found = detect("Trainer", "default", device=asked)
+    assert (found.device, found.compute_capability, found.has_device) == (device, capability, seen)
+
+
+def test_what_a_package_makes_known_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="'brand' is no kind of device that torch knows here"):
+        detect("Trainer", "default", device="brand")
+    detect_accelerator.cache_clear()
+    monkeypatch.setattr(environment, "detect_gpu", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: _Brand())
+    assert detect("Trainer", "default", device="brand").has_device
+
+
+class _Brand:
+    type = "brand"
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("gpu", "no kind of device"), ("cuda:1", "CUDA_VISIBLE_DEVICES"), ("cudo", "did you mean cuda")],
+)
+def test_what_is_no_kind_of_device_is_an_error_with_a_hint(
+    device: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _machine(monkeypatch)
+    with pytest.raises(ConfigError, match=said):
+        detect("Trainer", "default", device=device)
+
+
+@pytest.mark.parametrize(("version", "asks"), [("2.13.0+rocm7.1", True), ("2.13.0+xpu", True), ("2.13.0+cpu", False)])
+def test_torch_is_imported_only_where_its_build_says_that_there_may_be_another(
+    version: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **unused: ())
+    assert environment._may_have_another_kind() == asks
+    assert detect_gpu() is None
+
+
+def test_only_one_module_speaks_of_one_kind_of_device() -> None:
+    speaks = {
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*.py")
+        if re.search(r"torch\.cuda\.|\.is_cuda\b(?!\.__get__)|\.type [!=]= \"cuda\"", path.read_text(encoding="utf-8"))
+    }
+    bench = {name for name in speaks if name.startswith("commands/bench/")}  # compared with peers that do so
+    assert speaks - bench == OF_ONE_KIND

@@ -1,0 +1,235 @@
+"""The stand-in device itself: what it must not let pass, or no rehearsal on it would mean anything.
+
+Everything runs in processes of their own: a device, once known to torch, is what torch computes on in that process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import stand_in
+from tests.support.stand_in import host_reads, late
+from tests.support.worker_group import run_in_workers
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.SKIP)]
+LATE = 0.02
+
+
+def _on_the_device(function: Callable[[], Any]) -> Any:
+    return run_in_workers(1, _call, function, device=stand_in.NAME)[0]
+
+
+def _call(workers: Any, function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _values() -> dict[str, Any]:
+    """Operations, views, reductions, indices, random numbers and their like, beside the CPU's."""
+    torch.manual_seed(0)
+    host = torch.randn(6, 8)
+    cases: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "products": lambda x: x @ x.T,
+        "views": lambda x: x.view(4, 12).t()[1:, ::2].contiguous().unfold(0, 3, 2),
+        "in place": lambda x: x.clone().add_(1).mul_(x).clamp_(-1, 1),
+        "reductions": lambda x: torch.stack([x.sum(), x.std(), x.norm(), x.max()]),
+        "masks": lambda x: x[x > 0],
+        "indices": lambda x: x[:, torch.tensor([0, 3])],
+        "put": lambda x: x.clone().index_put_((torch.tensor([1, 2]).to(x.device),), torch.zeros(8).to(x.device)),
+        "out": lambda x: torch.add(x, 1, out=torch.empty(0, device=x.device)),
+        "several": lambda x: torch.cat(torch.topk(x, 3)),
+        "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+        "norm": lambda x: torch.nn.functional.layer_norm(x, (8,)),
+        "foreach": lambda x: torch.stack(torch._foreach_norm([x, x * 2])),
+    }
+    return {name: (case(host), case(host.to(stand_in.NAME)).cpu()) for name, case in cases.items()}
+
+
+def test_values_are_those_of_the_cpu() -> None:
+    for name, (wanted, found) in _on_the_device(_values).items():
+        torch.testing.assert_close(found, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _training() -> list[list[float]]:
+    curves = []
+    for device in ("cpu", stand_in.NAME):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        data = torch.randn(8, 8).to(device)
+        losses = []
+        for _ in range(4):
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = model(data).float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        curves.append([float(loss) for loss in losses])
+    return curves
+
+
+def test_a_model_trains_as_on_the_cpu() -> None:
+    wanted, found = _on_the_device(_training)
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def _read_memory() -> None:
+    tensor = torch.ones(4, device=stand_in.NAME)
+    torch.accelerator.synchronize()
+    import ctypes
+
+    ctypes.string_at(tensor.data_ptr(), 4)
+
+
+def _die() -> None:
+    stand_in.load()
+    _read_memory()
+
+
+def test_the_host_cannot_touch_its_memory() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_die)
+    process.start()
+    process.join()
+    assert process.exitcode == -11  # SIGSEGV
+
+
+def _reads() -> tuple[list[str], list[str]]:
+    tensor = torch.ones(4, device=stand_in.NAME)
+    with host_reads() as none:
+        (tensor * 2).sum()
+        tensor.to("cpu", non_blocking=True)  # into page-locked memory
+    with host_reads() as some:
+        float(tensor[0])
+        bool((tensor > 0).all())
+        tensor.cpu()
+        tensor.nonzero()
+        str(tensor)
+    return none, some
+
+
+def test_what_the_host_reads_is_counted_with_its_line() -> None:
+    none, some = _on_the_device(_reads)
+    assert none == []
+    assert len(some) >= 5
+    assert all("test_stand_in.py" in where for where in some)
+    assert [where.partition(": ")[0] for where in some[:4]] == ["item()", "item()", "copy to the host", "aten::nonzero"]
+
+
+def _streams() -> dict[str, float]:
+    """A product in a side stream, read by the one that computes, with and without waiting for it."""
+    found = {}
+    for waits in (True, False):
+        source = torch.full((4,), 3.0, device=stand_in.NAME)
+        side = torch.Stream(source.device)
+        side.wait_stream(torch.accelerator.current_stream())
+        with late(side=LATE):
+            with side:
+                made = source * 2
+                event = side.record_event()
+            if waits:
+                torch.accelerator.current_stream().wait_event(event)
+            read = made + 0
+            found[f"waits {waits}"] = float(read.nan_to_num(-1)[0])
+    return found
+
+
+def test_who_does_not_wait_for_a_stream_reads_something_else() -> None:
+    found = _on_the_device(_streams)
+    assert found["waits True"] == 6.0
+    assert found["waits False"] != 6.0
+
+
+def _recorded() -> dict[str, float]:
+    """A side stream reads a tensor that is freed meanwhile, and whose memory somebody else takes."""
+    found = {}
+    for records in (True, False):
+        source = torch.full((1000,), 3.0, device=stand_in.NAME)
+        side = torch.Stream(source.device)
+        side.wait_stream(torch.accelerator.current_stream())
+        with late(side=LATE):
+            with side:
+                read = source * 2
+            if records:
+                source.record_stream(side)
+            del source
+            other = torch.full((1000,), 5.0, device=stand_in.NAME)
+            torch.accelerator.synchronize()
+            found[f"records {records}"] = float(read.nan_to_num(-1)[0])
+        del other, read
+    return found
+
+
+def test_memory_is_taken_from_who_has_not_recorded_its_use() -> None:
+    found = _on_the_device(_recorded)
+    assert found["records True"] == 6.0
+    assert found["records False"] != 6.0
+
+
+def _pinned() -> tuple[float, float]:
+    with late(main=LATE):
+        buffer = torch.ones(4).pin_memory()
+        there = buffer.to(stand_in.NAME, non_blocking=True)
+        buffer.fill_(7.0)  # before the copy has been made
+        early = float(there[0])
+        buffer.fill_(1.0)
+        there = buffer.to(stand_in.NAME, non_blocking=True)
+        torch.accelerator.synchronize()
+        buffer.fill_(7.0)
+        return early, float(there[0])
+
+
+def test_a_host_buffer_that_is_used_again_too_early_gives_other_numbers() -> None:
+    assert _on_the_device(_pinned) == (7.0, 1.0)
+
+
+def _memory() -> tuple[int, int, str]:
+    before = torch.standin.memory_allocated()  # type: ignore[attr-defined]
+    tensor = torch.empty(1024, device=stand_in.NAME)
+    held = torch.standin.memory_allocated() - before  # type: ignore[attr-defined]
+    stand_in.load().set_limit(0, before + 8192)
+    try:
+        torch.empty(2048, device=stand_in.NAME)
+    except torch.OutOfMemoryError as error:
+        return held, tensor.nbytes, str(error)
+    return held, tensor.nbytes, ""
+
+
+def test_memory_is_counted_and_can_run_out() -> None:
+    held, size, error = _on_the_device(_memory)
+    assert held == size == 4096
+    assert "standin:0 is out of memory: tried to allocate 8192 bytes" in error
+
+
+def _late_error() -> tuple[bool, str]:
+    table = torch.zeros(3, 2, device=stand_in.NAME)
+    rows = torch.nn.functional.embedding(torch.tensor([7], device=stand_in.NAME), table)
+    try:
+        rows.cpu()
+    except RuntimeError as error:
+        return True, str(error)
+    return False, ""
+
+
+def test_an_error_of_the_device_shows_late() -> None:
+    raised, text = _on_the_device(_late_error)
+    assert raised
+    assert "work that was queued earlier on standin:0 failed: index out of range" in text
+
+
+def _random() -> tuple[bool, bool, bool]:
+    state = torch.standin.get_rng_state()  # type: ignore[attr-defined]
+    host = torch.get_rng_state()
+    first = torch.nn.functional.dropout(torch.ones(100, device=stand_in.NAME))
+    second = torch.nn.functional.dropout(torch.ones(100, device=stand_in.NAME))
+    torch.standin.set_rng_state(state)  # type: ignore[attr-defined]
+    again = torch.nn.functional.dropout(torch.ones(100, device=stand_in.NAME))
+    return torch.equal(first, again), torch.equal(first, second), torch.equal(host, torch.get_rng_state())
+
+
+def test_random_numbers_are_its_own_and_can_be_had_again() -> None:
+    assert _on_the_device(_random) == (True, False, True)

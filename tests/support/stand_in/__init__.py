@@ -1,0 +1,147 @@
+"""A device that is no CPU to anybody who asks, for rehearsing what is written for accelerators: ``standin``.
+
+Made with torch's PrivateUse1. Its memory is closed to the host; its streams work in threads of their own, as late as
+:func:`late` says; what the host reads of it is counted with the line that did it. Values are those of the CPU's
+kernels. ``runtime.h`` has the machine, ``operations.cpp`` what torch asks of it, ``device.cpp`` how torch knows it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import cpp_extension
+
+from rapidformer_templates.planning import environment
+
+HERE = Path(__file__).parent
+SOURCES = ("device.cpp", "operations.cpp", "process_group.cpp", "runtime.cpp")
+NAME = "standin"
+LIBRARY = "stand_in_device"
+SKIP = {
+    "condition": not (shutil.which("c++") and shutil.which("ninja")),
+    "reason": "the stand-in device is built with a C++ compiler and ninja: apt install g++ ninja-build",
+}
+"""For the tests that need it."""
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Build the device, once for this version of its sources and of torch, and make it known to torch.
+
+    Raises:
+        RuntimeError: it cannot be built.
+    """
+    spec = importlib.util.spec_from_file_location(LIBRARY, _built())
+    assert spec is not None
+    assert spec.loader is not None
+    native: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    environment.detect_accelerator.cache_clear()
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _device_module(native))
+    dist.Backend.register_backend(NAME, functools.partial(_group, native), devices=[NAME])
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    return native
+
+
+def _built() -> Path:
+    """The library; whoever comes first builds it, and the others wait."""
+    sources = [*map(HERE.joinpath, SOURCES), HERE / "runtime.h"]
+    content = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rapidformer-stand-in"
+    kept.mkdir(parents=True, exist_ok=True)
+    library = kept / f"{content}-torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}.so"
+    with open(kept / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=kept) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system opens it when a process dies
+        if not library.exists():
+            cpp_extension.load(
+                LIBRARY,
+                [str(source) for source in sources[:-1]],
+                extra_cflags=["-O1", "-g0", "-std=c++20", "-DUSE_C10D_GLOO"],
+                build_directory=folder,
+                is_python_module=False,
+                is_standalone=False,
+            )
+            os.replace(Path(folder) / f"{LIBRARY}.so", library)
+    return library
+
+
+def _group(native: Any, store: Any, rank: int, size: int, timeout: Any) -> Any:
+    return native.Group(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+
+
+def _device_module(native: Any) -> ModuleType:
+    """What torch calls ``torch.standin``."""
+    module: Any = ModuleType(f"torch.{NAME}")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = lambda: 4
+    module.current_device = native.current_device
+    module.set_device = lambda device: native.set_device(_index(device))
+    module.synchronize = lambda device=None: native.synchronize(_index(device))
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.default_generators = [native.default_generator(index) for index in range(4)]
+    module.get_rng_state = lambda device=None: module.default_generators[_index(device)].get_state()
+    module.set_rng_state = lambda state, device=None: module.default_generators[_index(device)].set_state(state)
+    module.manual_seed = lambda seed: module.default_generators[_index(None)].manual_seed(seed)
+    module.manual_seed_all = lambda seed: [generator.manual_seed(seed) for generator in module.default_generators]
+    module._is_in_bad_fork = lambda: False
+    module.memory_allocated = lambda device=None: native.figures(_index(device))[0]
+    module.max_memory_allocated = lambda device=None: native.figures(_index(device))[1]
+    module.reset_peak_memory_stats = lambda device=None: native.reset_peak(_index(device))
+    module.empty_cache = lambda: None
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: stream or nullcontext()
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
+    return module
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return int(torch.accelerator.current_device_index())
+    return device if isinstance(device, int) else torch.device(device).index or 0
+
+
+@contextmanager
+def late(*, main: float = 0.0, side: float = 0.0) -> Iterator[None]:
+    """Streams wait before each piece of work: default streams for ``main`` seconds, others for ``side``."""
+    native = load()
+    native.set_lateness(main, side)
+    try:
+        yield
+    finally:
+        torch.accelerator.synchronize()
+        native.set_lateness(0.0, 0.0)
+
+
+@contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """What the host reads of the device within, each as ``what: file:line``; it waits for the device each time."""
+    native = load()
+    found: list[str] = []
+
+    def note(what: str) -> None:
+        stack = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename][:-1]
+        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "a thread of autograd"
+        found.append(f"{what}: {where}")
+
+    native.on_host_read(note)
+    try:
+        yield found
+    finally:
+        native.on_host_read(None)
