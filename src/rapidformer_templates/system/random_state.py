@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -42,3 +44,14 @@ def restore(tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """All generators seeded anew in the body; after it they are as before."""
+    before = capture()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        restore(*before)
