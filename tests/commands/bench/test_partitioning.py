@@ -118,7 +118,7 @@ def test_ratios_are_of_steps_that_were_made_in_turns() -> None:
 
 
 def test_who_computes_another_loss_is_found_out() -> None:
-    report = Report(PARTITIONING, "tiny", 2, "cpu", global_batch=4)
+    report = Report(PARTITIONING, "tiny", 2, "cpu", global_batch=4, precision=dict.fromkeys(("none", "fsdp"), "fp32"))
     losses = {"none": 4.0, "fsdp": 4.0, "accelerate DDP": 4.1}
     report.runs = {name: [Run([1.0], [{"loss": loss}])] for name, loss in losses.items()}
     measure._check_losses(report)

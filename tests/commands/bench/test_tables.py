@@ -6,14 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from rapidformer_templates.commands.bench import measure
 from rapidformer_templates.commands.bench.cli import EVIDENCE, _command_first, main
 from rapidformer_templates.commands.bench.job_peers import PEERS
-from rapidformer_templates.commands.bench.measure import Request, _why_not, facts_of
+from rapidformer_templates.commands.bench.measure import (
+    Request,
+    _why_not,
+    cpu_is_fast_at_bf16,
+    facts_of,
+    precision_of,
+)
 from rapidformer_templates.commands.bench.report import Report
 from rapidformer_templates.commands.bench.run import _without_launch
 from rapidformer_templates.commands.bench.runs import Run
-from rapidformer_templates.commands.bench.tables import MIXED_PRECISION, PARALLEL, TABLES, UTILISATION
+from rapidformer_templates.commands.bench.tables import MIXED_PRECISION, PARALLEL, PARTITIONING, TABLES, UTILISATION
 from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.registry import switch_options
 
@@ -46,6 +54,24 @@ def test_a_cpu_leaves_out_what_it_is_slow_at() -> None:
     request = Request(UTILISATION, "tiny", 1, "cpu", [], 1, 1)
     assert "--all" in str(_why_not(request, "rapidformer, compiled"))
     assert _why_not(request, "rapidformer") is None
+
+
+@pytest.mark.parametrize(
+    ("instructions", "kinds"),
+    [
+        ({"avx512_bf16": True}, ["bf16", "fp32", "bf16"]),
+        ({"avx512_bf16": False, "avx2": True}, ["fp32", "fp32", "bf16"]),
+    ],
+)
+def test_a_cpu_computes_in_bf16_where_it_has_instructions_for_it(
+    instructions: dict[str, bool], kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    monkeypatch.setattr(measure, "cpu_is_fast_at_bf16", cpu_is_fast_at_bf16.__wrapped__)
+    solutions = UTILISATION.solutions["rapidformer"], PARTITIONING.solutions["fsdp"], PARTITIONING.solutions["mixed"]
+    assert [precision_of(solution, "cpu") for solution in solutions] == kinds
+    refused = _why_not(Request(PARTITIONING, "tiny", 2, "cpu", [], 1, 1), "mixed")
+    assert (refused is None) == instructions["avx512_bf16"]
 
 
 def test_utilisation_is_of_the_turns_and_what_was_measured_around_them() -> None:
@@ -101,8 +127,9 @@ def test_utilisation_is_measured_beside_its_peers(tmp_path: Path, capsys: pytest
     rows = result["solutions"]
     assert set(rows) == {"rapidformer", *UTILISATION.solutions["rapidformer"].peers}
     assert all(0 < row["utilisation"] < 2 for row in rows.values())
+    assert {row["precision"] for row in rows.values()} == {"bf16" if cpu_is_fast_at_bf16() else "fp32"}
     losses = [row["loss"][0] for row in rows.values()]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3 if cpu_is_fast_at_bf16() else 1e-4)
     assert (tmp_path / "mfu.png").stat().st_size > 0
     assert "utilisation" in capsys.readouterr().out
 

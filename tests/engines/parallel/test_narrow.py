@@ -122,6 +122,19 @@ def test_rows_of_a_table_are_summed_in_fp32(padding: int | None) -> None:
     torch.testing.assert_close(table.weight.grad.float(), exact.weight.grad, rtol=2**-7, atol=0)
 
 
+def test_what_hooks_make_of_the_rows_of_a_table_stays() -> None:
+    table = nn.Embedding(5, 8).bfloat16()
+    table.register_forward_hook(lambda module, inputs, output: output * 2)  # as noise on embeddings is added
+    sum_rows_in_fp32(table)
+    ids = torch.arange(4096).reshape(4, 1024) % 4
+    for found in (table(ids), table(input=ids)):
+        assert torch.equal(found, 2 * nn.functional.embedding(ids, table.weight))
+        table.weight.grad = None
+        (found.float().sum() * 0.01).backward()
+        assert table.weight.grad is not None
+        torch.testing.assert_close(table.weight.grad[0, 0].float(), torch.tensor(20.48), rtol=2**-7, atol=0)
+
+
 def test_it_is_a_loop_by_hand(tmp_path: Path) -> None:
     """A model of 16 bits, its gradients in fp32, AdamW over fp32 copies: plain torch."""
     found = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16}", str(tmp_path / "run"))

@@ -110,6 +110,7 @@ def measure(request: Request, advance: Advance = lambda text: None) -> Report:
     solutions, device = request.table.solutions, request.device
     sizes = request.table.scales[request.scale]
     report = Report(request.table, request.scale, request.workers, device, facts_of(sizes))
+    report.precision = {name: precision_of(solution, device) for name, solution in solutions.items()}
     for name in request.chosen:
         why = _why_not(request, name)
         if why:
@@ -119,7 +120,7 @@ def measure(request: Request, advance: Advance = lambda text: None) -> Report:
     for name in able:
         formula = solutions[name].formula
         if formula:
-            width = 4 if precision_of(solutions[name], device) == "fp32" else 2
+            width = 4 if report.precision[name] == "fp32" else 2
             how = replace(ON_HOST if solutions[name].offload else PLAIN, kept_whole=kept_whole)
             report.expected[name] = formula(report.parameters, request.workers, width, how)
     if able:
@@ -138,10 +139,20 @@ def measure(request: Request, advance: Advance = lambda text: None) -> Report:
 
 def precision_of(solution: Solution, device: str) -> str:
     """What a solution computes in on a device."""
-    if solution.precision == "fp32" or (solution.precision == "best" and device == "cpu"):
+    fast_on_cpu = solution.precision == "best" and cpu_is_fast_at_bf16()
+    if solution.precision == "fp32" or (device == "cpu" and solution.precision != "mixed" and not fast_on_cpu):
         return "fp32"
     capability = detect_gpu() if device == "cuda" else None
     return "fp16" if capability and capability < (8, 0) else "bf16"
+
+
+@cache
+def cpu_is_fast_at_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in instructions of its own: AVX512-BF16 or AMX of x86."""
+    import torch
+
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
 
 
 @cache
@@ -157,8 +168,8 @@ def _why_not(request: Request, name: str) -> str | None:
     if solution.package and importlib.util.find_spec(solution.package) is None:
         return f"{solution.package} is not installed"
     if device == "cpu" and not request.everything:
-        if solution.precision == "mixed":
-            return "a CPU has no fast narrow type (--all runs it all the same)"
+        if solution.precision == "mixed" and not cpu_is_fast_at_bf16():
+            return "this CPU has no instructions for bf16 (--all runs it all the same)"
         if "--torch-compile" in solution.flags:
             return "compiling takes longer than it saves on a CPU (--all runs it all the same)"
     if request.workers % solution.divides:
@@ -209,7 +220,7 @@ def _check_losses(report: Report) -> None:
             name: run.figures[0]["loss"]
             for name, runs in report.runs.items()
             for run in runs[-1:]
-            if (kind == "fp32") == (precision_of(solutions[report.of.solution_of(name)], report.device) == "fp32")
+            if (kind == "fp32") == (report.precision[report.of.solution_of(name)] == "fp32")
         }
         middle = statistics.median(losses.values()) if losses else 0.0
         for name, loss in losses.items():

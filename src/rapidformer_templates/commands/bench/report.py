@@ -20,6 +20,7 @@ class Report:
         of: the table.
         scale, workers, device: of the runs.
         parameters: of the model.
+        precision: by solution, what it and its peers compute in.
         flops: of the model, a sample.
         runs: by solution or peer, one of each repeat.
         absent: solutions and peers that could not run here, with the reason.
@@ -32,6 +33,7 @@ class Report:
     workers: int
     device: str
     parameters: list[Facts] = field(default_factory=list)
+    precision: dict[str, str] = field(default_factory=dict)
     flops: float = 0.0
     global_batch: int = 0
     runs: dict[str, list[Run]] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Report:
 
     def _row(self, name: str) -> dict[str, Any]:
         row: dict[str, Any] = {
+            "precision": self.precision[self.of.solution_of(name)],
             "samples_per_second": self.samples_per_second(name),
             "samples_per_second_sd": spread(self.rates(name)),
             "peak_mb": self.peak_mb(name),

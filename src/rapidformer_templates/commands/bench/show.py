@@ -161,7 +161,8 @@ def notes(report: Report) -> list[str]:
         share = report.utilisation(name) if name in report.runs else None
         if goal and share is not None:
             reached = "reached" if share >= goal else "missed"
-            lines.append(f"{name}: utilisation {share:.3f}; goal {goal:.2f}: {reached}")
+            what = f"utilisation in {report.precision[name]}"
+            lines.append(f"{name}: {what} {share:.3f} of a matrix product in it; goal {goal:.2f}: {reached}")
     lines += [f"{name} did not run: {in_short(why)}" for name, why in report.absent.items()]
     for name, why in WHY_DIFFERENT.items():
         if name in report.runs and name in report.expected:

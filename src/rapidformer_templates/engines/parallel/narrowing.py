@@ -68,13 +68,14 @@ def sum_rows_in_fp32(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
             weight, plain = module.weight, module.max_norm is None and not module.scale_grad_by_freq
             if plain and weight.device.type == "cpu" and weight.element_size() == 2 and not isinstance(weight, DTensor):
-                module.register_forward_hook(_look_up)
+                # Before all other hooks: what they make of the rows (noise, for one) is to stay.
+                module.register_forward_hook(_look_up, prepend=True, with_kwargs=True)
 
 
-def _look_up(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    if not output.requires_grad or not inputs:
+def _look_up(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+    if not output.requires_grad:
         return output
-    rows: torch.Tensor = _Rows.apply(module.weight, inputs[0], module.padding_idx)
+    rows: torch.Tensor = _Rows.apply(module.weight, inputs[0] if inputs else named["input"], module.padding_idx)
     return rows
 
 
