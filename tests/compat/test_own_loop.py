@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ class Drawn(Sampler[int]):
 
 
 def loader_of(kind: str) -> DataLoader[Any]:
-    draw = torch.Generator().manual_seed(3)
+    draw = torch.Generator().manual_seed(3 + int(os.environ.get("RANK", 0)))  # each worker has its own
     options: dict[str, Any] = {
         "shuffled": {"shuffle": True, "generator": draw},
         "weighted": {"sampler": WeightedRandomSampler([float(i) for i in range(1, 12)], 11, generator=draw)},
@@ -251,10 +252,11 @@ def test_the_options_of_a_loader_are_kept() -> None:
     assert [found[:, 1].tolist() for found in passes] == [[0, 0, 1, 1]] * 2
     assert len({int(number) for found in passes for number in found[:, 2]}) == 8  # the same processes draw on
     fresh = DataLoader(Where(range(4)), batch_size=2, num_workers=2)
-    draws = []
+    draws, state = [], torch.get_rng_state()
     for seed in (5, 5, 6):
         shared = SharedLoader(fresh, alone(), Sizes(micro_batch=2), seed)
         draws += [torch.cat([batch for step in shared.steps() for batch in step])[:, 2].tolist() for _ in range(2)]
+    assert torch.equal(state, torch.get_rng_state())  # workers that share a replica go on alike
     assert draws[:2] == draws[2:4]
     assert len({tuple(draw) for draw in draws}) == 3  # by the pass and by the seed
 
