@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import pickle
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
 
 from rapidformer_templates import Data, Finetuner, RapidformerError
 from rapidformer_templates.compat import rapidformer
@@ -42,12 +43,12 @@ class Drawn(Sampler[int]):
 
 def loader_of(kind: str) -> DataLoader[Any]:
     draw = torch.Generator().manual_seed(3 + int(os.environ.get("RANK", 0)))  # each worker has its own
-    options: dict[str, Any] = {
+    options: dict[str, dict[str, Any]] = {
         "shuffled": {"shuffle": True, "generator": draw},
         "weighted": {"sampler": WeightedRandomSampler([float(i) for i in range(1, 12)], 11, generator=draw)},
         "drawn": {"sampler": Drawn()},
-    }[kind]
-    return DataLoader(ROWS, batch_size=2, **options)  # type: ignore[arg-type]
+    }
+    return DataLoader(ROWS, batch_size=2, **options[kind])  # type: ignore[arg-type]
 
 
 def build_model() -> nn.Module:
@@ -231,10 +232,13 @@ def test_batches_without_labels_need_their_counts() -> None:
 STARTED = "started"
 
 
-class Where(list[int]):
-    """Samples that say what the process that loads them has been told."""
+class Where(Dataset[torch.Tensor]):
+    """Four samples that say what the process that loads them has been told."""
 
-    def __getitem__(self, index: Any) -> Any:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, getattr(torch, STARTED, -1), int(torch.randint(1 << 30, ()))])
 
 
@@ -244,14 +248,14 @@ def _start(number: int) -> None:
 
 def test_the_options_of_a_loader_are_kept() -> None:
     theirs: DataLoader[Any] = DataLoader(
-        Where(range(4)), batch_size=2, num_workers=2, worker_init_fn=_start, persistent_workers=True, prefetch_factor=3
+        Where(), batch_size=2, num_workers=2, worker_init_fn=_start, persistent_workers=True, prefetch_factor=3
     )
     shared = SharedLoader(theirs, alone(), Sizes(micro_batch=2), seed=5)
     passes = [torch.cat([batch for step in shared.steps() for batch in step]) for _ in range(2)]
     assert [found[:, 0].tolist() for found in passes] == [[0, 1, 2, 3]] * 2
     assert [found[:, 1].tolist() for found in passes] == [[0, 0, 1, 1]] * 2
     assert len({int(number) for found in passes for number in found[:, 2]}) == 8  # the same processes draw on
-    fresh = DataLoader(Where(range(4)), batch_size=2, num_workers=2)
+    fresh: DataLoader[Any] = DataLoader(Where(), batch_size=2, num_workers=2)
     draws, state = [], torch.get_rng_state()
     for seed in (5, 5, 6):
         shared = SharedLoader(fresh, alone(), Sizes(micro_batch=2), seed)
@@ -261,10 +265,15 @@ def test_the_options_of_a_loader_are_kept() -> None:
     assert len({tuple(draw) for draw in draws}) == 3  # by the pass and by the seed
 
 
+def _more_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--words", type=int)
+    return parser
+
+
 def test_arguments_can_be_copied_and_listed() -> None:
     words = ["--lr", "1e-3", "--words", "7"]
     with mock.patch("rapidformer_templates.system.program.arguments", return_value=words):
-        rapidformer.RapidformerEngine(lambda parser: parser.add_argument("--words", type=int) and None)
+        rapidformer.RapidformerEngine(_more_flags)
     args = rapidformer.get_args()
     for same in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
         assert vars(same) == vars(args)
