@@ -82,7 +82,7 @@ class OwnLoop:
         self._to_engine: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._to_script: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._real = 0  # micro batches of this step that the script has still to see
-        self._calls: list[Call] = []  # of the model, for the newest batch
+        self._call: Call | None = None  # the newest of the model
         self._heard: tuple[str, Any] = (DONE, None)  # the engine's last word, which it waits after
         self._is_open = False  # the script has a batch whose loss is wanted
         self._precision = ExitStack()  # that of the loss, while the batch is open
@@ -114,13 +114,11 @@ class OwnLoop:
     def _ask_for_loss(self, model: Any, batch: Batch) -> Any:
         """The hook of the engine: the script's loss of a batch."""
         if not self._real or not torch.is_grad_enabled():
-            if not self._calls:
+            if self._call is None:
                 return model(**batch).loss
-            # A batch that counts for nothing, and that no loop sees: all calls, as the other workers make them.
-            model.output = [_answer(model, call) for call in self._calls]
+            _answer(model, self._call)  # of a batch that counts for nothing, and that no loop sees
             return None
         self._real -= 1
-        self._calls = []
         self._to_script.put((BATCH, batch))
         while True:
             what, value = self._to_engine.get()
@@ -207,8 +205,8 @@ class OwnLoop:
         """The model's output: of the engine for a batch of the loop, else in a forward without gradients."""
         if not self._is_open:
             return self.session.forward(*arguments, **named)
-        self._calls.append((arguments, named, torch.is_grad_enabled()))
-        return self._tell(FORWARD, self._calls[-1])
+        self._call = arguments, named, torch.is_grad_enabled()
+        return self._tell(FORWARD, self._call)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Hand the loss of the batch over."""
