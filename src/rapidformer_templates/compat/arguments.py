@@ -17,29 +17,48 @@ ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
 class Arguments:
-    """Values of flags by their names, as attributes; those of the library cannot be set."""
+    """Values of flags by their names, as attributes; those of the library cannot be set.
+
+    ``vars`` has them all. A copy, or what is pickled, is a plain namespace of the values as they are then.
+    """
+
+    __slots__ = ("_config", "_own")
 
     def __init__(self, config: Callable[[], RunConfig], own: argparse.Namespace) -> None:
-        self.__dict__.update(_config=config, _own=own)
+        object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_own", own)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        config = self._config()
+        return {name: config.get(name) for name in sorted(_library_flags())} | vars(self._own)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return argparse.Namespace, (), vars(self)
+
+    def __contains__(self, name: str) -> bool:
+        return name in vars(self)
+
+    def __repr__(self) -> str:
+        return repr(argparse.Namespace(**vars(self)))
 
     def __getattr__(self, name: str) -> Any:
-        own: argparse.Namespace = self.__dict__["_own"]
-        if hasattr(own, name):
-            return getattr(own, name)
+        if hasattr(self._own, name):
+            return getattr(self._own, name)
         if name in _library_flags():
-            return self.__dict__["_config"]().get(name)
+            return self._config().get(name)
         raise AttributeError(
             f"there is no flag {spelling(name)}: add it by RapidformerEngine(extra_args_provider=…), "
             "or look for its name here with rapidformer --help"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _library_flags() and value != self.__dict__["_config"]().get(name):
+        if name in _library_flags() and value != self._config().get(name):
             raise ConfigError(
                 f"args.{name} = {value!r} would change nothing: flags are looked at before the script sets it",
                 hint=f"give {spelling(name)} on the command line",
             )
-        setattr(self.__dict__["_own"], name, value)
+        setattr(self._own, name, value)
 
 
 def _library_flags() -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,12 +18,12 @@ import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from rapidformer_templates.compat.shared_loader import SharedLoader, checked_loader, micro_batch_of
+from rapidformer_templates.compat.targets import checked_targets
 from rapidformer_templates.data.loader import to_device
 from rapidformer_templates.data.types import Batch
 from rapidformer_templates.errors import ConfigError, RapidformerError
-from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.run.session import Session, open_session
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.trainer import composed
@@ -35,6 +36,12 @@ STEP, FORWARD, LOSS, UPDATE, LEAVE = "step", "forward", "loss", "update", "leave
 BATCH, OUTPUT, FAILED, READY, DONE, ERROR = "batch", "output", "failed", "ready", "done", "error"
 """What the engine tells the script: a batch whose loss it wants, the model's output or its error, that all gradients
 are there, that the step is made, or that it is not."""
+
+UNCOUNTED = "the loop's loss", "engine.compose(…, count_targets=function): from a batch to the number of its targets"
+"""What is said where nothing tells the weight of a batch."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any], bool]
+"""Arguments, named ones, and whether gradients are wanted."""
 
 
 class _Ended(BaseException):
@@ -56,9 +63,11 @@ class OwnLoop:
         optimizer: Any,
         scheduler_fn: Callable[[Any], LRScheduler] | None,
         loader: Any,
+        count_targets: Callable[[Batch], float] | None,
     ) -> None:
-        _check_loader(loader)
-        template = composed(model, optimizer, self._ask_for_loss, None, engine.words, {})
+        size = micro_batch_of(checked_loader(loader), engine.template_of_flags.config)
+        count = count_targets or (lambda batch: checked_targets(template, batch, *UNCOUNTED))
+        template = composed(model, optimizer, self._ask_for_loss, count, engine.words, size)
         engine.template = template
         if template.config.get("pipeline_model_parallel_size") != 1:
             raise ConfigError(
@@ -67,18 +76,28 @@ class OwnLoop:
                 hint="write a Trainer with compute_loss(model, batch), or rapidformer_templates.compose()",
             )
         self.session: Session = open_session(template, None, None, reads_flags=True)
-        self._loader, self._passes = loader, 0
-        self._seed = template.config.training.seed
+        self._theirs = loader
+        self._loader = SharedLoader(
+            loader, self.session.workers, self.session.plan.sizes, template.config.training.seed
+        )
         self._to_engine: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._to_script: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._real = 0  # micro batches of this step that the script has still to see
-        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._call: Call | None = None  # the newest of the model
         self._heard: tuple[str, Any] = (DONE, None)  # the engine's last word, which it waits after
         self._is_open = False  # the script has a batch whose loss is wanted
+        self._precision = ExitStack()  # that of the loss, while the batch is open
         self.is_last = True  # of the micro batches of its step
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         self.model, self.optimizer = ComposedModel(self), ComposedOptimizer(self)
-        self.scheduler = ComposedScheduler(self, scheduler_fn)
+        by_flags = scheduler_fn is None and optimizer is None
+        self.scheduler = ComposedScheduler(self, scheduler_fn, by_flags=by_flags)
+
+    def __getattr__(self, name: str) -> Any:
+        """As of the loader that was given: ``dataset``, ``batch_size``, ``sampler``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._theirs, name)
 
     # In the thread of the engine.
 
@@ -97,8 +116,7 @@ class OwnLoop:
         if not self._real or not torch.is_grad_enabled():
             if self._call is None:
                 return model(**batch).loss
-            arguments, named = self._call  # of a batch that counts for nothing, and that no loop sees
-            model(*arguments, **named)
+            _answer(model, self._call)  # of a batch that counts for nothing, and that no loop sees
             return None
         self._real -= 1
         self._to_script.put((BATCH, batch))
@@ -109,7 +127,7 @@ class OwnLoop:
             if what != FORWARD:
                 raise _Ended
             try:
-                self._to_script.put((OUTPUT, model(*value[0], **value[1])))
+                self._to_script.put((OUTPUT, _answer(model, value)))
             except Exception as error:  # it is the script's to catch
                 self._to_script.put((FAILED, error))
 
@@ -138,42 +156,36 @@ class OwnLoop:
 
     def __len__(self) -> int:
         """Batches that this worker sees in a pass."""
-        return sum(len(step) for step in self._steps())
-
-    def _steps(self) -> list[list[list[int]]]:
-        """The samples of this worker's micro batches, by step."""
-        workers, sizes = self.session.workers, self.session.plan.sizes
-        batches, many = list(self._loader.batch_sampler), sizes.data * sizes.accumulation
-        steps = [batches[first : first + many] for first in range(0, len(batches), many)]
-        return [step[workers.data_rank :: workers.data] for step in steps]
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        sampler = getattr(self._loader.batch_sampler, "sampler", None)
-        if isinstance(sampler, RandomSampler):  # all workers must draw alike
-            sampler.generator = torch.Generator().manual_seed(self._seed + self._passes)
-        steps = self._steps()
-        self._passes += 1
-        batches = iter(_loading(self._loader, [batch for step in steps for batch in step]))
-        for step in steps:
-            yield from self._stepping([next(batches) for _ in step])
+        for batches in self._loader.steps():
+            yield from self._stepping(batches)
 
     def _stepping(self, batches: list[Batch]) -> Iterator[Batch]:
         """The batches of one step, each while the engine waits for its loss."""
+        self._leave()  # an iterator that somebody still holds
         self._real, self.is_last = len(batches), not batches
         try:
             self._tell(STEP, batches)
             for number in range(len(batches)):
                 self._is_open, self.is_last = True, number == len(batches) - 1
+                self._precision.enter_context(self.session.precision())
                 yield self._heard[1]
                 self._check_body()
             if not batches:  # the others need this worker for the last step
                 self.optimizer.step()
         finally:
-            if self._heard[0] in (BATCH, OUTPUT, FAILED, READY):
-                self._to_engine.put((LEAVE, None))
-                while self._heard[0] not in (DONE, ERROR):
-                    self._heard = self._to_script.get()
-            self._is_open, self.is_last = False, True
+            self._leave()
+
+    def _leave(self) -> None:
+        """End a step that is not done: its gradients are dropped."""
+        self._precision.close()
+        if self._heard[0] in (BATCH, OUTPUT, FAILED, READY):
+            self._to_engine.put((LEAVE, None))
+            while self._heard[0] not in (DONE, ERROR):
+                self._heard = self._to_script.get()
+        self._is_open, self.is_last = False, True
 
     def _check_body(self) -> None:
         """Whether the script has done with its batch what a step needs."""
@@ -193,7 +205,7 @@ class OwnLoop:
         """The model's output: of the engine for a batch of the loop, else in a forward without gradients."""
         if not self._is_open:
             return self.session.forward(*arguments, **named)
-        self._call = arguments, named
+        self._call = arguments, named, torch.is_grad_enabled()
         return self._tell(FORWARD, self._call)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -203,6 +215,7 @@ class OwnLoop:
                 "engine.backward(loss) without a batch of the composed loader", hint="call it once for each batch"
             )
         self._is_open = False
+        self._precision.close()
         self._tell(LOSS, loss)
 
     def update(self) -> None:
@@ -215,20 +228,25 @@ class OwnLoop:
 
     def evaluating(self, loader: Any) -> OnDevice:
         """The batches of an evaluation."""
-        return OnDevice(loader, self.session.workers.device)
+        return OnDevice(loader, self.session)
 
 
 class OnDevice:
-    """The batches of an evaluation, all of them on each worker."""
+    """The batches of an evaluation, all of them on each worker; a loss of theirs has the precision of a run's."""
 
-    def __init__(self, loader: Any, device: torch.device) -> None:
-        self.loader, self.device = loader, device
+    def __init__(self, loader: Any, session: Session) -> None:
+        self.loader, self.session = loader, session
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (to_device(batch, self.device) for batch in self.loader)
+        for batch in self.loader:
+            with self.session.precision():
+                yield to_device(batch, self.session.workers.device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
 
 class ComposedModel:
@@ -271,14 +289,16 @@ class ComposedOptimizer:
 class ComposedScheduler:
     """The script's scheduler, over an optimizer of no meaning: what counts is its share of the peak rate."""
 
-    def __init__(self, loop: OwnLoop, make: Callable[[Any], LRScheduler] | None) -> None:
-        self._loop = loop
+    def __init__(self, loop: OwnLoop, make: Callable[[Any], LRScheduler] | None, *, by_flags: bool) -> None:
+        self._loop, self._by_flags = loop, by_flags
         self._scheduler = None if make is None else make(SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
 
     @property
     def share(self) -> float:
-        """Of the peak rate, after as many ``step`` as there were."""
-        return 1.0 if self._scheduler is None else float(self._scheduler.get_last_lr()[0])
+        """Of the peak rate, after as many ``step`` as there were; of the flags' optimizer alone, by the flags."""
+        if self._scheduler is not None:
+            return float(self._scheduler.get_last_lr()[0])
+        return self._loop.session.share if self._by_flags else 1.0
 
     def step(self) -> None:
         """The next step's rate; it counts once for the micro batches of a step."""
@@ -291,19 +311,8 @@ class ComposedScheduler:
         return [float(group["lr"]) for group in self._loop.session.param_groups]
 
 
-def _check_loader(loader: Any) -> None:
-    """Refuse a loader whose batches cannot be shared over the workers."""
-    if not isinstance(loader, DataLoader) or not isinstance(loader.batch_sampler, BatchSampler):
-        raise ConfigError(
-            f"the train_dataloader is of type {type(loader).__name__}, and no samples of its batches are known",
-            where="engine.compose(train_dataloader=…)",
-            hint=f"give a torch DataLoader over a data set with a length, of {spelling('micro_batch_size')} samples",
-        )
-
-
-def _loading(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
-    """The same loader for these batches alone."""
-    return DataLoader(
-        loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn, num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory, generator=torch.Generator(),
-    )  # fmt: skip
+def _answer(model: Any, call: Call) -> Any:
+    """What the model puts out for a call that was made in another thread."""
+    arguments, named, has_gradients = call
+    with torch.set_grad_enabled(has_gradients):
+        return model(*arguments, **named)

@@ -19,6 +19,7 @@ from torch import nn
 from rapidformer_templates import finetuner, pretrainer
 from rapidformer_templates.compat.arguments import Arguments, ExtraArgs, Timers, split_own
 from rapidformer_templates.compat.own_loop import OwnLoop
+from rapidformer_templates.compat.targets import checked_targets
 from rapidformer_templates.data.loader import eval_requests, load, sample_lengths, to_device
 from rapidformer_templates.data.targets import samples_in
 from rapidformer_templates.data.types import Batch, Data
@@ -67,10 +68,11 @@ class RapidformerEngine:
         RapidformerEngine.current = self
 
     def _config(self) -> RunConfig:
-        return (self.template or self._plain).config
+        return (self.template or self.template_of_flags).config
 
     @cached_property
-    def _plain(self) -> Trainer:
+    def template_of_flags(self) -> Trainer:
+        """What the flags say before there is a script's template."""
         return Trainer(self.words)
 
     def compose(
@@ -82,8 +84,15 @@ class RapidformerEngine:
         eval_dataloader: Any = None,
         *,
         model_obj: nn.Module | None = None,
+        count_targets: Callable[[Batch], float] | None = None,
     ) -> tuple[Any, ...]:
-        """What was given, in this order, for a loop of one's own with :meth:`backward`.
+        """What was given, in this order, for a loop of one's own with :meth:`backward`; and always an optimizer.
+
+        Without one it is that of ``--optimizer`` and ``--lr``, for the loop's ``optimizer.step()`` is the update;
+        without a scheduler, too, its rate follows ``--train-iters`` and ``--lr-decay-style``.
+
+        Args:
+            count_targets: how many targets the loss of a batch is a mean over; by default the labels that are not -100.
 
         Raises:
             ConfigError: something that such a loop cannot do without is not given.
@@ -95,7 +104,7 @@ class RapidformerEngine:
                 "engine.compose needs the model and the train_dataloader: a step is made of the loader's batches",
                 hint="engine.compose(model=…, optimizer=…, lr_scheduler_fn=…, train_dataloader=…)",
             )
-        self._loop = OwnLoop(self, model, optimizer, lr_scheduler_fn, train_dataloader)
+        self._loop = OwnLoop(self, model, optimizer, lr_scheduler_fn, train_dataloader, count_targets)
         parts = (self._loop.model, self._loop.optimizer, lr_scheduler_fn and self._loop.scheduler, self._loop)
         evaluates = None if eval_dataloader is None else self._loop.evaluating(eval_dataloader)
         return tuple(part for part in (*parts, evaluates) if part is not None)
@@ -285,15 +294,8 @@ class _Template:
         return result[0] if isinstance(result, tuple) else result
 
     def _count(self, template: Trainer, batch: Batch) -> float:
-        named = isinstance(batch, Mapping) or hasattr(batch, "get")
-        sizes = template.plan.sizes
-        if not (named and "labels" in batch) and sizes.data * sizes.accumulation > 1:
-            raise RapidformerError(
-                "nothing tells what the loss of run_forward_step is a mean over: the batch has no 'labels'",
-                where=f"{sizes.data * sizes.accumulation} micro batches a step, which must be weighed",
-                hint="write count_targets(self, batch): the number of targets, such as batch['loss_mask'].sum()",
-            )
-        return self.ours.count_targets(template, batch)
+        hint = "write count_targets(self, batch): the number of targets, such as batch['loss_mask'].sum()"
+        return checked_targets(template, batch, "the loss of run_forward_step", hint)
 
     def _metrics(self, template: Trainer) -> Mapping[str, float]:
         compute: Callable[..., Any] = self.run_compute_metrics  # type: ignore[attr-defined]

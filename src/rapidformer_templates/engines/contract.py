@@ -122,6 +122,9 @@ class Engine(Protocol):
     def frozen(self, model: nn.Module) -> nn.Module:
         """A second model, which is never trained, divided over the workers as the engine divides the trained one."""
 
+    def precision(self) -> AbstractContextManager[Any]:
+        """What ``compute_loss`` is called in: autocast, where the engine computes in 16 bits."""
+
     def measuring(self) -> AbstractContextManager[nn.Module]:
         """The model for a forward that leaves no trace: random numbers, buffers and gradients are as before it."""
 

@@ -137,7 +137,7 @@ class SingleEngine:
         """Around the forward and backward of a micro batch; gradients are exchanged in the last one."""
         return nullcontext()
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
         if self.compute_type is None:
             return nullcontext()
         return torch.autocast(self.workers.device.type, dtype=self.compute_type)
@@ -299,7 +299,7 @@ class SingleEngine:
         later = self._outcomes.counted if self._outcomes else None
         # A batch that counts for nothing is no second look at its samples for batch norm.
         kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
-        with self._precision(), self._ahead_of(microbatch, batch), kept:
+        with self.precision(), self._ahead_of(microbatch, batch), kept:
             loss = weighted_loss(self.compute_loss, self._callable, batch, microbatch, weight, later, zeros=zeros)
         if microbatch.targets == 0 and not microbatch.idle:
             self._count_as_reached(reached_parameters(loss))
@@ -353,7 +353,7 @@ class SingleEngine:
     def eval_batch(self, microbatch: MicroBatch, compute_loss: ComputeLoss | None = None) -> tuple[float, Any]:
         batch = to_device(microbatch.batch, self.workers.device)
         recorder = Recorder(self._callable)
-        with self._precision():
+        with self.precision():
             result = (compute_loss or self.compute_loss)(recorder, batch)
         if microbatch.idle or microbatch.targets == 0:
             return 0.0, recorder.output
@@ -363,7 +363,7 @@ class SingleEngine:
     @contextmanager
     def measuring(self) -> Iterator[nn.Module]:
         """The model for a forward that leaves no trace: random numbers, buffers and gradients are as before it."""
-        with without_trace(self.model), self._precision():
+        with without_trace(self.model), self.precision():
             yield self.model
 
     _averages = False

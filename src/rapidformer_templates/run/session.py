@@ -6,7 +6,7 @@ import atexit
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -176,6 +176,11 @@ class Session:
         """Optimizer steps that are done, with those before :meth:`load`."""
         return self._position.step
 
+    @property
+    def share(self) -> float:
+        """Of the peak rate, in the next step, as the schedule says."""
+        return self._schedule(self.steps)
+
     def step(self, batches: Sequence[Batch], share: float | Callable[[], float] | None = None) -> StepResult:
         """One optimizer step: forward and backward of the micro batches, clipping, update.
 
@@ -198,9 +203,7 @@ class Session:
         if first:
             self._check_replicas(microbatches)
         with self._located(self.steps), self._receipts.watch(microbatches) if first else nullcontext():
-            result = self._engine.train_batch(
-                microbatches, targets, self._schedule(self.steps) if share is None else share
-            )
+            result = self._engine.train_batch(microbatches, targets, self.share if share is None else share)
         self._receipts.count(microbatches)
         if first:
             self._receipts.check()
@@ -284,6 +287,10 @@ class Session:
         """What the model puts out, without gradients and without a trace; every worker must call it alike."""
         nothing = MicroBatch((arguments, named), [], idle=True)
         return self._engine.eval_batch(nothing, lambda model, batch: model(*batch[0], **batch[1]))[1]
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """What a loss is computed in; ``compute_loss`` is called in it, a loss of your own loop's may be."""
+        return self._engine.precision()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

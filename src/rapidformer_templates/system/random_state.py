@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -47,3 +49,14 @@ def restore(tensors: dict[str, torch.Tensor], text: dict[str, str]) -> None:
     device = accelerator.current()
     if device is not None and device.type in tensors:
         accelerator.set_random_state(device, tensors[device.type])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """All generators seeded anew in the body; after it they are as before."""
+    before = capture()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        restore(*before)

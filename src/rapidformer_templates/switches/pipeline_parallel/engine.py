@@ -80,7 +80,7 @@ class PipelineEngine(ParallelEngine):
         """The user's hook, in a part that does not end with the loss."""
         batch = to_device(microbatch.batch, self.workers.device)
         kept = kept_buffers(self.model) if microbatch.idle else nullcontext()
-        with self._precision(), self._ahead_of(microbatch, batch), kept:
+        with self.precision(), self._ahead_of(microbatch, batch), kept:
             return self.compute_loss(self.model, batch)
 
     def stage_of(self, part: int) -> int:
