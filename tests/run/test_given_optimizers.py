@@ -302,8 +302,7 @@ def test_workers_of_a_call_are_not_those_of_the_next(monkeypatch: pytest.MonkeyP
     assert template.config.origin("nproc_per_node") == "default"
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {}, "zero-3": {"zero_3_memory_optimization": True}, "fsdp": {
-    "fsdp_memory_optimization": True}}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {}, "zero-3": {"zero_3_memory_optimization": True}}
 
 
 def _everywhere(workers: Any, folder: str) -> dict[str, Any]:
