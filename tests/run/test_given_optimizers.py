@@ -43,7 +43,7 @@ class Signed(Optimizer):
     def __init__(self, params: Any, lr: float = 1e-2, **kwargs: Any) -> None:
         super().__init__(params, {"lr": lr, "keep": 0.0, **kwargs})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -118,7 +118,7 @@ def by_torch(
     for step in range(steps):
         total, numbers = compute_loss(model, batch_of(step))
         loss = total / numbers
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         rates.append([float(group["lr"]) for group in optimizer.param_groups])
         optimizer.step()
@@ -152,7 +152,7 @@ def by_session(make: Make, schedule: Schedules | None = None) -> tuple[list[floa
         adamw,
         lambda model: Told(model.parameters(), lr=1e-2, keep=0.5),
         lambda model: Widened(model.parameters(), lr=2e-2, betas=(0.5, 0.6), maximize=True),
-        lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, betas=[0.5, 0.6], fused=True),
+        lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.5, 0.6), fused=True),
     ],
     ids=["groups", "another-package", "hands-on", "fused"],
 )
