@@ -48,7 +48,7 @@ from rapidformer_templates.run import afterwards, configure, sent
 from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.callbacks import Callback, checked_callbacks
 from rapidformer_templates.run.handover import at_the_door, is_asked_for
-from rapidformer_templates.run.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook
+from rapidformer_templates.run.own_hooks import OF_THE_DATA, OF_THE_MODEL, OF_THE_TOKENIZER, hook, hooks_of
 from rapidformer_templates.run.session import Session, open_session, same_weights
 from rapidformer_templates.system import program
 from rapidformer_templates.system.launch import is_worker
@@ -228,8 +228,10 @@ class Trainer:
             self._take("the process that started the workers", {**values, **several})
 
     def _take(self, origin: str, values: Mapping[str, Any]) -> None:
-        self.config = self.config.replace(origin, **values)
-        self.flags = self.config.user
+        self._use(self.config.replace(origin, **values))
+
+    def _use(self, config: RunConfig) -> None:
+        self.config, self.flags = config, config.user
         for name in ("plan", "task"):
             self.__dict__.pop(name, None)
 
@@ -280,9 +282,17 @@ class Trainer:
             RapidformerError: a mistake that you can mend; nothing was started if it could be seen before.
         """
         sends = workers is not None or not program.is_script()
+        asked = self.config
         if workers is not None:
             where = "fit(workers=…)"
             self._take(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
+        try:
+            return self._fit(sends)
+        finally:
+            if workers is not None:
+                self._use(asked)  # the workers of this call are not those of the next one
+
+    def _fit(self, sends: bool) -> dict[str, Any]:
         at_the_door(self)
         self._model = self._weights = self._engine = None
         self._elsewhere = False
@@ -425,15 +435,30 @@ def compose(
         SystemExit: the workers that this process has started are done.
     """
     template = composed(model, optimizer, compute_loss, count_targets, argv, switches)
-    options = _given(template.config, "lr", "weight_decay")
-    if options and optimizer is not None and not isinstance(optimizer, TAKES_OPTIONS):
-        name = next(iter(options))
-        raise ConfigError(
-            f"{spelling(name)} has nothing to act on: the optimizer brings its own",
-            where=template.config.origin(name),
-            hint="leave it out, or give the optimizer's class",
-        )
-    return open_session(template, None if schedule is None else as_schedule(schedule), example)
+    if optimizer is not None:
+        _check_options(template, OF_A_CLASS if isinstance(optimizer, TAKES_OPTIONS) else ())
+    steps = template.config.training.train_iters
+    return open_session(template, None if schedule is None else as_schedule(schedule, steps), example)
+
+
+OF_A_CLASS = ("lr", "weight_decay")
+"""Flags that become options of an optimizer's class."""
+
+
+def _check_options(template: Trainer, taken: Sequence[str]) -> None:
+    """Refuse flags that act through the library's own optimizer alone, beside one of the user's.
+
+    Raises:
+        ConfigError: such a flag was given.
+    """
+    for name in sorted(hooks_of(Trainer)["build_optimizer"] - {*taken}):
+        if name in template.config.origins:
+            raise ConfigError(
+                f"{spelling(name)} has nothing to act on: the optimizer brings its own options",
+                where=template.config.origin(name),
+                hint="leave it out and give the optimizer that option"
+                + (", or give the optimizer's class" if name in OF_A_CLASS else ", or leave out the optimizer"),
+            )
 
 
 def composed(
@@ -453,7 +478,7 @@ def composed(
     if optimizer is not None:
         # Once, while the model still has the parameters that an optimizer was made for: switches replace some of them.
         recipe = cache(lambda *names: as_recipe(optimizer, model, _given(template.config, *names)))
-        hooks["build_optimizer"] = lambda self: recipe("lr", "weight_decay")
+        hooks["build_optimizer"] = lambda self: recipe(*OF_A_CLASS)
     if compute_loss is not None:
         hooks["compute_loss"] = lambda self, model, batch: compute_loss(model, batch)
     if count_targets is not None:

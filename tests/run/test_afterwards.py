@@ -153,7 +153,7 @@ summaries = [one.fit(), two.fit(workers=2)]
 assert summaries[1]["metrics"] == two.evaluate(), summaries
 assert torch.allclose(one.model.weight, two.model.weight, rtol=0, atol=1e-7)
 assert np.allclose(losses[0].seen, losses[1].seen, rtol=1e-6) and len(losses[1].seen) == 10
-assert two.config.launch.nproc_per_node == 2
+assert two.config.launch.nproc_per_node is None  # the workers were those of that call
 print("trained")
 try:
     Fails(micro_batch_size=2, **flags).fit(workers=2)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from examples import own_loop
 from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose
-from rapidformer_templates.engines.given_optimizer import as_recipe, as_schedule
+from rapidformer_templates.engines.given_optimizer import as_recipe
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory, Refused
 from tests.support.worker_group import run_in_workers
 
@@ -292,17 +292,6 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused(make: Any, told: str) 
 def test_a_rate_beside_a_recipe_is_refused() -> None:
     with pytest.raises(ConfigError, match="--lr has nothing to act on"):
         compose(own_loop.build_model, OptimizerSpec(torch.optim.SGD, {"lr": 0.1}), device="cpu", lr=1e-3)
-
-
-def test_schedules_that_are_none_of_steps_are_refused() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([{"params": [parameter]}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=1.0)
-    with pytest.raises(ConfigError, match="not by the step"):
-        as_schedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
-    uneven = as_schedule(LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5**step]))
-    assert uneven(0) == 1.0
-    with pytest.raises(ConfigError, match="different shares"):
-        uneven(1)
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ class _Template:
 
     def _schedule(self, template: Trainer, total: int) -> Any:
         scheduler = self._provided[2]
-        return self.ours.build_scheduler(template, total) if scheduler is None else as_schedule(scheduler)
+        return self.ours.build_scheduler(template, total) if scheduler is None else as_schedule(scheduler, total)
 
     def _loss(self, batch: Batch, model: Any) -> Any:
         step: Callable[..., Any] = self.run_forward_step  # type: ignore[attr-defined]

@@ -6,8 +6,9 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -20,6 +21,11 @@ WHERE = "compose(model, optimizer, …)"
 TAKES_OPTIONS = (type, partial)
 """What has no options of its own, or not all of them."""
 AS_RECIPE = "give a recipe: OptimizerSpec(torch.optim.AdamW, {'lr': …}), or the class itself"
+
+MARKS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+"""Of a group, what is none of its options: its parameters, and what schedulers of torch note."""
+AHEAD = 10_000
+"""The most steps of a scheduler that are looked at before the first."""
 
 
 def as_recipe(
@@ -55,19 +61,92 @@ def _recipe_of(optimizer: Optimizer, model: object) -> OptimizerSpec:
             f"the {kind.__name__} was made for parameters of no known model", where=WHERE,
             hint="give the model itself beside it, not a function that builds one; or " + AS_RECIPE,
         )  # fmt: skip
-    if optimizer.state:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ConfigError(
-            f"the {kind.__name__} has made steps already, and its state cannot be divided", where=WHERE,
-            hint="compose before the first step; session.load() takes up what session.save() has written",
+            f"the {kind.__name__} has hooks around its step, which are not those of one that is made anew", where=WHERE,
+            hint="do what they do before and after session.step(…)",
         )  # fmt: skip
-    takes = list(inspect.signature(kind).parameters.values())[1:]
-    missing = [p.name for p in takes if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    missing = [name for name in missing if name not in optimizer.defaults]
+    takes, told = _taken_by(kind), {**vars(optimizer), **optimizer.defaults}
+    missing = [name for name in takes if name not in told]
     if missing:
         raise ConfigError(f"nothing tells the {', '.join(missing)} of the {kind.__name__}", where=WHERE, hint=AS_RECIPE)
-    known = {parameter.name for parameter in takes}
-    kwargs = {name: value for name, value in optimizer.defaults.items() if name in known}
-    return OptimizerSpec(kind, kwargs, _by_name(optimizer, model))
+    recipe = OptimizerSpec(kind, {name: told[name] for name in takes}, _by_name(optimizer, model))
+    _check_is_the_same(optimizer, recipe, model)
+    return recipe
+
+
+def _taken_by(kind: type[Optimizer]) -> list[str]:
+    """The options that a class takes; what it hands on to its base is the base's."""
+    takes: list[str] = []
+    for base in kind.__mro__[: kind.__mro__.index(Optimizer)]:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[
+            2:
+        ]  # without self and the groups
+        takes += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return takes
+
+
+def _check_is_the_same(optimizer: Optimizer, recipe: OptimizerSpec, model: nn.Module) -> None:
+    """Refuse an optimizer that is another one when it is made anew: its class keeps to itself what it was given.
+
+    Raises:
+        ConfigError: it cannot be made anew, or differs in an option.
+    """
+    name = type(optimizer).__name__
+    hint = f"give a function that makes it: lambda groups: {name}(groups, …), with all of its options"
+    trained = [(canonical_name(n), parameter) for n, parameter in model.named_parameters() if parameter.requires_grad]
+    try:
+        again = recipe.build(trained, recipe.differences(trained))
+    except Exception as error:  # of a class of the user's own
+        message = f"the {name} cannot be made anew with {', '.join(recipe.kwargs) or 'no options'}: {error}"
+        raise ConfigError(message, where=WHERE, hint=hint) from error
+    if not _same_state(optimizer, again):
+        raise ConfigError(
+            f"the {name} has made steps already, and its state cannot be divided", where=WHERE,
+            hint="compose before the first step; session.load() takes up what session.save() has written",
+        )  # fmt: skip
+    of_groups = {id(parameter): group for group in again.param_groups for parameter in group["params"]}
+    plain = {key: v for key, v in vars(optimizer).items() if key[0] != "_" and isinstance(v, int | float | str)}
+    pairs = [(optimizer.defaults, again.defaults), (plain, vars(again))] + [
+        (_options_of(group), of_groups[id(parameter)])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in of_groups  # of a frozen one nothing is updated
+    ]
+    for given, made in pairs:
+        for option, value in given.items():
+            if option not in made or not _equal(made[option], value):
+                became = f"became {made[option]}" if option in made else "was lost"
+                raise ConfigError(
+                    f"{option}={value} of the {name} {became} when it was made anew", where=WHERE, hint=hint
+                )
+
+
+def _same_state(optimizer: Optimizer, fresh: Optimizer) -> bool:
+    """Whether nothing has come to the state that an optimizer begins with: most begin with none, Adagrad with sums."""
+    for parameter, state in optimizer.state.items():
+        begun = fresh.state.get(parameter, {}) if parameter.requires_grad else state
+        if begun.keys() != state.keys() or not all(_equal(value, begun[key]) for key, value in state.items()):
+            return False
+    return True
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group was made with; a scheduler of torch has changed its rate, and left its own marks."""
+    own = {key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key not in MARKS}
+    return {**own, "lr": group["initial_lr"]} if "initial_lr" in group else own
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or bool(one == other)
 
 
 def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parameter], Mapping[str, Any]]:
@@ -75,8 +154,9 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parame
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     different: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        values = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # a scheduler of torch has changed it
-        own = {k: v for k, v in values.items() if k in optimizer.defaults and v != optimizer.defaults[k]}
+        defaults = optimizer.defaults
+        own = {k: v for k, v in _options_of(group).items() if k not in defaults or not _equal(v, defaults[k])}
+        _check_can_be_grouped(own, type(optimizer).__name__)
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
@@ -94,32 +174,86 @@ def _by_name(optimizer: Optimizer, model: nn.Module) -> Callable[[str, nn.Parame
     return lambda name, parameter: different.get(name, {})  # what a switch has added takes the defaults
 
 
-def as_schedule(schedule: Schedule | LRScheduler | Callable[[Optimizer], LRScheduler]) -> Schedule:
+def _check_can_be_grouped(options: Mapping[str, Any], name: str) -> None:
+    """Refuse options by which parameters cannot be grouped anew."""
+    for option, value in options.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise ConfigError(
+                f"{option}={value} of a group of the {name} is a {type(value).__name__}, by which parameters cannot "
+                "be grouped anew", where=WHERE, hint="give it a number, a text or a tuple",
+            ) from None  # fmt: skip
+
+
+def as_schedule(schedule: Schedule | LRScheduler, steps: int | None = None) -> Schedule:
     """The schedule that a scheduler of torch stands for, whose optimizer never steps; others are left as they are.
 
+    Args:
+        steps: how many are looked at now; without it two.
+
     Raises:
-        ConfigError: it is none of steps alone, or its groups have different shares.
+        ConfigError: it goes by something else than the step, changes something else than the rate, or has different
+            shares for its groups; at once, or, of a later step, when that comes.
     """
     if not isinstance(schedule, LRScheduler):
-        return schedule  # type: ignore[return-value]
+        return schedule
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(
             "ReduceLROnPlateau goes by a metric, not by the step", where="schedule",
             hint="give the share of each step: session.step(batches, share=…)",
         )  # fmt: skip
-    peaks = [float(group["initial_lr"]) for group in schedule.optimizer.param_groups]
-    shares: list[float] = []
+    share = _Shares(schedule)
+    share(min(steps or 2, AHEAD) - 1)
+    return share
 
-    def share(step: int) -> float:
-        while len(shares) <= step:
-            if shares:
+
+class _Shares:
+    """The share of each step, from a scheduler that is stepped on and remembered: a session may begin anywhere."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler, self._groups = scheduler, scheduler.optimizer.param_groups
+        self._name = type(scheduler).__name__
+        self._beside = self._besides_rates()
+        self._shares = [self._now()]
+
+    def __call__(self, step: int) -> float:
+        while len(self._shares) <= step:
+            try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of an optimizer that has not stepped
-                    schedule.step()
-            now = {float(rate) / peak for rate, peak in zip(schedule.get_last_lr(), peaks, strict=True) if peak}
-            if max(now, default=1.0) - min(now, default=1.0) > 1e-12:
-                raise ConfigError(f"the scheduler has different shares for its groups: {sorted(now)}", where="schedule")
-            shares.append(max(now, default=1.0))
-        return shares[step]
+                    self._scheduler.step()
+            except ValueError as error:  # OneCycleLR knows its end
+                self._refuse(f"has no rate for step {len(self._shares) + 1}: {error}", "make it for as many steps")
+            changed = {
+                k
+                for now, then in zip(self._besides_rates(), self._beside, strict=True)
+                for k in now
+                if now[k] != then.get(k)
+            }
+            if changed:
+                self._refuse(
+                    f"changes {', '.join(sorted(changed))} of the optimizer, too, and a schedule is one of rates",
+                    "OneCycleLR and CyclicLR leave momenta alone with cycle_momentum=False",
+                )
+            self._shares.append(self._now())
+        return self._shares[step]
 
-    return share
+    def _now(self) -> float:
+        rates = [(float(group["lr"]), float(group["initial_lr"])) for group in self._groups]
+        if any(rate and not peak for rate, peak in rates):
+            self._refuse("begins from a rate of zero, of which no other rate is a share", "begin with 1e-12 or so")
+        shares = {rate / peak for rate, peak in rates if peak}
+        least, most = min(shares, default=1.0), max(shares, default=1.0)
+        if most - least > 1e-9 * max(1.0, abs(most)):
+            self._refuse(
+                f"has different shares of their rates for its groups: {sorted(shares)}",
+                "give one function for all groups; their peaks may differ",
+            )
+        return most
+
+    def _besides_rates(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k not in {"params", "lr"}} for group in self._groups]
+
+    def _refuse(self, reason: str, hint: str) -> NoReturn:
+        raise ConfigError(f"the scheduler {self._name} {reason}", where="schedule", hint=hint)

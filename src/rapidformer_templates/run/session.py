@@ -23,7 +23,7 @@ from rapidformer_templates.data.targets import samples_in
 from rapidformer_templates.data.types import Batch, Data
 from rapidformer_templates.engines.contract import StepResult
 from rapidformer_templates.engines.recipe import Schedule
-from rapidformer_templates.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory
+from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss, OutOfMemory
 from rapidformer_templates.models.adapters import frozen_base_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import no_device
@@ -169,7 +169,7 @@ class Session:
         self._position = Position(base=base.identity if base else None)
         self._meter = Meter(self.workers.device)
         self._receipts = Receipts(self._engine, template)
-        self._last: Batch | None = None
+        self._stand_in: Batch | None = None  # the last batch of a step that was made, before it of an evaluation
 
     @property
     def steps(self) -> int:
@@ -207,6 +207,8 @@ class Session:
         self._receipts.count(microbatches)
         if first:
             self._receipts.check()
+        if batches:
+            self._stand_in = batches[-1]
         self._position.step += 1
         self._position.samples += int(samples)
         self._position.tokens += int(tokens)
@@ -228,6 +230,7 @@ class Session:
         self._hear_all()
         with self._meter.paused(), evaluating(self._engine), self._engine.averaged():
             loss, output = self._engine.eval_batch(microbatch)
+        self._stand_in = batch if self._stand_in is None else self._stand_in
         (total,) = self.workers.sum(loss if self.workers.speaks else 0.0)
         return Evaluation(total / max(targets, 1.0), targets, output if self.workers.ends_pipeline else None)
 
@@ -241,8 +244,14 @@ class Session:
             The checkpoint.
 
         Raises:
-            CheckpointError: it cannot be written; earlier ones are untouched.
+            CheckpointError: it cannot be written, or not what a worker gives for ``state``; earlier ones are untouched.
         """
+        told = next(filter(None, self.workers.gather(_not_kept({} if state is None else state, "state"))), None)
+        if told:
+            raise CheckpointError(
+                f"a checkpoint does not keep {told}", where="session.save(folder, state)",
+                hint="give plain values: names to numbers, texts, lists and dicts of them",
+            )  # fmt: skip
         self._hear_all()
         root = RunFolder(folder).checkpoints
         with self._meter.paused():
@@ -325,17 +334,16 @@ class Session:
 
     def _taken(self, batches: list[Batch], count: int) -> tuple[list[MicroBatch], str | None]:
         """(as many micro batches as every worker has, None), or why there are none."""
-        if batches:
-            self._last = batches[-1]
         if len(batches) > count:
             return [], (
                 f"{len(batches)} micro batches where a step has {count}: --global-batch-size is "
                 f"{self.plan.sizes.global_batch} = {count} × {self.plan.sizes.data} workers × --micro-batch-size "
                 f"{self.plan.sizes.micro_batch}"
             )
-        if self._last is None:
+        stand_in = batches[-1] if batches else self._stand_in
+        if stand_in is None:
             return [], "no batch, and none before it that could stand in for it"
-        idle = [MicroBatch(self._last, [], idle=True) for _ in range(count - len(batches))]
+        idle = [MicroBatch(stand_in, [], idle=True) for _ in range(count - len(batches))]
         mine = [MicroBatch(batch, list(range(int(samples_in(batch))))) for batch in batches]
         return [counted(self._template, microbatch) for microbatch in (*mine, *idle)], None
 
@@ -397,6 +405,22 @@ class Session:
                 f"step {step + 1}: {error.message}; the weights are as after step {step}",
                 hint="a lower rate, --clip-grad or bf16 instead of fp16 may help",
             ) from None
+
+
+def _not_kept(value: Any, name: str) -> str | None:
+    """The first part of a value that JSON does not give back as it is, by its place; a tuple becomes a list."""
+    if isinstance(value, dict):
+        odd = next((key for key in value if not isinstance(key, str)), None)
+        if odd is not None:
+            return f"the key {odd!r} of {name}, of type {type(odd).__name__}"
+        parts = {f"{name}[{key!r}]": part for key, part in value.items()}
+    elif isinstance(value, list | tuple):
+        parts = {f"{name}[{place}]": part for place, part in enumerate(value)}
+    elif value is None or type(value) in (bool, int, float, str):
+        return None
+    else:
+        return f"{name}, of type {type(value).__name__}"
+    return next(filter(None, (_not_kept(part, place) for place, part in parts.items())), None)
 
 
 def same_weights(model: nn.Module) -> nn.Module:
