@@ -66,6 +66,8 @@ PRIVATE_NAMES = (
     _of("torch", "_foreach_norm _foreach_mul_", "the norm of all gradients and clipping by it in one kernel",
         "--max-grad-norm"),
     _of("torch", "_amp_update_scale_", "the loss scale, updated without a word from the device", "fp16"),
+    _of("torch.optim:Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
+        "refusing an optimizer whose hooks would be lost", "compose() with an optimizer"),
     _of("torch.optim:Adam", "_step_supports_amp_scaling", "knowing that an optimizer can leave out an update",
         "the host's running ahead of a GPU"),
     _of("torch.autograd:Variable", "_execution_engine", "being called at the end of a backward",
