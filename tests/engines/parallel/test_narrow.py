@@ -13,8 +13,9 @@ from torch import nn
 from rapidformer_templates.data.order import SampleOrder
 from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters, sum_rows_in_fp32
+from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
 from rapidformer_templates.errors import RapidformerError
-from tests.support.jobs import CausalJob, _pad, _sequences, train, weights_apart
+from tests.support.jobs import CausalJob, _pad, _sequences, result_of, train, weights_apart
 from tests.support.parallel_jobs import begin, train_all
 from tests.support.worker_group import run_in_workers
 
@@ -133,6 +134,61 @@ def test_what_hooks_make_of_the_rows_of_a_table_stays() -> None:
         (found.float().sum() * 0.01).backward()
         assert table.weight.grad is not None
         torch.testing.assert_close(table.weight.grad[0, 0].float(), torch.tensor(20.48), rtol=2**-7, atol=0)
+
+
+class Pruned(CausalJob):
+    """A hook of the user's masks weights after each step."""
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        super().on_step_end(step, result)
+        with torch.no_grad():
+            self.model.transformer.wte.weight[::2] = 0
+
+
+def _pruned(workers: Any, folder: str) -> Any:
+    flags = f"{STEPS} --micro-batch-size 4 {BF16} {DISTRIBUTED}" if workers else f"{STEPS} --micro-batch-size 8 {BF16}"
+    return result_of(Pruned([*flags.split(), "--lr", "1e-3", "--save", folder]), folder)
+
+
+@pytest.mark.distributed
+def test_what_a_hook_sets_of_the_weights_stays_set(tmp_path: Path) -> None:
+    alone = _pruned(None, str(tmp_path / "one"))
+    shared = run_in_workers(2, _pruned, str(tmp_path / "two"))[0]
+    for found in (alone, shared):
+        table = found["weights"]["transformer.wte.weight"]
+        assert not table[::2].any()
+        assert table[1::2].all()
+    torch.testing.assert_close(torch.tensor(shared["curve"]), torch.tensor(alone["curve"]), rtol=2**-7, atol=0)
+
+
+def _broken_off(workers: Any) -> list[list[torch.Tensor]]:
+    """The summed gradients of a step, without and with one before it whose backward breaks off in the first layer."""
+    found = []
+    for breaks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        trained = [Trained(name, parameter) for name, parameter in model.named_parameters()]
+        shards = DataShards(trained, workers, shards="gradients", tied={}, window=64)
+        if breaks:
+            hook = model[0].weight.register_hook(lambda gradient: 1 / 0)
+            shards.begin_backward(last=True)
+            with pytest.raises(ZeroDivisionError):
+                model(torch.full((1, 8), 3.0)).sum().backward()
+            shards.drop()
+            hook.remove()
+        shards.begin_backward(last=True)
+        model(torch.ones(1, 8)).sum().backward()
+        shards.end_backward()
+        shards.reduce()
+        found.append([gradient.clone() for gradient in shards.gradients()])
+    return found
+
+
+@pytest.mark.distributed
+def test_gradients_that_an_error_leaves_on_their_way_are_forgotten() -> None:
+    for wanted, got in run_in_workers(2, _broken_off):
+        assert len(got) == len(wanted)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_it_is_a_loop_by_hand(tmp_path: Path) -> None:

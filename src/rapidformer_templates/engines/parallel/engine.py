@@ -130,6 +130,7 @@ class ParallelEngine(SingleEngine):
         self._shards.end_backward()
 
     def _reduce(self) -> None:
+        self._shards.adopt()
         self._shards.reduce()
         if self.workers.data > 1:
             self.receipts["gradient_exchange"] = self._shards.exchange()
@@ -164,6 +165,7 @@ class ParallelEngine(SingleEngine):
 
     def pieces(self, kind: str) -> Iterator[Piece]:
         shards = self._shards
+        shards.adopt()
         return parallel_state.pieces(
             self._held_tensors(), shards.units, self.optimizer, kind, self.workers, narrow=shards.narrow
         )
@@ -174,6 +176,7 @@ class ParallelEngine(SingleEngine):
         )
 
     def full_weights(self) -> dict[str, torch.Tensor] | None:
+        self._shards.adopt()
         return parallel_state.full_weights(self._held_tensors(), self._shards.masters(), self.workers)
 
 

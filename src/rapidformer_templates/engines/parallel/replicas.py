@@ -131,6 +131,7 @@ class DataShards:
         self._pending: tuple[Window, torch.Tensor, torch.Tensor, Any] | None = None
         self._starts = self._early_starts = 0
         self._waited = 0.0  # seconds of the host in this step
+        self._seen = self._versions()
         for index, entry in enumerate(trained):
             if entry.narrow or self.replicas > 1:
                 entry.parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._came(index))
@@ -350,9 +351,28 @@ class DataShards:
         sizes = [unit.values.numel() for unit in self.units]
         return [[self.units[place] for place in places] for places in turns(sizes, self._window)]
 
+    def _versions(self) -> dict[str, int]:
+        """How often narrow parameters have been changed in place, as autograd counts it."""
+        return {entry.name: entry.parameter._version for entry in self.trained if entry.narrow}
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take over into the masters what somebody else has set of narrow parameters, as by a hook that masks them."""
+        found = self._versions()
+        for unit in self.units:
+            if unit.of.narrow and found[unit.of.name] != self._seen[unit.of.name]:
+                master = unit.values.detach().view(-1)
+                here = unit.of.local.reshape(-1)[unit.start : unit.start + master.numel()]
+                master.copy_(torch.where(here == master.to(here.dtype), master, here.to(master.dtype)))
+        self._seen = found
+
     @torch.no_grad()
     def gather(self) -> None:
         """Give every replica what the others have updated."""
+        self._send_updated()
+        self._seen = self._versions()
+
+    def _send_updated(self) -> None:
         if not self.sharded:
             for unit in self.units:
                 if unit.of.narrow:
@@ -388,7 +408,10 @@ class DataShards:
         return whole
 
     def drop(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, and those that an error has left on their way."""
+        if self._pending is not None:
+            self._finish()
+        self._queue.clear()
         self._sums.clear()
         self._complete.clear()
         self._wide.clear()
