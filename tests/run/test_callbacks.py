@@ -124,3 +124,11 @@ def test_a_state_that_would_come_back_otherwise_is_refused(state: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
         states_of([callback])
     assert caught.value.where == "Kept.state_dict()"
+
+
+def test_a_state_that_cannot_be_kept_is_told_before_the_first_step(tmp_path: Path) -> None:
+    callback = Kept()
+    callback.state_dict = lambda: {"at": Path("x")}  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="the state of a callback cannot be kept as it is"):
+        job(tmp_path / "run", callback).fit()
+    assert [event for event, _ in callback.seen] == ["start"]

@@ -16,7 +16,7 @@ import pytest
 from rapidformer_templates.errors import Interrupted, ReportedError
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import launch
-from rapidformer_templates.system.processes import Failure
+from rapidformer_templates.system.processes import Failure, Printed
 from tests.support.jobs import ClassJob
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,3 +169,15 @@ def test_workers_ended_for_another_ones_error_do_not_hide_it() -> None:
         launch._raise_first(failures, 0.0, asked=True)
     with pytest.raises(Interrupted):  # a scheduler that signals every process itself
         launch._raise_first([_failure(75), _failure(75)], 0.0, asked=False)
+
+
+def test_a_character_that_comes_in_two_pieces_is_printed_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = Printed(tmp_path)
+    for piece in (b"caf\xc3", b"\xa9 \xff\n"):
+        printed.files["stdout"].write(piece)
+        printed.files["stdout"].flush()
+        printed.show()
+    printed.close()
+    assert capsys.readouterr().out == "café \ufffd\n"

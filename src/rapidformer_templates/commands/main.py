@@ -54,7 +54,7 @@ commands:
   rapidformer demo              fine-tune a pretrained model on labelled tweets with 2 workers
   rapidformer new KIND FILE     write a script to begin with: finetuner, pretrainer, trainer; or the examples
   rapidformer schema            print the JSON schema of the YAML files of --config, for editors
-  rapidformer completion SHELL  print a script for bash, zsh or tcsh: eval "$(rapidformer completion bash)"
+  rapidformer completion SHELL  print a script for bash, zsh, fish …: eval "$(rapidformer completion bash)"
 
 Every flag is accepted with dashes or underscores, and as a key of the YAML file of --config."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.data.checks import kind_of
 from rapidformer_templates.engines.contract import StepResult
-from rapidformer_templates.errors import CheckpointError, ConfigError
+from rapidformer_templates.errors import CheckpointError, ConfigError, alike
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.own_hooks import CALLED_BY_A_LOOP
 from rapidformer_templates.system.workers import Workers
@@ -84,7 +83,7 @@ def checked_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
             )
         for name in dir(callback):
             if CALLED_BY_A_LOOP.match(name) and name not in EVENTS and callable(getattr(callback, name)):
-                (near,) = difflib.get_close_matches(name, EVENTS, 1, 0.0)
+                (near,) = alike(name, EVENTS, limit=1, cutoff=0.0)
                 what = f"{type(callback).__name__}.{name} is no callback, and nothing would call it"
                 raise ConfigError(what, where=where, hint=f"did you mean {near}?")
     return tuple(callbacks)

@@ -60,8 +60,7 @@ def describe_model(model: nn.Module, template: Template, folder: Path) -> None:
             config = _config_of(model)
             config.architectures = [class_of(model).__name__]
             config.save_pretrained(temporary)
-            if model.can_generate():
-                model.generation_config.save_pretrained(temporary)
+            _write_generation_config(model, temporary)
             _mark(temporary)
         if template.tokenizer is not None:
             template.tokenizer.save_pretrained(temporary)
@@ -158,8 +157,6 @@ def _empty(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
 def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     # An empty one of the original class saves as transformers expects.
     skeleton = _empty(class_of(model), _config_of(model))
-    if model.can_generate():
-        skeleton.generation_config = model.generation_config
     transformers_logging.disable_progress_bar()  # its bar would stand among our own lines
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # accelerate imports DeepSpeed here, which tells of itself
@@ -167,4 +164,11 @@ def _save_transformers(model: PreTrainedModel, weights: Mapping[str, torch.Tenso
         skeleton.save_pretrained(folder, state_dict=dict(weights))
     finally:
         logging.disable(before)
+    _write_generation_config(model, folder)
     _mark(folder)
+
+
+def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """As it is: to save it transformers refuses loose settings, as some pretrained models have them."""
+    if model.can_generate():
+        model.generation_config.to_json_file(folder / "generation_config.json")

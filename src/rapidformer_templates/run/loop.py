@@ -135,6 +135,7 @@ class Loop:
         metrics: dict[str, float] = {}
         batches = self._batches()
         tell(self.template, "on_train_start")
+        states_of(self.template.callbacks)  # one that cannot be kept is told now, and not by the first checkpoint
         while (step := self.position.step) < self.total:
             if self.profile:
                 self.profile.step_begins()

@@ -6,6 +6,7 @@ longer than that; it knows no second Ctrl-C; and what nohup ignores it handles.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -80,6 +81,8 @@ class Group:
         try:
             for environment, file in zip(environments, self._files, strict=True):
                 own = {LAUNCHER: str(os.getpid()), ERROR_FILE: str(file)}
+                if self._printed:
+                    own["PYTHONUNBUFFERED"] = "1"  # into a file Python would print by the page
                 self._processes.append(
                     subprocess.Popen(
                         command,
@@ -115,6 +118,9 @@ class Group:
             self._show()
             time.sleep(POLL)
         self._show()
+        if self._printed:
+            self._printed.close()
+            self._printed = None
 
     def _show(self) -> None:
         if self._printed:
@@ -160,14 +166,20 @@ class Printed:
         paths = (folder / "stdout", folder / "stderr")
         out, err = (path.open("ab") for path in paths)
         self.files: dict[str, Any] = {"stdout": out, "stderr": err}  # arguments of a Popen whose process prints there
-        self._readers = [path.open(encoding="utf-8", errors="replace", newline="") for path in paths]
+        # What has come may end in the middle of a character.
+        self._readers = [(path.open("rb"), codecs.getincrementaldecoder("utf-8")(errors="replace")) for path in paths]
 
     def show(self) -> None:
         """Print what has come since the last time."""
-        for reader, stream in zip(self._readers, (sys.stdout, sys.stderr), strict=True):
-            if text := reader.read():
+        for (reader, decoder), stream in zip(self._readers, (sys.stdout, sys.stderr), strict=True):
+            if text := decoder.decode(reader.read()):
                 stream.write(text)
                 stream.flush()
+
+    def close(self) -> None:
+        """Read no more of it."""
+        for file in (*self.files.values(), *(reader for reader, _ in self._readers)):
+            file.close()
 
 
 def _read(file: Path) -> dict[str, Any]:
