@@ -81,9 +81,7 @@ def _taken_by(kind: type[Optimizer]) -> list[str]:
     for base in kind.__mro__[: kind.__mro__.index(Optimizer)]:
         if "__init__" not in vars(base):
             continue
-        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[
-            2:
-        ]  # without self and the groups
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[2:]  # but self and groups
         takes += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break

@@ -409,8 +409,7 @@ class DataShards:
 
     def drop(self) -> None:
         """Forget the gradients, and those that an error has left on their way."""
-        if self._pending is not None:
-            self._finish()
+        self._pending = None  # not waited for: the other workers may be gone
         self._queue.clear()
         self._sums.clear()
         self._complete.clear()
