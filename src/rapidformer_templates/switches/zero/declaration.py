@@ -15,6 +15,7 @@ from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.request import precision
 from rapidformer_templates.planning.switch import (
     Example,
+    Finding,
     Measured,
     Precedence,
     Prediction,
@@ -73,6 +74,28 @@ ONLY_IN_TRAINER = Rule(
     "[R]",
     needs_template("zero-1", "zero-2", "zero-3"),
     Example("--template Finetuner --zero-3-memory-optimization --world-size 2"),
+)
+
+
+KINDS = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu")
+"""The kinds of devices that DeepSpeed has an accelerator class for, by torch's names."""
+
+
+def _knows_device(request: Request) -> list[Finding]:
+    device, sizes = request.environment.device, request.sizes
+    if device in KINDS or sizes.tensor * sizes.pipeline > 1:  # where the engine of 3D layouts has ZeRO of its own
+        return []
+    asked = tuple(name for name in request.active if name in ("zero-1", "zero-2", "zero-3"))
+    return [Finding(f"DeepSpeed does not compute on {device}", request.asked_for(*asked), switches=asked)]
+
+
+KNOWN_DEVICE = Rule(
+    "RF245",
+    "ZeRO needs a device that DeepSpeed knows.",
+    "DeepSpeed would compute on the CPU beside a model that lies elsewhere; it has classes for " + ", ".join(KINDS),
+    "[D]",
+    _knows_device,
+    Example("--zero-1-memory-optimization --world-size 2", machine={"device": "maia"}),
 )
 
 
@@ -152,7 +175,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         family=PARTITIONING,
         claims=claims,
         templates=("Trainer",),
-        rules=(ONLY_IN_TRAINER,),
+        rules=(ONLY_IN_TRAINER, KNOWN_DEVICE),
         notes=_notes,
         prepare="rapidformer_templates.switches.zero.values:prepare",
         engine="rapidformer_templates.switches.zero.engine:DeepSpeedEngine",
