@@ -168,7 +168,7 @@ def test_at_a_terminal(folder: Path) -> None:
     terminal.type("the cat\n")
     terminal.until(r"\w+ \w+ \w+")  # words of the answer, long before its end
     terminal.type("\x03")
-    assert terminal.until("> $").endswith(" …\n> ")
+    terminal.until(" …\n> $")  # an answer may have a "> " of its own
     terminal.type("a dog")
     terminal.until("a dog$")
     terminal.interrupt("\n> $")  # what is typed is taken back

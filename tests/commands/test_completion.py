@@ -54,7 +54,7 @@ def _completed(script: Path, words: str) -> set[str]:
         ("rapidformer comp", {"completion"}),
         ("rapidformer --task c", {"causal_lm"}),
         ("rapidformer --mixed-precision ", {"fp16", "bf16"}),
-        ("rapidformer plan --tf32 --device ", {"auto", "cpu", "cuda"}),
+        ("rapidformer plan --tf32 --device ", {"auto", "cpu", "cuda", "xpu", "mps", "npu"}),
         ("rapidformer plan --local-world", {"--local-world-size"}),
         ("rapidformer data preprocess --tokenizer-backend g", {"gigatoken"}),
         ("rapidformer new ", {"finetuner", "pretrainer", "trainer", "examples"}),

@@ -77,9 +77,12 @@ def _training_parser(prog: str, more: Sequence[type]) -> argparse.ArgumentParser
 
 
 def _choices(options: Iterable[type]) -> dict[str, Sequence[str]]:
-    """The values of each flag that has but a few."""
+    """The values of each flag that has but a few, or that offers a few."""
     fields = ((kind, field) for kind in options for field in dataclasses.fields(kind))
-    listed = {field.name: value_kind(field_types(kind)[field.name])[1] for kind, field in fields}
+    listed = {
+        field.name: value_kind(field_types(kind)[field.name])[1] or field.metadata.get("offered", ())
+        for kind, field in fields
+    }
     return {name: choices for name, choices in listed.items() if choices}
 
 

@@ -20,6 +20,7 @@ def flag(
     bare: str | None = None,
     aliases: Mapping[str, str | None] | None = None,
     metavar: str | None = None,
+    offered: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     choice: str | None = None,
@@ -34,6 +35,7 @@ def flag(
         aliases: other spellings, without the dashes, each with the value that it stands for; None is one that takes a
             value itself.
         metavar: what stands for the value in the help.
+        offered: values that a shell offers, where others are accepted, too.
         minimum: the least value that is accepted.
         maximum: the greatest.
         choice: what it decides together with other flags that exclude it: one that is given on the command line
@@ -41,7 +43,7 @@ def flag(
         only_with: the field that it acts only together with, and a value to suggest for that.
     """
     metadata: dict[str, Any] = {"help": help, "bare": bare, "metavar": metavar, "minimum": minimum, "maximum": maximum}
-    metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {})}
+    metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {}), "offered": offered}
     return field(default=default, metadata=metadata)
 
 
@@ -68,6 +70,7 @@ class LaunchFlags:
         "where to train: auto, cpu, or what torch calls the accelerator: cuda (AMD's, too), xpu, mps, npu, … "
         "(default: the accelerator, if there is one)",
         metavar="DEVICE",
+        offered=("auto", "cpu", "cuda", "xpu", "mps", "npu"),
     )
 
 

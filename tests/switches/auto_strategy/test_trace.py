@@ -14,7 +14,9 @@ from benchmarks.stand_in_host import ROOM, StandInHost
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.parallel.narrowing import GradientTypes, narrowed_parameters
 from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
+from rapidformer_templates.engines.parallel.windows import window_for
 from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.registry import REGISTRY, load_object
@@ -73,7 +75,8 @@ def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: 
         for name, parameter in model.named_parameters()
     ]
     alone = Workers(0, 0, 1, torch.device("cpu"))
-    shards = DataShards(trained, alone, shards=None, tied={}, types=GradientTypes(accumulate=sums))
+    types, window = GradientTypes(accumulate=sums), window_for(width_of(model))
+    shards = DataShards(trained, alone, shards=None, tied={}, window=window, types=types)
     with LiveStorages([*model.parameters(), *model.buffers()]) as live:
         shards.begin_backward(last=True)
         real_step(model, variant)

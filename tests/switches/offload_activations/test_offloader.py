@@ -288,9 +288,9 @@ def test_a_copy_waits_for_the_computation_and_the_computation_for_the_copy_alone
     told: list[str] = []
     names = iter(("out", "back"))
     empty = torch.empty
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream(next(names), told))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream("main", told))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch, "Stream", lambda device: _Stream(next(names), told))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: _Stream("main", told))
+    monkeypatch.setattr(host.accelerator, "recorded_event", lambda device, stream: stream.record_event())
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: empty(*shape, **how))
     memory = host.PinnedMemory(CPU)
     values = _input()
