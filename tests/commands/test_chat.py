@@ -136,12 +136,13 @@ class Terminal:
 
     def until(self, pattern: str, seconds: float = 300) -> str:
         """What it shows until something is seen."""
-        shown, end = "", time.monotonic() + seconds
+        read, shown, end = b"", "", time.monotonic() + seconds
         while not re.search(pattern, shown):
             if time.monotonic() > end:
                 raise TimeoutError(shown)
             if select.select([self.own], [], [], 0.2)[0]:
-                shown += os.read(self.own, 4096).decode(errors="replace").replace("\r\n", "\n")
+                read += os.read(self.own, 4096)  # may end within a character
+                shown = read.decode(errors="replace").replace("\r\n", "\n")
         return shown
 
     def type(self, text: str) -> None:
