@@ -56,6 +56,7 @@ ADAPTERS = [
 ]
 
 TUNING = [
+    "--context-parallel-size",
     "--expert-parallel",
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
