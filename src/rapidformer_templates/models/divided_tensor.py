@@ -34,6 +34,14 @@ class DividedTensor(torch.Tensor):
         """Other values in the place of the part."""
         raise NotImplementedError
 
+    def part_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of one value for each row, flattened, those of the rows that are here."""
+        return rows
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the workers of what each has made of its part."""
+        raise NotImplementedError
+
     @classmethod
     def handles(cls, *functions: Any) -> Callable[[Handler], Handler]:
         """Let a function stand for some of torch's."""

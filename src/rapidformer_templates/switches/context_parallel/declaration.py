@@ -123,14 +123,6 @@ SWITCHES = (
                 excludes("context-parallel", NOT_WITH, TOGETHER_REVERSED),
                 Example("--context-parallel-size 2 --num-experts 4 --world-size 2"),
             ),
-            Rule(
-                "RF233",
-                "The fused loss needs all tokens of a sequence on each worker.",
-                "it takes the hidden states of whole sequences; divided ones have a loss of their own",
-                "[rapidformer_templates]",
-                excludes("fused-linear-cross-entropy", "context-parallel"),
-                Example("--context-parallel-size 2 --fused-linear-cross-entropy --world-size 2"),
-            ),
         ),
     ),
 )

@@ -58,6 +58,12 @@ class DividedRows(DividedTensor):
         filled = local.new_zeros(math.prod(self.rows), *local.shape[1:])
         return total(filled.index_copy(0, self.places.to(local.device), local), self.peers)
 
+    def part_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[self.places.to(rows.device)]
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        return total(part, self.peers)
+
     def with_local(self, local: torch.Tensor) -> DividedRows:
         """Other values for the same rows."""
         return DividedRows(local, self.rows, self.places, self.peers)
@@ -197,7 +203,7 @@ def _cross_entropy(
     targets = target.reshape(-1)
     losses = function(
         input.local,
-        targets[input.places.to(targets.device)],
+        input.part_of(targets),
         weight,
         ignore_index=ignore_index,
         reduction="none" if reduction == "none" else "sum",
@@ -205,7 +211,7 @@ def _cross_entropy(
     )
     if reduction == "none":
         return input.scattered(losses).view(target.shape)
-    loss = total(losses, input.peers)
+    loss = input.summed(losses)
     if reduction == "sum":
         return loss
     counted = targets != ignore_index
