@@ -56,6 +56,7 @@ ADAPTERS = [
 ]
 
 TUNING = [
+    "--context-parallel-kind",
     "--context-parallel-size",
     "--expert-parallel",
     "--fsdp-reduce-dtype",

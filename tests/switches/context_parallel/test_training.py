@@ -17,6 +17,7 @@ STEPS = "--train-iters 10 --eval-interval 5 --global-batch-size 8 --clip-grad 0.
 CONTEXT, TENSOR, PIPELINE = (
     f"--{name}-size" for name in ("context-parallel", "tensor-model-parallel", "pipeline-model-parallel")
 )
+RING = "--context-parallel-kind ring"
 # (job, double precision, flags): each with four workers, on padded batches of lengths that they do not divide.
 CASES = {
     "cp2-dp2-zero-2": ("gpt2-4-tied", True, f"{CONTEXT} 2 --micro-batch-size 2 --zero-2-memory-optimization"),
@@ -30,15 +31,17 @@ CASES = {
         True,
         f"{CONTEXT} 2 --micro-batch-size 2 --checkpoint-activations --recompute-granularity selective",
     ),
-    "cp2-dp2-flash": ("neox-4-tied", True, f"{CONTEXT} 2 --micro-batch-size 2 --use-flash-attn"),
     "tp2-cp2": ("llama-4-tied", True, f"{CONTEXT} 2 {TENSOR} 2 --micro-batch-size 4 --sequence-parallel"),
     "cp2-pp2-interleaved": (
         "neox-8-untied",
         True,
-        f"{CONTEXT} 2 {PIPELINE} 2 --virtual-pipeline-size 2 --micro-batch-size 2",
+        f"{CONTEXT} 2 {PIPELINE} 2 --virtual-pipeline-size 2 --micro-batch-size 2 --use-flash-attn",
     ),
     "cp2-pp2-own-loss": ("own-loss", True, f"{CONTEXT} 2 {PIPELINE} 2 --micro-batch-size 2"),
-    "cp2-dp2-fused": ("gpt2-4-tied", True, f"{CONTEXT} 2 --micro-batch-size 2 --fused-linear-cross-entropy"),
+    "ring4": ("llama-4-untied", True, f"{CONTEXT} 4 {RING} --micro-batch-size 4 --checkpoint-activations"),
+    "ring2-tp2": ("gpt2-4-tied", True, f"{CONTEXT} 2 {TENSOR} 2 --micro-batch-size 4 --zero-1-memory-optimization"),
+    "ring2-pp2": ("bert-4-untied", True, f"{CONTEXT} 2 {RING} {PIPELINE} 2 --micro-batch-size 2"),
+    "ring2-own-loss": ("own-loss", True, f"{CONTEXT} 2 {RING} --micro-batch-size 2 --zero-2-memory-optimization"),
     "cp2-pp2-fused": (
         "llama-4-untied",
         True,
@@ -114,6 +117,8 @@ def test_receipts_show_the_stretches(runs: Any) -> None:
         held, whole = receipts["context_tokens"]
         assert held == -(-whole // size)
         assert receipts["context_attention"] > 0
+        assert receipts["context_kind"] == "all-to-all"
+    assert runs["ring2-tp2"]["summary"]["receipts"]["context_kind"] == "ring"  # one head on each worker
 
 
 def test_a_run_goes_on_in_any_layout_and_in_one_process(runs: Any, tmp_path: Path) -> None:

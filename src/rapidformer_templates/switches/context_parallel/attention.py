@@ -1,6 +1,6 @@
-"""Attention over a whole sequence of which each worker has a stretch: all to all over the heads.
+"""Attention over a whole sequence of which each worker has a stretch: all to all over the heads, or in a ring.
 
-DeepSpeed-Ulysses (Jacobs et al., 2023): before attention each worker gives the queries, keys and values of some heads
+All to all is DeepSpeed-Ulysses (Jacobs et al., 2023): each worker gives the queries, keys and values of some heads
 to each other one and gets the whole sequence of its own heads; after it the results go back. So attention itself is
 the model's, with its kernel and its mask of the whole sequence.
 """
@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.context_parallel.exchange import trade
+from rapidformer_templates.switches.context_parallel.ring import Seen, ring_attention
 from rapidformer_templates.switches.context_parallel.stretches import ContextShards
 
 SUFFIX = "_over_context"
@@ -89,23 +90,64 @@ def attention(
     within = ALL_ATTENTION_FUNCTIONS[inner]
     if shards is None or shards.length is None:
         return within(module, query, key, value, attention_mask, *args, **kwargs)
-    length, tokens, peers = shards.length, query.shape[TOKENS], shards.peers
+    shards.attended += 1
+    if shards.kind == "ring":
+        return _by_ring(module, shards, query, key, value, attention_mask, *args, **kwargs), None
+    peers, length = shards.peers, shards.length
     repeats = repeats_of(query.shape[HEADS], key.shape[HEADS], peers.size)
     if not repeats:
         raise ModelError(
             f"{query.shape[HEADS]} attention heads of a worker cannot be shared out among {peers.size}",
-            where="--context-parallel-size",
-            hint="choose a size that divides the heads, or the heads of each tensor-parallel worker",
+            where="--context-parallel-kind all-to-all",
+            hint="use a ring, or a size that divides the heads",
         )
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, HEADS) for x in (key, value))
     whole = [trade(x, peers, given=HEADS, taken=TOKENS)[:, :, :length] for x in (query, key, value)]
     output, others = within(_Layer(module, repeats), *whole, attention_mask, *args, **kwargs)
-    missing = tokens * peers.size - length
+    missing = query.shape[TOKENS] * peers.size - length
     if missing:
         output = nn.functional.pad(output, (0, 0, 0, 0, 0, missing))
-    shards.attended += 1
     return trade(output, peers, given=1, taken=2), others
+
+
+def _by_ring(
+    module: nn.Module,
+    shards: ContextShards,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """The output for a stretch, of shape (samples, tokens, heads, size of a head)."""
+    asked = sorted(name for name in NOT_IN_A_RING if others.get(name) is not None)
+    if dropout:
+        asked.append(f"dropout {dropout:g}")
+    if mask is not None and mask.ndim != 4:
+        asked.append("borders of packed documents")
+    if asked:
+        raise ModelError(
+            f"{type(module).__name__} asks for {', '.join(asked)}, which attention in a ring does not have",
+            where="--context-parallel-kind ring",
+            hint="use all-to-all, with a size that divides the heads; of dropout, --dropout 0",
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    assert shards.length is not None
+    seen = Seen(
+        shards.pieces(shards.length),
+        mask,
+        causal=causal and mask is None,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+    )
+    return ring_attention(query, key, value, seen, shards.peers).transpose(1, 2)
+
+
+NOT_IN_A_RING = ("position_bias", "softcap", "s_aux")
+"""What some models ask of their attention."""
 
 
 def repeats_of(heads: int, key_heads: int, workers: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
@@ -22,7 +23,7 @@ from rapidformer_templates.planning.switch import (
 )
 from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 
-CONTEXT = "context_parallel_size"
+CONTEXT, KIND = "context_parallel_size", "context_parallel_kind"
 
 NOT_WITH = ("graph", "mixture-of-experts", "auto-strategy")
 
@@ -32,11 +33,16 @@ class ContextParallelFlags:
     """Acceleration"""
 
     context_parallel_size: int = flag(1, "workers that share each sequence", metavar="N", minimum=1)
+    context_parallel_kind: Literal["all-to-all", "ring"] | None = flag(
+        None,
+        "how attention sees whole sequences (default: all-to-all where the heads divide, else ring)",
+        only_with=("context_parallel_size", 2),
+    )
 
 
 def _heads_divide(request: Request) -> list[Finding]:
     heads, sizes = request.model.num_attention_heads, request.sizes
-    if heads is None or heads % (sizes.context * sizes.tensor) == 0:
+    if request.config.get(KIND) != "all-to-all" or heads is None or heads % (sizes.context * sizes.tensor) == 0:
         return []
     others = sizes.divides // sizes.context
     fitting = (
@@ -48,7 +54,7 @@ def _heads_divide(request: Request) -> list[Finding]:
             f"context size {sizes.context} does not divide attention heads {heads}{tensor}",
             request.asked_for("context-parallel"),
             switches=("context-parallel",),
-            changes=tuple(replace({CONTEXT: n}) for n in fitting)[:1],
+            changes=(replace({KIND: "ring"}), *tuple(replace({CONTEXT: n}) for n in fitting)[:1]),
         )
     ]
 
@@ -73,7 +79,8 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _acted(measured: Measured) -> str | None:
     size, tokens = measured.plan.sizes.context, measured.all("context_tokens")
-    divided = all(held == -(-whole // size) for held, whole in tokens)
+    # Two pieces of a ring may have a token more than one of their length.
+    divided = all(held in (-(-whole // size), -(-whole // (2 * size)) * 2) for held, whole in tokens)
     if tokens and divided and all(measured.all("context_attention")):
         return None
     return f"stretches of one {size}-th of each sequence were expected; [tokens held, in all] are {shown(tokens)}"
@@ -95,17 +102,21 @@ SWITCHES = (
         narrow_weights=True,
         transform="rapidformer_templates.switches.context_parallel.transform:divide_context",
         receipt_hooks="rapidformer_templates.switches.context_parallel.receipt:Stretches",
-        receipt=("context_tokens", "context_attention"),
+        engine_options=lambda request: {"context_kind": request.config.get(KIND)},
+        receipt=("context_tokens", "context_attention", "context_kind"),
         acted=_acted,
         rules=(
             *LAYOUT_RULES,
             Rule(
                 "RF230",
-                "The context size divides the attention heads of each worker.",
-                "each worker computes attention over whole sequences for its share of the heads",
+                "All to all needs heads of attention for each worker: the context size divides them.",
+                "each worker computes attention over whole sequences for its share of the heads; a ring needs none",
                 "[DeepSpeed-Ulysses]",
                 _heads_divide,
-                Example("--context-parallel-size 3 --model-type gpt2 --num-attention-heads 4 --world-size 3"),
+                Example(
+                    "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
+                    "--num-attention-heads 4 --world-size 3"
+                ),
             ),
             Rule(
                 "RF231",

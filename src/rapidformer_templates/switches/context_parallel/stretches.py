@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
+from rapidformer_templates.switches.context_parallel.pieces import Pieces
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards
@@ -22,22 +23,28 @@ class ContextShards(SequenceShards):
     """As of sequence parallelism, with all of a block on a stretch, and whole sequences for attention alone.
 
     Attributes:
+        kind: ``all-to-all`` or ``ring``: how attention sees them.
         attended: calls of attention that were divided.
     """
 
     key = "_context_length"
     comes_first = True
 
-    def __init__(self, peers: Peers, streams: Streams, *, ends: bool) -> None:
+    def __init__(self, peers: Peers, streams: Streams, kind: str, *, ends: bool) -> None:
         """``ends``: whether this worker has what follows the last block."""
         super().__init__(peers, streams)
+        self.kind = kind
         self.ends = ends
         self.attended = 0
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def pieces(self, length: int) -> Pieces:
+        """Who has which tokens; a ring has them from both ends."""
+        return Pieces(length, self.peers.size, folded=self.kind == "ring")
+
     def divide(self, hidden: torch.Tensor) -> torch.Tensor:
         self._cut.clear()
-        return self._stretch(hidden, DIM).clone()  # not a view, which would keep the whole
+        return self._stretch(hidden, DIM)
 
     def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
         cut = {
@@ -51,14 +58,19 @@ class ContextShards(SequenceShards):
         self._cut.clear()
         if not (ends and self.ends and torch.is_grad_enabled()):
             return self.gather(stretch, length)
-        begin, end = self.peers.share(length)
         samples, _, features = stretch.shape
-        places = (torch.arange(samples)[:, None] * length + torch.arange(begin, end)[None]).flatten()
-        rows = stretch[:, : end - begin].reshape(-1, features)
-        return DividedRows(rows, (samples, length), places, self.peers)
+        mine = self.pieces(length).of(self.peers.rank)
+        tokens = torch.cat([torch.arange(begin, end) for _, (begin, end) in mine])
+        places = (torch.arange(samples)[:, None] * length + tokens).flatten()
+        rows = torch.cat([stretch[:, place : place + end - begin] for place, (begin, end) in mine], DIM)
+        return DividedRows(rows.reshape(-1, features), (samples, length), places, self.peers)
 
     def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
-        return gather(stretch, self.peers, DIM, length, partial=True)
+        pieces = self.pieces(length)
+        if not pieces.folded:
+            return gather(stretch, self.peers, DIM, length, partial=True)
+        whole = gather(stretch, self.peers, DIM, pieces.stretch * self.peers.size, partial=True)
+        return whole.index_select(DIM, torch.tensor(pieces.order, device=whole.device))
 
     def _once(self, tensor: torch.Tensor, *, dim: int, length: int) -> torch.Tensor:
         """The stretch of a tensor that all blocks are given, cut once."""
@@ -69,9 +81,12 @@ class ContextShards(SequenceShards):
         return self._cut[id(tensor)][1]
 
     def _stretch(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This worker's share, filled up with zeros to the length of the longest."""
+        """This worker's pieces, filled up with zeros; not a view, which would keep the whole."""
         dim %= tensor.ndim
-        begin, end = self.peers.share(tensor.shape[dim])
-        missing = -(-tensor.shape[dim] // self.peers.size) - (end - begin)
-        share = tensor.narrow(dim, begin, end - begin)
-        return functional.pad(share, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else share
+        pieces = self.pieces(tensor.shape[dim])
+        parts = []
+        for _, (begin, end) in pieces.of(self.peers.rank):
+            missing = pieces.step - (end - begin)
+            part = tensor.narrow(dim, begin, end - begin)
+            parts.append(functional.pad(part, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else part)
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()

@@ -39,7 +39,8 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     check_attention(part)
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
-    shards = ContextShards(peers, streams, ends=workers.ends_pipeline)
+    kind = building.plan.engine_options.get("context_kind") or _kind_for(part, workers)
+    shards = ContextShards(peers, streams, kind, ends=workers.ends_pipeline)
     attend_over_context(part, shards)
     shards.install(model, blocks)
     divided: TensorParallel | None = getattr(model, "tensor_parallel", None)
@@ -48,6 +49,13 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
         head.forward = OnRows(head.forward)
     model.context_shards = shards  # type: ignore[assignment]
     return model
+
+
+def _kind_for(model: PreTrainedModel, workers: Workers) -> str:
+    """All to all where the heads of each worker divide, else a ring."""
+    heads: int | None = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    divides = heads is not None and heads % (workers.tensor * workers.context) == 0
+    return "all-to-all" if divides else "ring"
 
 
 def group_of(workers: Workers) -> dist.ProcessGroup:
