@@ -138,7 +138,7 @@ def _by_ring(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     assert shards.length is not None
     seen = Seen(
-        shards.pieces(shards.length),
+        shards.intervals(shards.length),
         mask,
         causal=causal and mask is None,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

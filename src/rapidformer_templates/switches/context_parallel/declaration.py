@@ -79,7 +79,7 @@ def _notes(request: Request) -> Sequence[str]:
 
 def _acted(measured: Measured) -> str | None:
     size, tokens = measured.plan.sizes.context, measured.all("context_tokens")
-    # Two pieces of a ring may have a token more than one of their length.
+    # Two intervals of a ring may have a token more than one of their length.
     divided = all(held in (-(-whole // size), -(-whole // (2 * size)) * 2) for held, whole in tokens)
     if tokens and divided and all(measured.all("context_attention")):
         return None

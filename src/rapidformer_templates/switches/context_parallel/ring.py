@@ -1,8 +1,8 @@
 """Attention over a whole sequence of which each worker has a stretch: keys and values go round in a ring.
 
 Ring attention (Liu et al., 2023): the keys and values of each stretch pass through all workers, and each of them adds
-up what its queries make of them, by the logarithms of the sums of weights. A stretch is two pieces, one from each end
-of the sequence, so that under a causal mask all workers have as much to do (Brandon et al., 2023).
+up what its queries make of them, by the logarithms of the sums of weights. A stretch is two intervals, one from each
+end of the sequence, so that under a causal mask all workers have as much to do (Brandon et al., 2023).
 
 With torch's own operations, a run of queries at a time, on any device and under any mask. Nothing but queries, keys,
 values and the output of this stretch is kept for the backward, in which they go round again.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rapidformer_templates.switches.context_parallel.pieces import Pieces
+from rapidformer_templates.switches.context_parallel.intervals import Intervals
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 
 AT_ONCE = 2**24
@@ -29,14 +29,14 @@ class Seen:
     """What queries may see.
 
     Attributes:
-        pieces: of the sequence.
+        intervals: of the sequence.
         mask: (samples or 1, heads or 1, tokens, tokens) of whole sequences: booleans, or numbers that are added to
             the scores; None shows all.
         causal: whether no token sees those behind it.
         scale: of the scores.
     """
 
-    pieces: Pieces
+    intervals: Intervals
     mask: torch.Tensor | None
     causal: bool
     scale: float
@@ -139,8 +139,8 @@ class _Block:
 
 def _blocks(groups: torch.Tensor, seen: Seen, rank: int, source: int) -> Iterator[_Block]:
     """The blocks of scores of this worker's queries and another's keys, a run of queries at a time."""
-    for here, (begin, end) in seen.pieces.of(rank):
-        for there, (first, last) in seen.pieces.of(source):
+    for here, (begin, end) in seen.intervals.of(rank):
+        for there, (first, last) in seen.intervals.of(source):
             if seen.causal and first >= end:
                 continue  # all of these keys are behind all of these queries
             step = max(1, AT_ONCE // max(last - first, 1))

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
-from rapidformer_templates.switches.context_parallel.pieces import Pieces
+from rapidformer_templates.switches.context_parallel.intervals import Intervals
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards
@@ -38,9 +38,9 @@ class ContextShards(SequenceShards):
         self.attended = 0
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def pieces(self, length: int) -> Pieces:
+    def intervals(self, length: int) -> Intervals:
         """Who has which tokens; a ring has them from both ends."""
-        return Pieces(length, self.peers.size, folded=self.kind == "ring")
+        return Intervals(length, self.peers.size, folded=self.kind == "ring")
 
     def divide(self, hidden: torch.Tensor) -> torch.Tensor:
         self._cut.clear()
@@ -59,18 +59,18 @@ class ContextShards(SequenceShards):
         if not (ends and self.ends and torch.is_grad_enabled()):
             return self.gather(stretch, length)
         samples, _, features = stretch.shape
-        mine = self.pieces(length).of(self.peers.rank)
+        mine = self.intervals(length).of(self.peers.rank)
         tokens = torch.cat([torch.arange(begin, end) for _, (begin, end) in mine])
         places = (torch.arange(samples)[:, None] * length + tokens).flatten()
         rows = torch.cat([stretch[:, place : place + end - begin] for place, (begin, end) in mine], DIM)
         return DividedRows(rows.reshape(-1, features), (samples, length), places, self.peers)
 
     def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
-        pieces = self.pieces(length)
-        if not pieces.folded:
+        intervals = self.intervals(length)
+        if not intervals.folded:
             return gather(stretch, self.peers, DIM, length, partial=True)
-        whole = gather(stretch, self.peers, DIM, pieces.stretch * self.peers.size, partial=True)
-        return whole.index_select(DIM, torch.tensor(pieces.order, device=whole.device))
+        whole = gather(stretch, self.peers, DIM, intervals.stretch * self.peers.size, partial=True)
+        return whole.index_select(DIM, torch.tensor(intervals.positions, device=whole.device))
 
     def _once(self, tensor: torch.Tensor, *, dim: int, length: int) -> torch.Tensor:
         """The stretch of a tensor that all blocks are given, cut once."""
@@ -81,12 +81,12 @@ class ContextShards(SequenceShards):
         return self._cut[id(tensor)][1]
 
     def _stretch(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This worker's pieces, filled up with zeros; not a view, which would keep the whole."""
+        """This worker's intervals, filled up with zeros; not a view, which would keep the whole."""
         dim %= tensor.ndim
-        pieces = self.pieces(tensor.shape[dim])
+        intervals = self.intervals(tensor.shape[dim])
         parts = []
-        for _, (begin, end) in pieces.of(self.peers.rank):
-            missing = pieces.step - (end - begin)
+        for _, (begin, end) in intervals.of(self.peers.rank):
+            missing = intervals.step - (end - begin)
             part = tensor.narrow(dim, begin, end - begin)
             parts.append(functional.pad(part, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else part)
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """A sequence in pieces of one length, the last ones shorter; each worker has one, or one from each end.
+class Intervals:
+    """A sequence in intervals of one length, the last ones shorter; each worker has one, or one from each end.
 
     Attributes:
         length: tokens of the sequence.
         workers: that share it.
-        folded: whether a worker has two pieces: of four workers the first has pieces 0 and 7, the second 1 and 6.
+        folded: whether a worker has two: of four workers the first has numbers 0 and 7, the second 1 and 6.
     """
 
     length: int
@@ -21,7 +21,7 @@ class Pieces:
 
     @property
     def step(self) -> int:
-        """Tokens of a piece."""
+        """Tokens of an interval."""
         return -(-self.length // (self.workers * (2 if self.folded else 1)))
 
     @property
@@ -30,7 +30,7 @@ class Pieces:
         return self.step * (2 if self.folded else 1)
 
     def of(self, rank: int) -> list[tuple[int, tuple[int, int]]]:
-        """The pieces of a worker: where each begins in its stretch, and (begin, end) in the sequence."""
+        """The intervals of a worker: where each begins in its stretch, and (begin, end) in the sequence."""
         numbers = (rank, 2 * self.workers - 1 - rank) if self.folded else (rank,)
         bounds = (range(number * self.step, (number + 1) * self.step) for number in numbers)
         return [
@@ -39,7 +39,7 @@ class Pieces:
         ]
 
     @property
-    def order(self) -> list[int]:
+    def positions(self) -> list[int]:
         """Where each token lies in the stretches of all workers, laid end to end."""
         found = [0] * self.length
         for rank in range(self.workers):
