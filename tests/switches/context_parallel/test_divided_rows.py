@@ -6,11 +6,20 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
+from transformers import (
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
@@ -69,7 +78,7 @@ def _results(workers: Workers | None) -> dict[str, Any]:
         if workers is not None:
             peers = Peers(torch.distributed.group.WORLD, workers.world, workers.rank)
             begin, end = peers.share(TOKENS)
-            places = torch.cat([torch.arange(begin, end) + TOKENS * sample for sample in range(SAMPLES)])
+            places = np.concatenate([np.arange(begin, end) + TOKENS * sample for sample in range(SAMPLES)])
             given = DividedRows(x[:, begin:end].reshape(-1, FEATURES), (SAMPLES, TOKENS), places, peers)
         result = operation(given, w, labels)
         found[f"{name} is divided"] = isinstance(result, DividedRows)
@@ -123,9 +132,41 @@ def _pooled(workers: Workers) -> None:
     torch.testing.assert_close(divided(**batch).loss, whole, rtol=1e-12, atol=0)
 
 
+def _masks(workers: Workers) -> dict[str, list[torch.Tensor]]:
+    """The dropout masks of a forward, by the length of what was dropped, and that of one after a recomputation."""
+    torch.manual_seed(3)
+    model: Any = GPT2LMHeadModel(
+        GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.5, embd_pdrop=0.5)
+    ).train()
+    model = divide_context(
+        model,
+        Building(
+            find_blocks(model),
+            None,
+            Plan("Trainer"),
+            dataclasses.replace(workers, context=workers.world),
+            lambda model: None,
+        ),
+    )
+    masks: dict[str, list[torch.Tensor]] = {"whole": [], "stretch": []}
+    original = functional.dropout
+
+    def watched(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = original(x, *args, **kwargs)
+        masks["whole" if x.shape[1] == 12 else "stretch"].append(result.detach().eq(0))
+        return result
+
+    functional.dropout = watched
+    try:
+        model(torch.zeros(1, 12, dtype=torch.long), use_cache=False)
+    finally:
+        functional.dropout = original
+    return {**masks, "state": [torch.get_rng_state()]}
+
+
 def _two_workers(workers: Workers) -> dict[str, Any]:
     _pooled(workers)
-    return {**_results(workers), "stretches": _stretches(workers)}
+    return {**_results(workers), "stretches": _stretches(workers), "masks": _masks(workers)}
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +193,15 @@ def test_operations_give_what_whole_tensors_give(name: str, found: Any, expected
 @pytest.mark.distributed
 def test_a_worker_computes_the_logits_of_its_tokens_and_generates_whole(found: Any) -> None:
     assert [place["stretches"] for place in found] == [[2 * 7, 9], [2 * 6, 9]]
+
+
+@pytest.mark.distributed
+def test_stretches_have_dropout_of_their_own_and_generators_stay_together(found: Any) -> None:
+    one, other = (place["masks"] for place in found)
+    assert len(one["stretch"]) == len(other["stretch"]) > 0
+    assert not any(torch.equal(a, b) for a, b in zip(one["stretch"], other["stretch"], strict=True))
+    assert torch.equal(one["whole"][0], other["whole"][0])  # of the embeddings
+    assert torch.equal(one["state"][0], other["state"][0])
 
 
 @pytest.mark.parametrize(

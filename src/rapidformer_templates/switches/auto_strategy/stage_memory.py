@@ -118,7 +118,7 @@ class Stage:
         """The states of a replica's worker; gradients when the last backward has ended."""
         mine = list(self.parameters.values())
         if self._is_sharded:
-            mine = self.model.runs(self.coordinates, self.layout.data, replica, masters=self._has_masters)
+            mine = self.model.runs(self.coordinates, self.layout.replicas, replica, masters=self._has_masters)
         parameters = self._bytes(BF16) + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
         gradients = self._shares(self._windows) if self._is_sharded else self._bytes(self._types.accumulate)
         optimizer = self.setting.how.optimizer.bytes_of(mine)
@@ -148,12 +148,12 @@ class Stage:
     @property
     def _is_sharded(self) -> bool:
         """Whether each replica keeps the optimizer state of a share."""
-        return self.layout.partitioning != "none" and self.layout.data > 1
+        return self.layout.partitioning != "none" and self.layout.replicas > 1
 
     @property
     def _sums_early(self) -> bool:
         """ZeRO-2: gradients go to their owners in each backward."""
-        return self.layout.partitioning == "zero-2" and self.layout.data > 1
+        return self.layout.partitioning == "zero-2" and self.layout.replicas > 1
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
@@ -188,7 +188,7 @@ class Stage:
     def _in_flight_beside(self, trace: Trace) -> list[Pass]:
         """The passes of micro batches that may need most."""
         layout = self.layout
-        last = Pass(0, adds=layout.accumulation > 1, exchanges=layout.data > 1)
+        last = Pass(0, adds=layout.accumulation > 1, exchanges=layout.replicas > 1)
         if layout.pipeline == 1:
             return [Pass(0, adds=True, exchanges=self._sums_early), last] if last.adds else [last]
         kept = trace.kept - (trace.casts if self._shares_casts else 0)
@@ -259,14 +259,14 @@ class Stage:
         """After the last gradient of a pass, and in the update; ``others``: bytes of other micro batches."""
         tied = [each for each in self._windows if each.is_tied]
         kept, copied = self._bytes(self._types.accumulate), self._copied_for_update()
-        waiting = self._on_their_way(self._windows, 2) if self.layout.data > 1 or tied else 0
+        waiting = self._on_their_way(self._windows, 2) if self.layout.replicas > 1 or tied else 0
         if not self._is_sharded:
             copies_elsewhere = sum(self._packed(each) for each in tied)
             return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
         shares, late = self._shares(self._windows), sum(self._sum_of(each) for each in tied)
         sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
         weights = max(self._width(each.narrow, BF16) * each.window.share for each in self._windows)
-        gathered = weights * (1 + self.layout.data)
+        gathered = weights * (1 + self.layout.replicas)
         return [sent, self._beside_states(0, shares, max(copied, gathered))]
 
     def _copied_for_update(self) -> int:
@@ -294,11 +294,11 @@ class Stage:
 
     @cached_property
     def _windows(self) -> list[Exchanged]:
-        return self.model.windows(self.coordinates, self.layout.data, masters=self._has_masters)
+        return self.model.windows(self.coordinates, self.layout.replicas, masters=self._has_masters)
 
     def _packed(self, each: Exchanged) -> int:
         """Bytes of a window's gradients on their way."""
-        return self._width(each.narrow, self._types.reduce) * each.window.share * self.layout.data
+        return self._width(each.narrow, self._types.reduce) * each.window.share * self.layout.replicas
 
     def _sum_of(self, each: Exchanged) -> int:
         """Bytes of a window's gradients where they are added up."""
@@ -316,7 +316,7 @@ class Stage:
     def _on_their_way(self, begun: Sequence[Exchanged], count: int) -> int:
         """Bytes of so many windows that are sent at a time, and of what has come of them."""
         largest = sorted((self._packed(each) for each in begun), reverse=True)[:count]
-        return sum(size + (size // self.layout.data if self._sums_early else 0) for size in largest)
+        return sum(size + (size // self.layout.replicas if self._sums_early else 0) for size in largest)
 
     def _of_others(self, phases: Sequence[Phase]) -> int:
         """Bytes of gradients in a trace that are finished before those of this stage are: those of the head."""

@@ -19,13 +19,12 @@ from rapidformer_templates.planning.switch import (
     Request,
     Rule,
     Switch,
-    always,
 )
 from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 
 CONTEXT, KIND = "context_parallel_size", "context_parallel_kind"
 
-NOT_WITH = ("graph", "mixture-of-experts", "auto-strategy")
+NOT_WITH = ("graph", "mixture-of-experts")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,13 @@ SWITCHES = (
         precedence=Precedence.CONTEXT,
         options=ContextParallelFlags,
         on={CONTEXT: 2},
-        predicts=Prediction({}, always(activations="as if each worker had whole sequences")),
+        predicts=Prediction(
+            {
+                "gradients": "copies beside those of the replicas",
+                "activations": "of a stretch of each sequence, and of the logits",
+                "time": "queries, keys and values that travel, as all to all",
+            }
+        ),
         templates=("Trainer",),
         notes=_notes,
         sizes={"context": CONTEXT},
@@ -128,8 +133,8 @@ SWITCHES = (
             ),
             Rule(
                 "RF232",
-                "Sequences are not divided in captured graphs, in mixtures of experts, or by the automatic strategy.",
-                "what is captured, balanced or predicted there is of whole sequences",
+                "Sequences are not divided in captured graphs, or in mixtures of experts.",
+                "what is captured or balanced there is of whole sequences",
                 "[rapidformer_templates]",
                 excludes("context-parallel", NOT_WITH, TOGETHER_REVERSED),
                 Example("--context-parallel-size 2 --num-experts 4 --world-size 2"),

@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from rapidformer_templates.models.divided_tensor import DividedTensor, Handler
@@ -19,28 +21,31 @@ from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_vie
 from rapidformer_templates.switches.context_parallel.exchange import total
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 
+Places = NDArray[np.int64]
+
 
 class DividedRows(DividedTensor):
     """A tensor (…, features) of which each worker has some of the rows.
 
     Attributes:
         local: this worker's rows, of shape (rows, features), with the graph; they may be divided further.
-        places: of its rows among those of the whole, flattened; on the host.
+        places: of its rows among those of the whole, flattened. Of numpy, which knows them also where the shapes of
+            a model are planned, and its tensors have no data.
         peers: the workers that have the others.
     """
 
     handlers: ClassVar[dict[Any, Handler]] = {}
-    places: torch.Tensor
+    places: Places
     peers: Peers
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, rows: Sequence[int], places: torch.Tensor, peers: Peers) -> DividedRows:
+    def __new__(cls, local: torch.Tensor, rows: Sequence[int], places: Places, peers: Peers) -> DividedRows:
         shape = (*rows, local.shape[-1])
         self: DividedRows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self.local, self.places, self.peers = local, places, peers
         return self
 
-    def __init__(self, local: torch.Tensor, rows: Sequence[int], places: torch.Tensor, peers: Peers) -> None:
+    def __init__(self, local: torch.Tensor, rows: Sequence[int], places: Places, peers: Peers) -> None:
         """``rows``: the shape of the whole without its last dimension."""
 
     @property
@@ -56,10 +61,14 @@ class DividedRows(DividedTensor):
     def scattered(self, local: torch.Tensor) -> torch.Tensor:
         """What all workers have of each row, in the order of the whole, flattened."""
         filled = local.new_zeros(math.prod(self.rows), *local.shape[1:])
-        return total(filled.index_copy(0, self.places.to(local.device), local), self.peers)
+        return total(filled.index_copy(0, self._index(local), local), self.peers)
+
+    def _index(self, beside: torch.Tensor) -> torch.Tensor:
+        """The places as an index of a tensor."""
+        return torch.tensor(self.places, device=beside.device)
 
     def part_of(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[self.places.to(rows.device)]
+        return rows[self._index(rows)]
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
         return total(part, self.peers)
@@ -165,16 +174,16 @@ def _flatten(function: Any, given: DividedRows, start_dim: int = 0, end_dim: int
 def _select(function: Any, given: DividedRows, index: Any) -> Any:
     if _divided(index) or not selects_rows(index, given.ndim):
         return NotImplemented
-    numbers = torch.arange(math.prod(given.rows)).view(*given.rows, 1)
-    chosen = numbers[torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, index)]
-    here = torch.full((math.prod(given.rows),), -1)
-    here[given.places] = torch.arange(len(given.places))
-    mine = here[chosen.reshape(-1)]
-    places = (mine >= 0).nonzero().squeeze(-1)
-    kept = mine[places]
-    local = given.local
-    if not torch.equal(kept, torch.arange(len(given.places))):
-        local = local[kept.to(local.device)]
+    count, here = math.prod(given.rows), len(given.places)
+    numbers = np.arange(count).reshape(*given.rows, 1)
+    chosen = numbers[torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.cpu().numpy(), index)]
+    rank = np.full(count, -1)
+    rank[given.places] = np.arange(here)
+    mine = rank[chosen.reshape(-1)]
+    (places,) = (mine >= 0).nonzero()
+    local, kept = given.local, mine[places]
+    if not np.array_equal(kept, np.arange(here)):
+        local = local[torch.tensor(kept, device=local.device)]
     return DividedRows(local, chosen.shape[:-1], places, given.peers)
 
 

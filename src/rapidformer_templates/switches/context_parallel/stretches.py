@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
@@ -60,8 +61,8 @@ class ContextShards(SequenceShards):
             return self.gather(stretch, length)
         samples, _, features = stretch.shape
         mine = self.intervals(length).of(self.peers.rank)
-        tokens = torch.cat([torch.arange(begin, end) for _, (begin, end) in mine])
-        places = (torch.arange(samples)[:, None] * length + tokens).flatten()
+        tokens = np.concatenate([np.arange(begin, end) for _, (begin, end) in mine])
+        places = (np.arange(samples)[:, None] * length + tokens).reshape(-1)
         rows = torch.cat([stretch[:, place : place + end - begin] for place, (begin, end) in mine], DIM)
         return DividedRows(rows.reshape(-1, features), (samples, length), places, self.peers)
 
