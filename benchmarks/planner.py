@@ -161,6 +161,8 @@ CASES = (
     Case("llama", Layout(tensor=2, context=2, sequence_parallel=True, micro_batch=2)),
     Case("llama", Layout(pipeline=2, context=2, micro_batch=2, accumulation=4)),
     Case("llama", Layout(context=4, micro_batch=2)),
+    Case("gpt2", Layout(context=2, data=2, micro_batch=2, partitioning="fsdp")),
+    Case("llama", Layout(context=4, micro_batch=2, partitioning="fsdp", recompute="full"), "bf16"),
     Case("llama", Layout(micro_batch=2), adapters=LORA),
     Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", LORA),
     Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),

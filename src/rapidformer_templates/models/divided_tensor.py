@@ -82,9 +82,9 @@ _OF_THE_WHOLE = {
 """What is asked of the whole and answered without its values."""
 
 
-def of_the_graph(function: Any, divided: DividedTensor) -> Any:
-    """What the part knows."""
-    return function(divided.local)
+def of_the_graph(function: Any, divided: DividedTensor, *args: Any) -> Any:
+    """What the part knows, or is told."""
+    return function(divided.local, *args)
 
 
 def each_by_itself(function: Any, divided: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def with_a_number(function: Any, divided: Any, other: Any) -> Any:
 
 
 _HANDLERS: dict[Any, Handler] = {
-    **dict.fromkeys((_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__), of_the_graph),
+    **dict.fromkeys((_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.register_hook), of_the_graph),
     **dict.fromkeys(
         (
             _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.neg,

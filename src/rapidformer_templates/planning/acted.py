@@ -50,7 +50,7 @@ def _even(measured: Measured, shares: int, name: str, what: str, twice: int) -> 
 
 def divides_parameters(measured: Measured) -> str | None:
     """Some worker has only a part of some parameter."""
-    if measured.plan.sizes.data == 1 or any(measured.all("divided_elements")):
+    if measured.plan.sizes.copies == 1 or any(measured.all("divided_elements")):
         return None
     return "parameters of which a worker has only a part were expected; every worker has them whole"
 

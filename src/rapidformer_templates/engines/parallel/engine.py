@@ -118,8 +118,7 @@ class ParallelEngine(SingleEngine):
 
     @property
     def _averages_over(self) -> float:
-        # The shards are sums. Each worker of a context group has the whole loss, and goes back from its share of it.
-        return 1 / self.workers.context
+        return 1 / self.workers.context  # the shards are sums
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._last = last

@@ -85,7 +85,8 @@ class Layout:
     @property
     def is_divided(self) -> bool:
         """Whether the engine of 3D layouts trains it, in whatever precision."""
-        return self.tensor * self.pipeline * self.context > 1 or self.partitioning == "distributed-optimizer"
+        context = self.context > 1 and self.partitioning != "fsdp"
+        return self.tensor * self.pipeline > 1 or context or self.partitioning == "distributed-optimizer"
 
     @property
     def global_batch(self) -> int:

@@ -194,7 +194,9 @@ class Search:
                     continue
                 data = world // divides
                 for partitioning in self._partitionings(data * context):
-                    for recompute, shard_size in product(self._recomputed(), self._shard_sizes(partitioning, data)):
+                    for recompute, shard_size in product(
+                        self._recomputed(), self._shard_sizes(partitioning, data * context)
+                    ):
                         yield Layout(
                             tensor,
                             pipeline,

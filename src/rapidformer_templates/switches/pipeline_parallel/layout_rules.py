@@ -27,6 +27,7 @@ def _smaller(name: str, size: int, fits: Callable[[int], bool]) -> tuple[Change,
 
 def _few_partitions(request: Request) -> list[Finding]:
     parallel = _parallel(request)
+    goes = PARTITIONS_UNDER_3D | ({"fsdp"} if parallel == ("context-parallel",) else set())
     return [
         Finding(
             f"{switch.name} does not work together with {' and '.join(parallel)}",
@@ -34,7 +35,7 @@ def _few_partitions(request: Request) -> list[Finding]:
             switches=(switch.name, *parallel),
         )
         for switch in request.of_family(PARTITIONING)
-        if switch.name not in PARTITIONS_UNDER_3D
+        if switch.name not in goes
     ]
 
 
@@ -128,7 +129,8 @@ LAYOUT_RULES = (
     ),
     Rule(
         "RF004",
-        "With 3D or context parallelism only ZeRO-1, ZeRO-2 or the distributed optimizer partition the model's states.",
+        "With 3D parallelism only ZeRO-1, ZeRO-2 or the distributed optimizer partition the model's states; with "
+        "context parallelism alone FSDP does so, too.",
         "the others shard or gather over all workers, where these have already divided the model or its sequences",
         "[R, M]",
         _few_partitions,
