@@ -111,14 +111,15 @@ LENGTHS = (2048, 8192, 32768)
 """Of long sequences, tokens."""
 
 
-def _long_llama(blocks: int, length: int) -> Any:
+def long_llama(blocks: int, length: int) -> Any:
+    """Of width 64 and 512 words."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": blocks, "intermediate_size": 160, "max_position_embeddings": length}
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512, bos_token_id=0, eos_token_id=0, use_cache=False))
 
 
 MODELS = {
-    **{f"llama-{n}": Sizes(partial(_long_llama, length=n), 2, 512, n, 64, 4) for n in LENGTHS},
+    **{f"llama-{n}": Sizes(partial(long_llama, length=n), 2, 512, n, 64, 4) for n in LENGTHS},
     "gpt2": Sizes(_gpt2, 6, 1024, 128, 128, 4),
     "llama": Sizes(_llama, 8, 2048, 192, 192, 6),
     "bert": Sizes(_bert, 4, 4096, 96, 256, 4),
