@@ -22,6 +22,7 @@ from rapidformer_templates.switches.auto_strategy.memory import held_by_worker, 
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
+from rapidformer_templates.switches.auto_strategy.show import reasons
 
 TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 
@@ -147,6 +148,34 @@ def test_a_layout_has_masters_where_its_plan_has(
     assert isinstance(kept, Setting)
     assert kept.narrow is None
     assert kept.by_parallel_engine(layout) is layout.is_divided
+
+
+OFFLOADING = f"{TINY} --auto-strategy --device cuda --micro-batch-size 32 --no-checkpoint-activations"
+
+
+def test_activations_go_to_the_host_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = search_of(OFFLOADING, monkeypatch, 80)
+    needed = {}
+    for offload in (False, True):
+        layout = Layout(micro_batch=32, offload=offload)
+        setting = search._setting(layout)
+        assert isinstance(setting, Setting)
+        needed[offload] = search._needed_gb(predict(search.subject.shapes, layout, setting))
+    assert needed[True] < needed[False]
+
+    def found(flags: str, gigabytes: float) -> tuple[set[bool], set[bool]]:
+        result = search_of(f"{OFFLOADING} {flags}", monkeypatch, gigabytes).run()
+        lines = reasons(result, search.hardware) if result.layouts else []
+        assert any("no layout fits without" in line for line in lines) is (
+            bool(result.layouts) and gigabytes < needed[False] and not flags
+        )
+        return {c.layout.offload for c in result.layouts}, {r.layout.offload for r in result.rejected}
+
+    assert found("", needed[False] * 1.001) == ({False}, set())
+    assert found("", sum(needed.values()) / 2) == ({True}, {False})
+    assert found("", needed[True] * 0.999) == (set(), {False, True})
+    assert found("--no-offload-activations", sum(needed.values()) / 2) == (set(), {False})
+    assert found("--offload-activations", 80) == ({True}, set())
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ class Layout:
         sequence_parallel: norms and dropout are divided along the sequence, too.
         shard_size: workers of a group that FSDP divides a copy of the states over; None: all replicas.
         stages: blocks of each stage; empty where they follow from the parameters.
+        offload: what the blocks keep goes to host memory.
     """
 
     tensor: int = 1
@@ -55,6 +56,7 @@ class Layout:
     sequence_parallel: bool = False
     stages: tuple[int, ...] = ()
     shard_size: int | None = None
+    offload: bool = False
 
     @property
     def shares(self) -> int:
@@ -103,6 +105,7 @@ class Layout:
             "recompute_granularity": "selective" if self.recompute == "selective" else None,
             **({"pipeline_stages": ",".join(map(str, self.stages))} if self.stages else {}),
             "fsdp_shard_size": self.shard_size,
+            "offload_activations": self.offload,
             **flags,
         }
 
@@ -137,4 +140,5 @@ def layout_of(plan: Plan) -> Layout:
         recompute=granularity if "checkpoint-activations" in plan.switches else "none",
         sequence_parallel="sequence-parallel" in plan.switches,
         shard_size=plan.engine_options.get("fsdp_shard_size"),
+        offload="offload-activations" in plan.switches,
     )

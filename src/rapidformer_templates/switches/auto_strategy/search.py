@@ -119,10 +119,23 @@ class Search:
         self._model: ModelFacts = model_facts(config)
 
     def run(self) -> SearchResult:
-        """Try all layouts."""
-        fitting: list[Candidate] = []
+        """Try all layouts; those whose activations lie on the host, only where no other one fits."""
         rejected: list[Rejected] = []
-        families = {family: self._setting(family) for family in self._families()}
+        best_first: list[Candidate] = []
+        for offload in self._allowed("offload_activations", self._ways_to_keep()):
+            best_first = self._verified(self._fitting(offload, rejected), rejected)
+            if best_first:
+                break
+        return SearchResult(tuple(best_first), tuple(rejected), self._not_predicted())
+
+    def _ways_to_keep(self) -> list[bool]:
+        """Whether activations may be offloaded: not from a CPU, whose memory is the host's."""
+        return [False] if self.environment.device == "cpu" else [False, True]
+
+    def _fitting(self, offload: bool, rejected: list[Rejected]) -> list[Candidate]:
+        """The layouts that fit, with activations on the host or without; ``rejected`` takes the others."""
+        fitting: list[Candidate] = []
+        families = {family: self._setting(family) for family in self._families(offload)}
         self._prepare({family: setting for family, setting in families.items() if isinstance(setting, Setting)})
         for family, setting in families.items():
             if isinstance(setting, str):
@@ -144,7 +157,7 @@ class Search:
                 else:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
-        return SearchResult(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
+        return fitting
 
     def _not_predicted(self) -> tuple[Unknown, ...]:
         """By switch and reason, of the switches that are on in every layout."""
@@ -165,7 +178,7 @@ class Search:
                     variants.add(variant_of(family, setting))
         shapes.prepare(variants)
 
-    def _families(self) -> Iterator[Layout]:
+    def _families(self, offload: bool) -> Iterator[Layout]:
         """Layouts without their batches."""
         world, local = self.environment.world_size, self.environment.local_world_size
         for tensor in self._allowed("tensor_model_parallel_size", _divisors(math.gcd(world, local))):
@@ -183,6 +196,7 @@ class Search:
                             recompute=recompute,
                             sequence_parallel=tensor > 1,
                             shard_size=shard_size,
+                            offload=offload,
                         )
 
     def _recomputed(self) -> list[str]:

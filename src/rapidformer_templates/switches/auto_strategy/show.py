@@ -41,6 +41,7 @@ def _sizes(layout: Layout) -> dict[str, Any]:
         "shard_size": layout.shard_size,
         "checkpoint_activations": layout.recompute != "none",
         "recompute": layout.recompute,
+        "offload_activations": layout.offload,
     }
 
 
@@ -127,6 +128,8 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
     lines.append(f"  where the step goes: {spent}")
     lines += [f"  {why}" for why in _comparisons(result)]
+    if layout.offload and any(not rejected.layout.offload for rejected in result.rejected):
+        lines.append("  what blocks keep goes to the host: no layout fits without that")
     if best.memory.host:
         lines.append(f"  host memory: {best.memory.host / GB:.1f} GB a worker beside its device, which nothing checks")
     return lines
