@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import command, timing
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, find_hardware
-from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, SEARCHED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
@@ -57,7 +58,7 @@ def all_layouts(world: int, batch: int) -> list[Layout]:
     sizes = [(t, p, world // (t * p)) for t in range(1, world + 1) for p in range(1, world + 1) if world % (t * p) == 0]
     return [
         Layout(t, p, d, micro, batch // (micro * d), partitioning, recompute, sequence_parallel=t > 1)
-        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), SEARCHED, RECOMPUTED)
+        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), PARTITIONINGS, RECOMPUTED)
         if batch % (micro * d) == 0 and (d > 1 or partitioning == "none")
     ]
 
@@ -148,6 +149,21 @@ def test_a_layout_has_masters_where_its_plan_has(
     assert isinstance(kept, Setting)
     assert kept.narrow is None
     assert kept.by_parallel_engine(layout) is layout.is_divided
+
+
+@pytest.mark.slow
+def test_every_way_to_partition_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 2 --device cpu --micro-batch-size 1 --no-checkpoint-activations"
+    search = search_of(flags, monkeypatch, 4)
+    search.environment = replace(search.environment, packages=dict.fromkeys(("deepspeed", "fairscale"), "1"))
+    result = search.run()
+    assert {c.layout.partitioning for c in result.layouts if c.layout.data == 2} == set(PARTITIONINGS)
+    speeds = [c.samples_per_second for c in result.layouts]
+    assert speeds[0] * 1.031 > max(speeds)
+    search.environment = replace(search.environment, packages={})
+    told = [r.constraint for r in search.run().rejected if r.layout.partitioning == "oss"]
+    assert told
+    assert all("fairscale" in constraint for constraint in told)
 
 
 OFFLOADING = f"{TINY} --auto-strategy --device cuda --micro-batch-size 32 --no-checkpoint-activations"

@@ -24,9 +24,6 @@ PARTITIONINGS: Mapping[str, str | None] = {
 RECOMPUTED = ("none", "selective", "full")
 """What is computed again in the backward; the fastest first."""
 
-SEARCHED = ("none", "zero-1", "zero-2", "fsdp", "zero-3")
-"""Those that the search tries where none is asked for: the others divide the same states in other ways."""
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -22,7 +22,7 @@ from rapidformer_templates.planning.request import build_request, model_facts
 from rapidformer_templates.planning.resolve import plan_of
 from rapidformer_templates.planning.switch import FORECAST, ModelFacts, Request
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
-from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, SEARCHED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
@@ -213,7 +213,7 @@ class Search:
         asked = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
         if asked:
             return asked
-        return list(SEARCHED) if data > 1 else ["none"]
+        return list(PARTITIONINGS) if data > 1 else ["none"]
 
     def _shard_sizes(self, partitioning: str, data: int) -> list[int | None]:
         """FSDP over all replicas, and inside of each node."""

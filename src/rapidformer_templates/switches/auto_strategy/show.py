@@ -14,6 +14,9 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, SearchResult
 
+WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}
+"""Of columns of the table whose words are not to be cut shorter."""
+
 SHOWN = 10
 """Layouts in the table; JSON has all of them."""
 
@@ -87,7 +90,7 @@ def _offloads(result: SearchResult) -> bool:
 def _table(result: SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
     for name in ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute"):
-        table.add_column(name, justify="right", min_width=len("selective") if name == "recompute" else None)
+        table.add_column(name, justify="right", min_width=WIDTHS.get(name))
     for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
     for candidate in result.layouts[:SHOWN]:
