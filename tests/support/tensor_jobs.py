@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.checkpoint_activations.declaration import CheckpointActivationsFlags
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpoint_activations
+from rapidformer_templates.switches.fused_loss.memory import CHUNK_BYTES
+from rapidformer_templates.switches.fused_loss.transform import fuse_loss
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
 from rapidformer_templates.system.workers import Workers
 from tests.support.worker_group import alone
@@ -159,11 +162,13 @@ class Case:
     own_loss: bool = False
     """The model's loss through labels; else cross-entropy with label smoothing on the logits."""
     dropout: float = 0.0
+    fused: bool = False
+    """Loss and head as one, in chunks of tokens."""
 
     @property
     def whole(self) -> Case:
-        """The same run on one worker."""
-        return dataclasses.replace(self, tensor=1, sequence=False, checkpointed=False)
+        """The same run on one worker, with whole logits."""
+        return dataclasses.replace(self, tensor=1, sequence=False, checkpointed=False, fused=False)
 
 
 def build(case: Case, workers: Workers | None = None) -> nn.Module:
@@ -177,6 +182,8 @@ def build(case: Case, workers: Workers | None = None) -> nn.Module:
             parameter.data.mul_(0.5)
     model = model.to(torch.float64 if case.kind == "float64" else torch.float32).train()
     blocks = find_blocks(model)
+    if case.fused:
+        model = fuse_loss(model, _building(blocks, workers or alone()))
     if workers is not None:
         switches = ("tensor-parallel", *(("sequence-parallel",) if case.sequence else ()))
         model = tensor_parallel.apply(model, _building(blocks, workers, *switches))
@@ -213,7 +220,16 @@ def batches(model: str, steps: int = 1, micro: int = 2) -> Iterator[list[dict[st
         yield step
 
 
+FEW_ROWS = 4 * 4 * (VOCABULARY // 2)
+"""Bytes of a chunk of the fused loss: four rows of the worker that has 25 words, three of the one that has 26."""
+
+
 def loss_of(case: Case, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with mock.patch.dict(CHUNK_BYTES, cpu=FEW_ROWS):
+        return _loss_of(case, model, batch)
+
+
+def _loss_of(case: Case, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     if case.own_loss:
         return model(**batch).loss
     inputs = {name: value for name, value in batch.items() if name != "labels"}

@@ -100,7 +100,6 @@ REFUSED = [  # (code, flags, machine): besides the examples, the other ways in w
     ("RF025", "--optimizer adamw_torch_4bit --fsdp-memory-optimization", GPUS),
     ("RF025", "--optimizer lamb --tensor-model-parallel-size 2", GPUS),
     ("RF062", "--fused-linear-cross-entropy --task question_answering", GPUS),
-    ("RF063", "--fused-linear-cross-entropy --tensor-model-parallel-size 2 --sequence-parallel", GPUS),
     ("RF034", "--weights-only", CPU),
     ("RF034", "--tokens-per-batch 4096", CPU),
     ("RF034", "--max-shapes 0", CPU),

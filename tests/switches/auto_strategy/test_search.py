@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,12 @@ from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.switches.auto_strategy import command, timing
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware, find_hardware
-from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED, SEARCHED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker, predict
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
+from rapidformer_templates.switches.auto_strategy.show import reasons
 
 TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 
@@ -56,7 +58,7 @@ def all_layouts(world: int, batch: int) -> list[Layout]:
     sizes = [(t, p, world // (t * p)) for t in range(1, world + 1) for p in range(1, world + 1) if world % (t * p) == 0]
     return [
         Layout(t, p, d, micro, batch // (micro * d), partitioning, recompute, sequence_parallel=t > 1)
-        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), SEARCHED, RECOMPUTED)
+        for (t, p, d), micro, partitioning, recompute in itertools.product(sizes, (1, 2, 4), PARTITIONINGS, RECOMPUTED)
         if batch % (micro * d) == 0 and (d > 1 or partitioning == "none")
     ]
 
@@ -159,6 +161,49 @@ def test_a_layout_has_masters_where_its_plan_has(
     assert isinstance(kept, Setting)
     assert kept.narrow is None
     assert kept.by_parallel_engine(layout) is layout.is_divided
+
+
+@pytest.mark.slow
+def test_every_way_to_partition_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 2 --device cpu --micro-batch-size 1 --no-checkpoint-activations"
+    search = search_of(flags, monkeypatch, 4)
+    search.environment = replace(search.environment, packages=dict.fromkeys(("deepspeed", "fairscale"), "1"))
+    result = search.run()
+    assert {c.layout.partitioning for c in result.layouts if c.layout.data == 2} == set(PARTITIONINGS)
+    speeds = [c.samples_per_second for c in result.layouts]
+    assert speeds[0] * 1.031 > max(speeds)
+    search.environment = replace(search.environment, packages={})
+    told = [r.constraint for r in search.run().rejected if r.layout.partitioning == "oss"]
+    assert told
+    assert all("fairscale" in constraint for constraint in told)
+
+
+OFFLOADING = f"{TINY} --auto-strategy --device cuda --micro-batch-size 32 --no-checkpoint-activations"
+
+
+def test_activations_go_to_the_host_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = search_of(OFFLOADING, monkeypatch, 80)
+    needed = {}
+    for offload in (False, True):
+        layout = Layout(micro_batch=32, offload=offload)
+        setting = search._setting(layout)
+        assert isinstance(setting, Setting)
+        needed[offload] = search._needed_gb(predict(search.subject.shapes, layout, setting))
+    assert needed[True] < needed[False]
+
+    def found(flags: str, gigabytes: float) -> tuple[set[bool], set[bool]]:
+        result = search_of(f"{OFFLOADING} {flags}", monkeypatch, gigabytes).run()
+        lines = reasons(result, search.hardware) if result.layouts else []
+        assert any("no layout fits without" in line for line in lines) is (
+            bool(result.layouts) and gigabytes < needed[False] and not flags
+        )
+        return {c.layout.offload for c in result.layouts}, {r.layout.offload for r in result.rejected}
+
+    assert found("", needed[False] * 1.001) == ({False}, set())
+    assert found("", sum(needed.values()) / 2) == ({True}, {False})
+    assert found("", needed[True] * 0.999) == (set(), {False, True})
+    assert found("--no-offload-activations", sum(needed.values()) / 2) == (set(), {False})
+    assert found("--offload-activations", 80) == ({True}, set())
 
 
 @pytest.mark.slow

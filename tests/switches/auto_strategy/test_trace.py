@@ -15,6 +15,7 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.parallel.narrowing import GradientTypes, narrowed_parameters
 from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
 from rapidformer_templates.engines.parallel.windows import window_for
+from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.config import RunConfig
@@ -25,7 +26,7 @@ from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
-from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
+from rapidformer_templates.switches.auto_strategy.tensor_shares import divide, no_loss, silent_group
 from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
 from rapidformer_templates.switches.offload_activations.offloader import Offloader
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
@@ -212,3 +213,21 @@ def test_switches_that_change_the_model_are_in_the_trace(name: str, values: dict
     predicted = model.trace(Variant(4))
     assert predicted.peak == pytest.approx(live.peak, rel=0.002)
     assert predicted.peak != pytest.approx(plain.trace(Variant(4)).peak, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+def test_chunks_of_a_share_of_the_words_are_in_the_trace(sequence_parallel: bool) -> None:
+    """The fused loss under tensor parallelism, beside a real step of one of two workers, whose peer is silent."""
+    config = REGISTRY.complete(RunConfig()).replace("test", fused_linear_cross_entropy=True)
+    plan = resolve(config, Environment(template="Trainer"))
+    plain, variant = shapes("llama"), Variant(4, tensor=2, sequence_parallel=sequence_parallel)
+    model = ModelShapes(lambda blocks: with_switches(plain.build(blocks), config, plan), batch)
+    with silent_group(2) as workers:
+        real: Any = with_switches(MODELS["llama"](5), config, plan)
+        real = divide(real, workers, sequence_parallel=sequence_parallel)
+        with LiveStorages([*map(local_part, real.parameters()), *real.buffers()]) as live:
+            real_step(real, variant)
+    predicted = model.trace(variant)
+    assert predicted.peak == pytest.approx(live.peak, rel=0.002)
+    assert predicted.peak < 0.99 * plain.trace(variant).peak

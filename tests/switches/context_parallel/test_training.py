@@ -48,6 +48,11 @@ CASES = {
         f"{CONTEXT} 2 {PIPELINE} 2 --micro-batch-size 2 --fused-linear-cross-entropy",
     ),
     "cp2-fsdp4": ("gpt2-4-tied", True, f"{CONTEXT} 2 --micro-batch-size 2 --fsdp-memory-optimization"),
+    "tp2-cp2-fused": (
+        "llama-4-tied",
+        True,
+        f"{CONTEXT} 2 {TENSOR} 2 --micro-batch-size 4 --sequence-parallel --fused-linear-cross-entropy",
+    ),
     "bf16": ("llama-4-untied", False, f"{CONTEXT} 2 --micro-batch-size 2 --mixed-precision bf16"),
 }
 RESUMED = "--train-iters 6 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lr 1e-3"

@@ -189,7 +189,7 @@ def test_models_that_do_something_to_their_logits(name: str) -> None:
 def _logits() -> Logits:
     head: Any = nn.Linear(4, 7)
     head.__class__ = FusedHead
-    head.kernel, head.used, head.rows = "torch", set(), 0
+    head.kernel, head.used, head.rows, head.columns = "torch", set(), 0, 0
     logits = head(torch.randn(2, 3, 4))
     assert isinstance(logits, Logits)
     return logits
@@ -256,8 +256,10 @@ SWITCHES = {
 }
 STAGES = "--pipeline-model-parallel-size 2 --pipeline-stages 1,1"
 SWITCHES |= {"stages": STAGES, "stages, checkpointed": f"{STAGES} --checkpoint-activations"}
+SWITCHES["matrices"] = "--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations"
 SHARED = {("llama", name) for name in SWITCHES} | {("causal", "fsdp")}
-SHARED |= {("masked", name) for name in SWITCHES if name in ("zero-3", "stages")}
+SHARED |= {("masked", name) for name in SWITCHES if name in ("zero-3", "stages", "matrices")}
+SHARED |= {("causal", "matrices")}
 
 
 @pytest.fixture(scope="module")
@@ -356,6 +358,8 @@ def test_two_workers_follow_one_without(case: tuple[str, str], references: Any, 
         torch.testing.assert_close(torch.tensor(results[case]["curve"]), expected, **close)
         receipts = results[case]["summary"]["receipts"]
         assert 0 < receipts["logits_rows"] <= receipts["logits_rows_without"] / 4 + 1
+        if case[1] == "matrices":
+            assert receipts["logits_columns"] == (-(-VOCABULARY // 2), VOCABULARY)
 
 
 @pytest.mark.distributed

@@ -138,6 +138,7 @@ def _behave(workers: Any) -> dict[str, Any]:
             for model in ("llama", "bert", "t5")
             for own in (False, True)
         },
+        "fused shapes": _shapes_in_a_step(Case("llama", 2, fused=True, tied=False), place),
         "shapes on shards": _shapes_in_a_step(Case("llama", 2, sequence=True), place),
         "tied": _tied_and_sharded(place),
         "outputs": _outputs(place),
@@ -174,6 +175,17 @@ def test_logits_never_exist_whole(found: Any) -> None:
             wide = {shape for shape in shapes if shape and shape[-1] == VOCABULARY}
             assert not wide, case
             assert any(shape and shape[-1] == columns[rank] for shape in shapes), case
+
+
+@pytest.mark.distributed
+def test_fused_loss_has_its_own_words_of_a_few_rows(found: Any) -> None:
+    """Of 22 rows and more: no logits of all words, and of this worker's as many rows as a chunk on every worker."""
+    columns = {0: (VOCABULARY + 1) // 2, 1: VOCABULARY // 2}
+    for rank, results in enumerate(found):
+        shapes = {shape for shape in results["fused shapes"] if len(shape) == 2}
+        assert not {shape for shape in shapes if shape[-1] == VOCABULARY}
+        rows = {shape[0] for shape in shapes if shape[-1] == columns[rank]} - {HIDDEN}  # the weight's gradient, turned
+        assert max(rows) == 3
 
 
 def test_the_watch_sees_whole_logits() -> None:

@@ -16,13 +16,18 @@ CASES = [
     *(Case(model, 2, kind="float64") for model in ("llama", "gpt_neox", "gpt2", "bert", "t5")),
     *(Case(model, 2, kind="float64", **ALL) for model in MODELS),
     *(Case(model, 2, own_loss=True, sequence=True) for model in ("llama", "bert")),
+    *(Case(model, 2, kind="float64", fused=True) for model in ("gpt2", "bert", "t5")),
+    Case("llama", 2, kind="float64", fused=True, **ALL),
+    Case("roberta", 2, kind="float64", fused=True, own_loss=True, **ALL),
     Case("own", 2, kind="float64", checkpointed=True),
     Case("gpt2", 4, kind="float64", sequence=True),
+    Case("gpt2", 4, kind="float64", sequence=True, fused=True),
     Case("llama", 4, own_loss=True, tied=False),
 ]
 BF16 = [
     Case("llama", 2, kind="bfloat16", own_loss=True, sequence=True),
     Case("bert", 2, kind="bfloat16", own_loss=True),
+    Case("llama", 2, kind="bfloat16", own_loss=True, sequence=True, fused=True),
 ]
 
 

@@ -24,9 +24,6 @@ PARTITIONINGS: Mapping[str, str | None] = {
 RECOMPUTED = ("none", "selective", "full")
 """What is computed again in the backward; the fastest first."""
 
-SEARCHED = ("none", "zero-1", "zero-2", "fsdp", "zero-3")
-"""Those that the search tries where none is asked for: the others divide the same states in other ways."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -44,6 +41,7 @@ class Layout:
         shard_size: workers of a group that FSDP divides a copy of the states over; None: all replicas.
         stages: blocks of each stage; empty where they follow from the parameters.
         context: workers that share each sequence.
+        offload: what the blocks keep goes to host memory.
     """
 
     tensor: int = 1
@@ -57,6 +55,7 @@ class Layout:
     stages: tuple[int, ...] = ()
     shard_size: int | None = None
     context: int = 1
+    offload: bool = False
 
     @property
     def replicas(self) -> int:
@@ -112,6 +111,7 @@ class Layout:
             "recompute_granularity": "selective" if self.recompute == "selective" else None,
             **({"pipeline_stages": ",".join(map(str, self.stages))} if self.stages else {}),
             "fsdp_shard_size": self.shard_size,
+            "offload_activations": self.offload,
             **flags,
         }
 
@@ -147,4 +147,5 @@ def layout_of(plan: Plan) -> Layout:
         sequence_parallel="sequence-parallel" in plan.switches,
         shard_size=plan.engine_options.get("fsdp_shard_size"),
         context=sizes.context,
+        offload="offload-activations" in plan.switches,
     )

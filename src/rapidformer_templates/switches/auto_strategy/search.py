@@ -22,7 +22,7 @@ from rapidformer_templates.planning.request import build_request, model_facts
 from rapidformer_templates.planning.resolve import plan_of
 from rapidformer_templates.planning.switch import FORECAST, ModelFacts, Request
 from rapidformer_templates.switches.auto_strategy.hardware import GB, Hardware
-from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, SEARCHED, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, RECOMPUTED, Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory, predict, states_alone, variant_of
 from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
@@ -119,15 +119,15 @@ class Search:
         self._model: ModelFacts = model_facts(config)
 
     def run(self) -> SearchResult:
-        """Try all layouts."""
-        fitting: list[Candidate] = []
+        """Try all layouts; those whose activations lie on the host, only where no other one fits."""
         rejected: list[Rejected] = []
-        for contexts in self._contexts():
-            fitting, there = self._tried(contexts)
-            rejected += there
-            if fitting:
+        best_first: list[Candidate] = []
+        keeps = self._allowed("offload_activations", self._ways_to_keep())
+        for contexts, offload in product(self._contexts(), keeps):
+            best_first = self._verified(self._fitting(contexts, offload, rejected), rejected)
+            if best_first:
                 break
-        return SearchResult(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
+        return SearchResult(tuple(best_first), tuple(rejected), self._not_predicted())
 
     def _contexts(self) -> list[list[int]]:
         """Sizes of context parallelism: where none is given, sequences are divided only if nothing fits otherwise."""
@@ -135,11 +135,14 @@ class Search:
             return [[self.config.get("context_parallel_size")]]
         return [[1], _divisors(self.environment.world_size)[1:]]
 
-    def _tried(self, contexts: Sequence[int]) -> tuple[list[Candidate], list[Rejected]]:
-        """The layouts with these sizes that fit, and those that do not."""
+    def _ways_to_keep(self) -> list[bool]:
+        """Whether activations may be offloaded: not from a CPU, whose memory is the host's."""
+        return [False] if self.environment.device == "cpu" else [False, True]
+
+    def _fitting(self, contexts: Sequence[int], offload: bool, rejected: list[Rejected]) -> list[Candidate]:
+        """The layouts with such sizes, with activations on the host or without, that fit; ``rejected`` takes others."""
         fitting: list[Candidate] = []
-        rejected: list[Rejected] = []
-        families = {family: self._setting(family) for family in self._families(contexts)}
+        families = {family: self._setting(family) for family in self._families(contexts, offload)}
         self._prepare({family: setting for family, setting in families.items() if isinstance(setting, Setting)})
         for family, setting in families.items():
             if isinstance(setting, str):
@@ -161,7 +164,7 @@ class Search:
                 else:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
-        return fitting, rejected
+        return fitting
 
     def _not_predicted(self) -> tuple[Unknown, ...]:
         """By switch and reason, of the switches that are on in every layout."""
@@ -182,7 +185,7 @@ class Search:
                     variants.add(variant_of(family, setting))
         shapes.prepare(variants)
 
-    def _families(self, contexts: Sequence[int]) -> Iterator[Layout]:
+    def _families(self, contexts: Sequence[int], offload: bool) -> Iterator[Layout]:
         """Layouts without their batches."""
         world, local = self.environment.world_size, self.environment.local_world_size
         for tensor, context in product(
@@ -206,6 +209,7 @@ class Search:
                             sequence_parallel=tensor > 1,
                             shard_size=shard_size,
                             context=context,
+                            offload=offload,
                         )
 
     def _recomputed(self) -> list[str]:
@@ -222,7 +226,7 @@ class Search:
         asked = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
         if asked:
             return asked
-        return list(SEARCHED) if replicas > 1 else ["none"]
+        return list(PARTITIONINGS) if replicas > 1 else ["none"]
 
     def _shard_sizes(self, partitioning: str, data: int) -> list[int | None]:
         """FSDP over all replicas, and inside of each node."""

@@ -14,6 +14,9 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.memory import Memory
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, Candidate, SearchResult
 
+WIDTHS = {"recompute": len("selective"), "partitioning": len("distributed…")}
+"""Of columns of the table whose words are not to be cut shorter."""
+
 SHOWN = 10
 """Layouts in the table; JSON has all of them."""
 
@@ -42,6 +45,7 @@ def _sizes(layout: Layout) -> dict[str, Any]:
         "shard_size": layout.shard_size,
         "checkpoint_activations": layout.recompute != "none",
         "recompute": layout.recompute,
+        "offload_activations": layout.offload,
     }
 
 
@@ -92,7 +96,7 @@ def _table(result: SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
     divides = any(candidate.layout.context > 1 for candidate in result.layouts)
     for name in (*COLUMNS[:2], *(["context"] if divides else []), *COLUMNS[2:]):
-        table.add_column(name, justify="right", min_width=len("selective") if name == "recompute" else None)
+        table.add_column(name, justify="right", min_width=WIDTHS.get(name))
     for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
     for candidate in result.layouts[:SHOWN]:
@@ -134,6 +138,8 @@ def reasons(result: SearchResult, hardware: Hardware) -> list[str]:
     spent = ", ".join(f"{name} {share / timing.total:.0%}" for name, share in shares.items() if share > 0)
     lines.append(f"  where the step goes: {spent}")
     lines += [f"  {why}" for why in _comparisons(result)]
+    if layout.offload and any(not rejected.layout.offload for rejected in result.rejected):
+        lines.append("  what blocks keep goes to the host: no layout fits without that")
     if best.memory.host:
         lines.append(f"  host memory: {best.memory.host / GB:.1f} GB a worker beside its device, which nothing checks")
     return lines

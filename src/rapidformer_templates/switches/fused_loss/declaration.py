@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -32,7 +31,7 @@ class FusedLossFlags:
 
 def _notes(request: Request) -> Sequence[str]:
     liger = request.environment.device == "cuda" and "liger_kernel" in request.environment.packages
-    kernel = "Liger's kernel" if liger else "chunks of torch's operations"
+    kernel = "Liger's kernel" if liger and request.sizes.tensor == 1 else "chunks of torch's operations"
     return (f"fused-linear-cross-entropy: by {kernel}; a training step has no logits",)
 
 
@@ -56,7 +55,7 @@ SWITCHES = (
         name="fused-linear-cross-entropy",
         summary="Loss over the vocabulary without the logits of all tokens.",
         source="[Liger]",
-        precedence=Precedence.KERNEL,
+        precedence=Precedence.HEAD,
         options=FusedLossFlags,
         predicts=Prediction({"activations": "logits of a chunk of tokens at a time"}, traced=True),
         notes=_notes,
@@ -72,14 +71,6 @@ SWITCHES = (
                 "[Liger]",
                 _scores_words,
                 Example("--fused-linear-cross-entropy --task sequence_classification"),
-            ),
-            Rule(
-                "RF063",
-                "The fused loss needs the whole head on each worker.",
-                "tensor parallelism cuts the vocabulary and has a loss of its own for that",
-                "[rapidformer_templates]",
-                excludes("fused-linear-cross-entropy", "tensor-parallel"),
-                Example("--fused-linear-cross-entropy --tensor-model-parallel-size 2 --world-size 2"),
             ),
         ),
     ),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from rapidformer_templates.models.vocabulary_loss import Words, losses_and_slope
 from rapidformer_templates.switches.fused_loss.memory import rows_at_once
-from rapidformer_templates.switches.fused_loss.pointwise import Pointwise
+from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Shift
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,24 @@ class Recipe:
     ignored: int = -100
     smoothing: float = 0.0
 
+    def of_words(self, begin: int, end: int) -> Recipe:
+        """The recipe of some words: constants are those of these words."""
+        steps = (Shift(s.constant[:, begin:end]) if isinstance(s, Shift) else s for s in self.pointwise)
+        return replace(self, pointwise=tuple(steps))
+
+    def kind(self, product: torch.dtype) -> torch.dtype:
+        """The type of the logits, from that of the product."""
+        casts = [step.dtype for step in self.pointwise if isinstance(step, Cast)]
+        return casts[-1] if casts else product
+
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, recipe: Recipe
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    recipe: Recipe,
+    words: Words | None = None,
 ) -> torch.Tensor:
     """The sum of the cross-entropies of ``hidden @ weight.T + bias`` over the rows that count.
 
@@ -41,11 +57,15 @@ def linear_cross_entropy(
         weight: (vocabulary, hidden size).
         bias: (vocabulary,) or None.
         target: (rows,), the index of a word or ``recipe.ignored``.
+        words: which of the vocabulary ``weight`` and ``bias`` have; None for all. Hidden states and targets are the
+            same on all workers that share it, and the gradient of the hidden states is a part of the sum over them.
 
     Returns:
         A scalar, in the type in which the loss would be computed from whole logits.
     """
-    total: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, target, recipe)
+    words = words or Words(len(weight))
+    recipe = recipe.of_words(words.begin, words.begin + len(weight))
+    total: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, target, recipe, words)
     return total
 
 
@@ -58,29 +78,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,
         recipe: Recipe,
+        words: Words,
     ) -> torch.Tensor:
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device)
         compute = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        loss_type = torch.float32 if autocast else None
         # Autocast would keep the weight that it casts here, where no gradient is recorded, for others to find.
         with torch.autocast(device, enabled=False):
             sums = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
             weight, bias = weight.to(compute), None if bias is None else bias.to(compute)
             losses = []
-            step = rows_at_once(len(target), len(weight), device)
+            step = rows_at_once(len(target), words.most, device)  # as many chunks on every worker
             for rows in _chunks(target, recipe.ignored, step):
                 part = hidden[rows].to(compute)
-                loss, slope = _loss_and_slope(F.linear(part, weight, bias), target[rows], recipe, loss_type)
+                loss, slope = _loss_and_slope(F.linear(part, weight, bias), target[rows], recipe, words)
                 losses.append(loss)
                 sums.add(slope.to(compute), rows, part, weight)
         ctx.save_for_backward(*sums.finished())
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum().to(torch.float32 if autocast else recipe.kind(compute))
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In place: autograd itself refuses a second backward through tensors that were changed.
-        return (*(None if g is None else g.mul_(outer[0]) for g in ctx.saved_tensors), None, None)
+        return (*(None if g is None else g.mul_(outer[0]) for g in ctx.saved_tensors), None, None, None)
 
 
 def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[Any]:
@@ -92,26 +112,16 @@ def _chunks(target: torch.Tensor, ignored: int, step: int) -> Iterator[Any]:
 
 
 def _loss_and_slope(
-    logits: torch.Tensor, target: torch.Tensor, recipe: Recipe, loss_type: torch.dtype | None
+    logits: torch.Tensor, target: torch.Tensor, recipe: Recipe, words: Words
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of the losses of a chunk, its gradient by the logits)."""
     values = [logits]
     for function in recipe.pointwise:
         values.append(function(values[-1]))
-    log_shares = torch.log_softmax(values[-1], dim=-1, dtype=loss_type)
-    counts = target != recipe.ignored
-    index = torch.where(counts, target, 0)[:, None]
-    losses = -log_shares.gather(1, index).squeeze(1)
-    if recipe.smoothing:
-        losses = (1 - recipe.smoothing) * losses - recipe.smoothing * log_shares.mean(dim=-1)
-    slope = log_shares.exp_()
-    if recipe.smoothing:
-        slope.sub_(recipe.smoothing / slope.shape[1])
-    slope.scatter_add_(1, index, slope.new_full((1, 1), recipe.smoothing - 1).expand_as(index))
-    slope.mul_(counts[:, None])
+    losses, slope = losses_and_slope(values[-1], target, words, recipe.ignored, recipe.smoothing)
     for function, value in zip(reversed(recipe.pointwise), reversed(values[1:]), strict=True):
         slope = function.slope(slope, value)
-    return torch.where(counts, losses, 0).sum(), slope
+    return losses.sum(), slope
 
 
 class _Gradients:

@@ -15,13 +15,14 @@ from torch.nn import functional as F  # noqa: N812
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.divided_tensor import DividedTensor
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
+from rapidformer_templates.models.vocabulary_loss import LossHead, Words
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
 from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Scale, Shift, Tanh
 
 SWITCH_FLAG = "--fused-linear-cross-entropy"
 
 
-class FusedHead(nn.Linear):
+class FusedHead(LossHead):
     """A language model's last layer, which waits for the loss with its product while the model trains.
 
     In evaluation it is the linear layer that it was. In training it gives :class:`Logits`, and comes
@@ -32,11 +33,13 @@ class FusedHead(nn.Linear):
         kernel: ``torch`` or ``liger``: who computes the loss.
         used: the kernels that have computed one.
         rows: the most rows of one loss so far.
+        columns: words of the latest loss that this worker scored.
     """
 
     kernel: str
     used: set[str]
     rows: int
+    columns: int
 
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> Any:
@@ -49,17 +52,21 @@ class FusedHead(nn.Linear):
         return cast(torch.Tensor, super().__call__(hidden, target, recipe))
 
     def forward(
-        self, hidden: torch.Tensor, target: torch.Tensor | None = None, recipe: Recipe | None = None
+        self,
+        hidden: torch.Tensor,
+        target: torch.Tensor | None = None,
+        recipe: Recipe | None = None,
+        words: Words | None = None,
     ) -> torch.Tensor:
         if target is None or recipe is None:
             return super().forward(hidden)
-        self.rows = max(self.rows, len(target))
+        self.rows, self.columns = max(self.rows, len(target)), len(self.weight)
         casts_only = all(isinstance(step, Cast) for step in recipe.pointwise)
-        if self.kernel == "liger" and casts_only and hidden.dtype != torch.float64:
+        if self.kernel == "liger" and casts_only and words is None and hidden.dtype != torch.float64:
             self.used.add("liger")
             return _by_liger(hidden, self.weight, self.bias, target, recipe)
         self.used.add("torch")
-        return linear_cross_entropy(hidden, self.weight, self.bias, target, recipe)
+        return linear_cross_entropy(hidden, self.weight, self.bias, target, recipe, words)
 
 
 def _by_liger(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,17 @@ from rapidformer_templates.switches.fused_loss.logits import head_of
 
 
 class WidestRows(TorchDispatchMode):
-    """Notes the largest tensor of floating-point numbers with a last dimension of ``width``, whoever makes it.
+    """Notes the largest tensor of floating-point numbers with each last dimension, whoever makes it.
 
     Views are not counted: the transposed weight of the head is one.
 
     Attributes:
-        rows: rows of that tensor.
+        rows: of that tensor, by its last dimension.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.width = width
-        self.rows = 0
+        self.rows: Counter[int] = Counter()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,8 +33,9 @@ class WidestRows(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not _is_view(function):
             for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (self.width,):
-                    self.rows = max(self.rows, leaf.numel() // self.width)
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel():
+                    width = leaf.shape[-1:].numel()
+                    self.rows[width] = max(self.rows[width], leaf.numel() // width)
         return result
 
 
@@ -43,17 +44,20 @@ def _is_view(function: Callable[..., Any]) -> bool:
 
 
 class LogitsInMemory(Receipt):
-    """Rows of logits that a forward has in memory at a time, how many there are without fusing, and the kernel."""
+    """Rows of logits that a forward has in memory at a time, how many there are without fusing, and the kernel.
+
+    Logits of all words, or of those that this worker scores.
+    """
 
     def before_step(self, probe: Probe) -> dict[str, Any]:
         head = head_of(probe.engine.model)
         if head is None:
             return {}
         # Not compiled: what meets the watch while it looks is never compiled again.
-        with torch.compiler.set_stance("force_eager"), WidestRows(head.out_features) as seen:
+        with torch.compiler.set_stance("force_eager"), WidestRows() as seen:
             probe.forward()
         return {
-            "logits_rows": seen.rows,
+            "logits_rows": max(seen.rows[width] for width in (head.out_features, head.columns)),
             "logits_rows_without": head.rows,
             "fused_loss_kernel": sorted(head.used),
         }

@@ -35,5 +35,5 @@ def fuse_loss(model: nn.Module, building: Building) -> nn.Module:
     fused: Any = head
     on_gpu = building.workers.device.type == "cuda"
     fused.kernel = "liger" if on_gpu and find_spec("liger_kernel") else "torch"
-    fused.used, fused.rows = set(), 0
+    fused.used, fused.rows, fused.columns = set(), 0, 0
     return model

@@ -16,6 +16,7 @@ from torch.nn import functional
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.divided_tensor import DividedTensor, Handler
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
+from rapidformer_templates.models.vocabulary_loss import Words, losses_and_slope
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, sum_partial
 
 
@@ -104,20 +105,37 @@ def _cross_entropy(
     if old or weight is not None or not by_index or input.ndim > 2 or not isinstance(input, DividedLogits):
         return NotImplemented
     local = input.local
-    if torch.is_autocast_enabled(local.device.type):
-        local = local.float()  # as autocast does before every cross-entropy
-    begin, _ = input.peers.share(input.shape[-1])
-    rows = local.reshape(-1, local.shape[-1])
-    kind = rows.dtype
-    if kind in (torch.float16, torch.bfloat16):
-        rows = rows.float()
+    # Autocast computes every cross-entropy in fp32.
+    kind = torch.float32 if torch.is_autocast_enabled(local.device.type) else local.dtype
+    words = DividedWords(input.peers, input.shape[-1])
     losses = _CrossEntropy.apply(
-        rows, target.reshape(-1), input.peers, begin, input.shape[-1], ignore_index, label_smoothing
+        local.reshape(-1, local.shape[-1]), target.reshape(-1), words, ignore_index, label_smoothing
     )
     if reduction == "none":
         return losses.view(target.shape).to(kind)
     total = losses.sum()
     return (total / (target != ignore_index).sum() if reduction == "mean" else total).to(kind)
+
+
+class DividedWords(Words):
+    """The words whose logits one of some workers has."""
+
+    def __init__(self, peers: Peers, count: int) -> None:
+        super().__init__(count)
+        self.peers = peers
+        self.begin, _ = peers.share(count)
+        self.most = -(-count // peers.size)
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        return self.peers.max(values)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return self.peers.sum(values)
+
+    def here(self, target: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
+        valid = (target >= 0) & (target < self.count)
+        check_inside(valid | ~counts, self.count, "target")
+        return (target >= self.begin) & (target < self.begin + columns) & counts
 
 
 def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
@@ -146,41 +164,19 @@ def check_inside(inside: torch.Tensor, vocabulary: int, what: str) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each row, as in Shoeybi et al., 2019: the workers exchange three numbers a row."""
+    """Cross-entropy of each row, in fp32 or fp64."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        peers: Peers,
-        begin: int,
-        vocabulary: int,
-        ignored: int,
-        smoothing: float,
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, words: Words, ignored: int, smoothing: float
     ) -> torch.Tensor:
-        counts = target != ignored
-        valid = (target >= 0) & (target < vocabulary)
-        check_inside(valid | ~counts, vocabulary, "target")
-        here = (target >= begin) & (target < begin + logits.shape[-1]) & counts
-        column = (target - begin).masked_fill(~here, 0).unsqueeze(-1)
-        shifted = logits - peers.max(logits.amax(dim=-1)).unsqueeze(-1)
-        picked = shifted.gather(-1, column).squeeze(-1).masked_fill(~here, 0.0)
-        logits_sum = shifted.sum(-1) if smoothing else torch.zeros_like(picked)
-        shares = shifted.exp_()
-        scale, picked, logits_sum = peers.sum(torch.stack([shares.sum(-1), picked, logits_sum]))
-        shares /= scale.unsqueeze(-1)
-        ctx.save_for_backward(shares, column, here, counts)
-        ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
-        loss = scale.log() - (1 - smoothing) * picked - smoothing / vocabulary * logits_sum
-        return loss.masked_fill(~counts, 0.0)
+        losses, slope = losses_and_slope(logits, target, words, ignored, smoothing)
+        ctx.save_for_backward(slope, target != ignored)
+        ctx.kind = logits.dtype
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        shares, column, here, counts = ctx.saved_tensors
-        gradient = gradient.masked_fill(~counts, 0.0).unsqueeze(-1)
-        result = shares * gradient
-        result.scatter_add_(-1, column, -(1 - ctx.smoothing) * gradient * here.unsqueeze(-1))
-        if ctx.smoothing:
-            result -= ctx.smoothing / ctx.vocabulary * gradient
-        return result, None, None, None, None, None, None
+        slope, counts = ctx.saved_tensors
+        gradient = gradient.masked_fill(~counts, 0.0).unsqueeze(-1)  # of a mean over no target it is not finite
+        return (slope * gradient).to(ctx.kind), None, None, None, None

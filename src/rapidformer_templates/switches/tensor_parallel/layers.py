@@ -24,7 +24,7 @@ from rapidformer_templates.switches.tensor_parallel.collectives import (
     sum_partial,
     sum_share,
 )
-from rapidformer_templates.switches.tensor_parallel.divided_logits import DividedLogits, check_inside
+from rapidformer_templates.switches.tensor_parallel.divided_logits import DividedLogits, DividedWords, check_inside
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards, first_argument
 
@@ -216,7 +216,8 @@ class VocabularyEmbedding(Divided):
 class VocabularyHead(Divided):
     """The layer of the logits, of which each worker has the columns of some tokens.
 
-    In training its output stays divided; see :class:`DividedLogits`. In evaluation it is whole.
+    In training its output stays divided; see :class:`DividedLogits`. In evaluation it is whole. A head that takes the
+    loss itself is told which words it has, and gives the loss over all of them.
 
     Attributes:
         columns: (held on this worker, in all) of the latest logits.
@@ -227,9 +228,15 @@ class VocabularyHead(Divided):
         self.module = module
         self.peers = regions.peers
         self.vocabulary = module.weight.shape[0]
+        self.words = DividedWords(self.peers, self.vocabulary)
         self.columns: tuple[int, int] | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *loss: Any) -> torch.Tensor:
+        begin, end = self.peers.share(self.vocabulary)
+        self.columns = (end - begin, self.vocabulary)
+        result: torch.Tensor
+        if loss:
+            result = self.forward(enter(x, self.peers), *loss, words=self.words)
+            return result
         logits = DividedLogits(self.forward(enter(x, self.peers)), self.peers, self.vocabulary)
-        self.columns = (logits.local.shape[-1], self.vocabulary)
         return logits if self.module.training else logits.whole()

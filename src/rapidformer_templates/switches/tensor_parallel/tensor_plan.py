@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import adapter_parts
 from rapidformer_templates.models.stand_ins import Elsewhere
+from rapidformer_templates.models.vocabulary_loss import LossHead
 from rapidformer_templates.switches.tensor_parallel.styles import (
     COLUMN,
     EMBEDDING,
@@ -233,7 +234,7 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
         embedding, head = _asked(part.get_input_embeddings), _asked(part.get_output_embeddings)
         if type(embedding) is nn.Embedding and embedding in names:
             styles[names[embedding]] = EMBEDDING
-        if type(head) is nn.Linear and head in names:
+        if (type(head) is nn.Linear or isinstance(head, LossHead)) and head in names:
             styles[names[head]] = VOCABULARY_HEAD
     return styles
 

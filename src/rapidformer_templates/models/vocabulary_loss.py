@@ -1,0 +1,71 @@
+"""The cross-entropy over a vocabulary and its gradient, where each worker may have the logits of some words only."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Words:
+    """Whose logits a worker has: here those of all words.
+
+    Attributes:
+        count: of the vocabulary.
+        begin: the first word that this worker has.
+        most: words of the worker that has most.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = self.most = count
+        self.begin = 0
+
+    def here(self, target: torch.Tensor, counts: torch.Tensor, columns: int) -> torch.Tensor:
+        """Which rows have their target among this worker's ``columns`` words; torch itself refuses unknown words."""
+        return counts
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """The greatest over the workers."""
+        return values
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the workers."""
+        return values
+
+
+class LossHead(nn.Linear):
+    """A last layer that can be asked for the loss of rows, too: ``forward(hidden, target, recipe, words)``.
+
+    Who divides its weight over workers hands it the words that this worker has, and its own share of the weight.
+    """
+
+
+def losses_and_slope(
+    logits: torch.Tensor, target: torch.Tensor, words: Words, ignored: int, smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross-entropy of each row, and the gradient of their sum by this worker's logits.
+
+    In fp32, or fp64 where the logits are. Workers exchange three numbers a row (Shoeybi et al., 2019).
+
+    Args:
+        logits: (rows, words of this worker).
+        target: (rows,), a word of the vocabulary or ``ignored``.
+        smoothing: as in ``torch.nn.functional.cross_entropy``.
+
+    Returns:
+        (rows,), whole on each worker; (rows, words of this worker). Both are 0 where the target is ``ignored``.
+    """
+    counts = target != ignored
+    here = words.here(target, counts, logits.shape[-1])
+    column = (target - words.begin).masked_fill(~here, 0).unsqueeze(-1)
+    kind = torch.promote_types(logits.dtype, torch.float32)
+    shifted = logits - words.max(logits.amax(dim=-1).to(kind)).unsqueeze(-1)
+    picked = shifted.gather(-1, column).squeeze(-1).masked_fill(~here, 0.0)
+    logits_sum = shifted.sum(-1) if smoothing else torch.zeros_like(picked)
+    shares = shifted.exp_()
+    scale, picked, logits_sum = words.sum(torch.stack([shares.sum(-1), picked, logits_sum]))
+    losses = scale.log() - (1 - smoothing) * picked - smoothing / words.count * logits_sum
+    slope = shares.mul_((counts / scale).unsqueeze(-1))
+    if smoothing:
+        slope.sub_(smoothing / words.count * counts.to(kind).unsqueeze(-1))
+    slope.scatter_add_(-1, column, ((smoothing - 1) * here.to(kind)).unsqueeze(-1))
+    return losses.masked_fill(~counts, 0.0), slope
