@@ -201,7 +201,7 @@ def _building(blocks: Mapping[str, nn.Module], workers: Workers, *switches: str)
 def divided(workers: Workers, tensor: int) -> Workers:
     """The workers of a test's group as a layout with that tensor size."""
     shape = (1, workers.world // tensor, tensor)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "copies", "tensor"))
     return dataclasses.replace(workers, tensor=tensor, mesh=mesh)
 
 

@@ -58,7 +58,7 @@ def silent_neighbours(rank: int) -> Iterator[Workers]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=STAGES)
     try:
-        mesh = init_device_mesh("cpu", (STAGES, 1, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+        mesh = init_device_mesh("cpu", (STAGES, 1, 1), mesh_dim_names=("pipeline", "copies", "tensor"))
         silent = SimpleNamespace(isend=lambda tensor, **_: _Transfer(), irecv=receive)
         with mock.patch.object(stage_links, "dist", silent):
             yield Workers(rank, rank, STAGES, torch.device("cpu"), 1, STAGES, mesh)
