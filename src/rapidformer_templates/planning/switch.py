@@ -20,17 +20,18 @@ class Precedence(enum.IntEnum):
     """When a switch is applied: before those of a higher number."""
 
     DATA = 0  # shapes the batches, before there is a model
-    PARTITION = 1  # pipeline: cut the model while its blocks are still plain modules
-    STRUCTURE = 2  # mixture of experts: replace feed-forwards before anything wraps them
-    TENSOR = 3  # tensor and sequence parallel: shard parameters inside each stage
-    KERNEL = 4  # attention kernels and tf32: choose what the final modules call
-    GRAPH = 5  # ONNX Runtime: captures the modules as they are now
-    CHECKPOINT = 6  # activation checkpointing: around the blocks, inside the compiled region
-    COMPILE = 7  # torch.compile: sees the checkpointed blocks
-    KEEP = 8  # activation offload: around the blocks, whether they are compiled or checkpointed or neither
-    PRECISION = 9  # the type that the engine computes in
-    OPTIMIZER = 10  # the update rule that the engine will build
-    SHARD = 11  # the engine: wraps or shards what the others left
+    MIXTURE = 1  # replace feed-forwards of the whole model, so that each stage draws the experts that one process does
+    PARTITION = 2  # pipeline: cut the model while its blocks are still plain modules
+    STRUCTURE = 3  # adapters and frozen parameters: before anything wraps them
+    TENSOR = 4  # tensor and sequence parallel: shard parameters inside each stage
+    KERNEL = 5  # attention kernels and tf32: choose what the final modules call
+    GRAPH = 6  # ONNX Runtime: captures the modules as they are now
+    CHECKPOINT = 7  # activation checkpointing: around the blocks, inside the compiled region
+    COMPILE = 8  # torch.compile: sees the checkpointed blocks
+    KEEP = 9  # activation offload: around the blocks, whether they are compiled or checkpointed or neither
+    PRECISION = 10  # the type that the engine computes in
+    OPTIMIZER = 11  # the update rule that the engine will build
+    SHARD = 12  # the engine: wraps or shards what the others left
 
 
 class Resource(enum.Enum):

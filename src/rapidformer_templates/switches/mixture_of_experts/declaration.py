@@ -71,7 +71,7 @@ class ExpertParallelFlags:
 OFF = {declared.name: declared.default for declared in dataclasses.fields(MixtureOfExpertsFlags)}
 SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
-NOT_WITH = ("tensor-parallel", "pipeline-parallel", "sequence-parallel", "onnx-runtime")
+LAYOUTS = ("tensor-parallel", "pipeline-parallel", "sequence-parallel")
 
 
 def _asks_for_mixture(options: Any) -> bool:
@@ -191,7 +191,7 @@ SWITCHES = (
         summary="Sparse gated feed-forwards with a load-balancing loss.",
         source="[R, S]",
         no_second_forward="adds losses over all tokens of a forward",
-        precedence=Precedence.STRUCTURE,
+        precedence=Precedence.MIXTURE,
         options=MixtureOfExpertsFlags,
         active=lambda options, sizes: _asks_for_mixture(options),
         implied=_has_experts,
@@ -235,11 +235,11 @@ SWITCHES = (
             ),
             Rule(
                 "RF072",
-                "A mixture is computed eagerly, on workers that have whole blocks.",
+                "A mixture is computed eagerly.",
                 "how many tokens an expert gets is known only when the gate has chosen, so there is no graph to export "
-                "beforehand; a balance loss knows nothing of tokens on other stages or in other shards",
+                "beforehand",
                 "[rapidformer_templates]",
-                excludes("mixture-of-experts", NOT_WITH, TOGETHER_REVERSED),
+                excludes("mixture-of-experts", "onnx-runtime", TOGETHER_REVERSED),
                 Example("--num-experts 4 --onnx-runtime-training"),
             ),
             Rule(
@@ -284,9 +284,9 @@ SWITCHES = (
                 "RF074",
                 "Divided experts go with copies of the rest of the model.",
                 "switches that partition the states, or move them elsewhere, sum and gather every parameter over all "
-                "workers, and an expert's has only one",
+                "data-parallel workers, and an expert's has only one; so do the stages and shards of a divided model",
                 "[rapidformer_templates]",
-                excludes("expert-parallel", (PARTITIONING, "offload"), TOGETHER_REVERSED),
+                excludes("expert-parallel", (PARTITIONING, "offload", *LAYOUTS), TOGETHER_REVERSED),
                 Example("--num-experts 4 --expert-parallel --fsdp-memory-optimization --world-size 2"),
             ),
         ),
