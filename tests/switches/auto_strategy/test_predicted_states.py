@@ -175,6 +175,7 @@ TOGETHER: list[Case] = [
      {"deepspeed_config": '{"zero_optimization": {"stage": 3, "sub_group_size": 5000}}'}),
     ("experts, oss", 2, "Trainer", {"num_experts": 4, "oss_memory_optimization": True}),
     ("experts, fsdp", 2, "Trainer", {"num_experts": 3, "fsdp_memory_optimization": True}),
+    ("experts in groups", 4, "Trainer", {"num_experts": 4, "expert_model_parallel_size": 2}),
     ("experts, muon", 1, "Trainer", {"num_experts": 4, "optimizer": "muon"}),
     ("experts, adafactor", 1, "Trainer", {"num_experts": 4, "optimizer": "adafactor"}),
     ("pipeline, adafactor", 2, "Trainer", {**PIPELINE, "optimizer": "adafactor"}),

@@ -40,6 +40,7 @@ LAYOUTS = {  # name: (job, flags of the layout)
     ),
     "shards": ("gpt2", f"{TENSOR} --micro-batch-size 2 --zero-2-memory-optimization"),
     "stretches": ("bert", f"{TENSOR} --sequence-parallel --micro-batch-size 3"),
+    "groups": ("gpt2", "--expert-model-parallel-size 2 --micro-batch-size 1 --checkpoint-activations"),
     "stages and shards": ("mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3"),
     "stages and stretches": (
         "qwen3",
@@ -110,6 +111,13 @@ def test_the_reported_losses_are_those_of_one_process(runs: Any) -> None:
 def test_the_loss_scale_reaches_the_losses_of_every_stage(runs: Any) -> None:
     actual, expected = (torch.tensor(runs[name]["curve"]) for name in ("fp16", "gentle alone"))
     torch.testing.assert_close(actual, expected, rtol=0.03, atol=0)
+
+
+def test_a_group_of_workers_has_one_copy_of_the_experts(runs: Any) -> None:
+    weights, receipts = runs["gpt2 alone"]["weights"], runs["groups"]["summary"]["receipts"]
+    experts = 8 * sum(w.numel() for name, w in weights.items() if ".experts." in name)
+    whole = runs["gpt2 alone"]["summary"]["receipts"]["parameter_bytes"]
+    assert [held["parameter_bytes"] for held in receipts["held_bytes_by_rank"]] == [whole - experts // 2] * 4
 
 
 def test_a_divided_run_is_resumed_by_one_process(runs: Any) -> None:
