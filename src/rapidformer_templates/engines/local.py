@@ -277,7 +277,7 @@ class SingleEngine:
             self._parameters[index].grad = None
 
     @property
-    def _averages_over(self) -> int:
+    def _averages_over(self) -> float:
         """Workers over which the exchange averages gradients; the mean over targets needs their sum."""
         return self.workers.world
 
