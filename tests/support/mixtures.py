@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
 from tests.support import jobs
@@ -93,3 +96,33 @@ class MixtralJob(jobs.CausalJob):
 
 
 jobs.OTHERS["mixtral"] = MixtralJob
+
+
+class WideJob(jobs.CausalJob):
+    """A deep one of transformers' own, whose routers choose in fp64 (theirs do so in fp32, also in fp64 models)."""
+
+    kind = "mixtral"
+
+    def make(self) -> torch.nn.Module:
+        model = tiny(self.kind, layers=4)
+        for layer in model.model.layers:
+            layer.mlp.gate.forward = partial(_route, layer.mlp.gate)
+        return model
+
+
+def _route(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logits = torch.nn.functional.linear(hidden.flatten(0, -2), router.weight)
+    weights, chosen = logits.softmax(-1).topk(router.top_k)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+jobs.OTHERS |= {
+    f"{kind.replace('_', '-')}-wide": type(f"Wide-{kind}", (WideJob,), {"kind": kind})
+    for kind in ("mixtral", "qwen3_moe")
+}
+
+
+def losses_of(folder: Path) -> list[tuple[float, float]]:
+    """The (balance loss, z loss) of each step of a run."""
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+    return [(line["balance_loss"], line["z_loss"]) for line in lines]

@@ -28,6 +28,15 @@ class AuxiliaryLosses(Protocol):
     def follow(self, loss: torch.Tensor, microbatch: MicroBatch, scale: float) -> None:
         """Take part in the backward of ``loss``, which is this micro batch's times ``scale``."""
 
+    def follow_without_loss(self, microbatch: MicroBatch, scale: torch.Tensor) -> None:
+        """Take part in the backward of a stage without the loss, whose own begins with the gradient ``scale``."""
+
+    def seen(self) -> Any:
+        """What the latest forward has seen of its batch: to be recalled before a backward that is not the next one."""
+
+    def recall(self, seen: Any) -> None:
+        """Have again what ``seen`` gave, for a backward that computes activations anew."""
+
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
         """Values of this step for the metrics, the same on every rank; every rank must call it."""
 

@@ -97,7 +97,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("tensor-parallel-size tensor-parallel tp tp-size tensor-parallelism", "--tensor-model-parallel-size", ""),
     ("pipeline-parallel-size pipeline-parallel pp pp-size", "--pipeline-model-parallel-size", ""),
     ("num-layers-per-virtual-pipeline-stage", "--virtual-pipeline-size", "parts of the model a worker"),
-    ("expert-model-parallel-size expert-parallel-size ep", "--expert-parallel", "over the data-parallel workers"),
+    ("expert-parallel-size ep ep-size", "--expert-model-parallel-size", "inside groups of data-parallel workers"),
     ("context-parallel-size cp", "", "context parallelism is not in this version"),
     ("num-processes num-gpus gpus devices ngpus n-gpu gpus-per-node num-proc", "--nproc-per-node", ""),
     ("num-machines num-nodes nnodes node-rank machine-rank", "", _NODES),

@@ -20,19 +20,20 @@ class Precedence(enum.IntEnum):
     """When a switch is applied: before those of a higher number."""
 
     DATA = 0  # shapes the batches, before there is a model
-    PARTITION = 1  # pipeline: cut the model while its blocks are still plain modules
-    STRUCTURE = 2  # mixture of experts: replace feed-forwards before anything wraps them
-    HEAD = 3  # fused loss: the layer of the words, before they are divided
-    TENSOR = 4  # tensor and sequence parallel: shard parameters inside each stage
-    KERNEL = 5  # attention kernels and tf32: choose what the final modules call
-    CONTEXT = 6  # context parallel: each block sees a stretch of the sequence, its attention the whole
-    GRAPH = 7  # ONNX Runtime: captures the modules as they are now
-    CHECKPOINT = 8  # activation checkpointing: around the blocks, inside the compiled region
-    COMPILE = 9  # torch.compile: sees the checkpointed blocks
-    KEEP = 10  # activation offload: around the blocks, whether they are compiled or checkpointed or neither
-    PRECISION = 11  # the type that the engine computes in
-    OPTIMIZER = 12  # the update rule that the engine will build
-    SHARD = 13  # the engine: wraps or shards what the others left
+    MIXTURE = 1  # replace feed-forwards of the whole model, so that each stage draws the experts that one process does
+    PARTITION = 2  # pipeline: cut the model while its blocks are still plain modules
+    STRUCTURE = 3  # adapters and frozen parameters: before anything wraps them
+    HEAD = 4  # fused loss: the layer of the words, before they are divided
+    TENSOR = 5  # tensor and sequence parallel: shard parameters inside each stage
+    KERNEL = 6  # attention kernels and tf32: choose what the final modules call
+    CONTEXT = 7  # context parallel: each block sees a stretch of the sequence, its attention the whole
+    GRAPH = 8  # ONNX Runtime: captures the modules as they are now
+    CHECKPOINT = 9  # activation checkpointing: around the blocks, inside the compiled region
+    COMPILE = 10  # torch.compile: sees the checkpointed blocks
+    KEEP = 11  # activation offload: around the blocks, whether they are compiled or checkpointed or neither
+    PRECISION = 12  # the type that the engine computes in
+    OPTIMIZER = 13  # the update rule that the engine will build
+    SHARD = 14  # the engine: wraps or shards what the others left
 
 
 class Resource(enum.Enum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
@@ -99,7 +100,9 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
             for replica in range(layout.replicas)
             for peer in range(layout.tensor)
         ]
-    formula = divided_experts if setting.divides_experts else FORMULAS[setting.offload][layout.partitioning]
+    formula = FORMULAS[setting.offload][layout.partitioning]
+    if setting.experts_over > 1:
+        formula = partial(divided_experts, over=setting.experts_over)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
     everything = model.all_parameters.values()
     frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]

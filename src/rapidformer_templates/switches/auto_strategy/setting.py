@@ -39,7 +39,7 @@ class Setting:
         how: the optimizer's state, and ZeRO-3's sizes.
         offload: ``cpu`` or ``nvme`` where the optimizer lies there, else empty.
         bucket: elements of ZeRO's buffer for gradients.
-        divides_experts: expert parallelism.
+        experts_over: workers that have one copy of the experts together, under expert parallelism.
         offloads_activations: whether what the blocks keep goes to the host.
         reshards: whether FSDP gives up a block's whole parameters between forward and backward.
         narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
@@ -52,7 +52,7 @@ class Setting:
     how: How = PLAIN
     offload: str = ""
     bucket: int = LEAST
-    divides_experts: bool = False
+    experts_over: int = 1
     reshards: bool = True
     narrow: NarrowWeights | None = None
     offloads_activations: bool = False
@@ -89,7 +89,7 @@ def setting_of(plan: Plan, width: int) -> Setting:
         how=how,
         offload=str(plan.engine_options.get("offload", "")).partition(":")[0],
         bucket=zero.get("reduce_bucket_size", LEAST),
-        divides_experts="expert-parallel" in plan.switches,
+        experts_over=plan.engine_options.get("experts_over", 1),
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
         narrow=narrow,
         offloads_activations="offload-activations" in plan.switches,

@@ -113,9 +113,11 @@ def replicated_on_host(parameters: Sequence[Facts], workers: int, width: int, ho
     return [replace(held, on_host=(0, 0, held.optimizer), host_copies=copies)] * workers
 
 
-def divided_experts(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
-    """Expert parallelism: everything everywhere, but of the experts a share."""
-    mine = [replace(p, shape=(p.shape[0] // workers, *p.shape[1:])) if p.is_expert else p for p in parameters]
+def divided_experts(
+    parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN, *, over: int
+) -> list[Held]:
+    """Expert parallelism: everything everywhere, but of the experts a share of those of ``over`` workers."""
+    mine = [replace(p, shape=(p.shape[0] // over, *p.shape[1:])) if p.is_expert else p for p in parameters]
     return replicated(mine, workers, width, how)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from rapidformer_templates.planning.switch import (
     Switch,
     always,
 )
+from rapidformer_templates.planning.worker_groups import Dimension
 
 _EXPERTS = ("num_experts", 8)
 
@@ -66,12 +67,31 @@ class ExpertParallelFlags:
     expert_parallel: bool = flag(
         False, "divide the experts over the data-parallel workers (all-to-all of tokens)", only_with=_EXPERTS
     )
+    expert_model_parallel_size: int | None = flag(
+        None,
+        "divide the experts inside groups of N data-parallel workers, with a copy in each group",
+        metavar="N",
+        minimum=1,
+        only_with=_EXPERTS,
+    )
 
 
 OFF = {declared.name: declared.default for declared in dataclasses.fields(MixtureOfExpertsFlags)}
 SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
-NOT_WITH = ("tensor-parallel", "pipeline-parallel", "sequence-parallel", "onnx-runtime")
+LAYOUTS = ("tensor-parallel", "pipeline-parallel", "sequence-parallel")
+
+
+SIZE = "expert_model_parallel_size"
+
+
+def _divides_experts(options: Any, sizes: Any) -> bool:
+    return options.expert_parallel or (options.expert_model_parallel_size or 1) > 1
+
+
+def _group(request: Request) -> int:
+    """Data-parallel workers that the experts are divided over."""
+    return int(request.config.get(SIZE) or request.sizes.data)
 
 
 def _asks_for_mixture(options: Any) -> bool:
@@ -133,6 +153,8 @@ def _own_experts_as_they_are(request: Request) -> list[Finding]:
     given = {name: OFF[name] for name in fixed if config.get(name) != OFF[name]}
     if kind in OWN_EXPERTS and config.get("expert_parallel"):
         given["expert_parallel"] = False
+    if kind in OWN_EXPERTS and (config.get(SIZE) or 1) > 1:
+        given[SIZE] = None
     if not given:
         return []
     words = " and ".join(map(spelling, given))
@@ -155,18 +177,49 @@ def _room_for_a_token(request: Request) -> list[Finding]:
 
 
 def _experts_divide(request: Request) -> list[Finding]:
-    experts, data = request.config.get("num_experts"), request.sizes.data
-    if experts is None or experts % data == 0:
+    experts, group = request.config.get("num_experts"), _group(request)
+    if experts is None or experts % group == 0:
         return []
-    above = -(-experts // data) * data
+    above = -(-experts // group) * group
     return [
         Finding(
-            f"{experts} experts cannot be shared out evenly over {data} data-parallel workers",
-            (*request.asked("num_experts", "expert_parallel"), f"data-parallel size {data}"),
+            f"{experts} experts cannot be shared out evenly over {group} data-parallel workers",
+            (*request.asked("num_experts", "expert_parallel", SIZE), f"data-parallel size {request.sizes.data}"),
             switches=("expert-parallel",),
-            changes=tuple(replace({"num_experts": n}) for n in (above, above - data) if n),
+            changes=tuple(replace({"num_experts": n}) for n in (above, above - group) if n),
         )
     ]
+
+
+def _groups_fit(request: Request) -> list[Finding]:
+    size, workers = request.config.get(SIZE), request.sizes.data
+    if size is None:
+        return []
+    if request.config.get("expert_parallel") and size != workers:
+        message = f"--expert-parallel divides over all {workers} data-parallel workers, not over {size}"
+        changes = (drop({"expert_parallel": False}), drop({SIZE: None}))
+        return [Finding(message, request.asked("expert_parallel", SIZE), changes=changes)]
+    if workers % size == 0:
+        return []
+    nearest = next((n for n in range(min(size, workers), 1, -1) if workers % n == 0), None)
+    return [
+        Finding(
+            f"{workers} data-parallel worker{'s' * (workers > 1)} cannot be divided into groups of {size}",
+            (*request.asked(SIZE), f"data-parallel size {workers}"),
+            switches=("expert-parallel",),
+            changes=(*((replace({SIZE: nearest}),) if nearest else ()), drop({SIZE: None})),
+        )
+    ]
+
+
+def _dimensions(request: Request) -> Sequence[Dimension]:
+    size, workers = _group(request), request.sizes.data
+    copies = (Dimension("expert copies", "gradients of an expert", workers // size, size),)
+    return (Dimension("experts", "tokens, to their experts and back", size), *(copies if workers > size else ()))
+
+
+def _engine_options(request: Request) -> Mapping[str, Any]:
+    return {"experts_over": _group(request)}
 
 
 def _mixture_notes(request: Request) -> Sequence[str]:
@@ -191,7 +244,7 @@ SWITCHES = (
         summary="Sparse gated feed-forwards with a load-balancing loss.",
         source="[R, S]",
         no_second_forward="adds losses over all tokens of a forward",
-        precedence=Precedence.STRUCTURE,
+        precedence=Precedence.MIXTURE,
         options=MixtureOfExpertsFlags,
         active=lambda options, sizes: _asks_for_mixture(options),
         implied=_has_experts,
@@ -235,11 +288,11 @@ SWITCHES = (
             ),
             Rule(
                 "RF072",
-                "A mixture is computed eagerly, on workers that have whole blocks.",
+                "A mixture is computed eagerly.",
                 "how many tokens an expert gets is known only when the gate has chosen, so there is no graph to export "
-                "beforehand; a balance loss knows nothing of tokens on other stages or in other shards",
+                "beforehand",
                 "[rapidformer_templates]",
-                excludes("mixture-of-experts", NOT_WITH, TOGETHER_REVERSED),
+                excludes("mixture-of-experts", "onnx-runtime", TOGETHER_REVERSED),
                 Example("--num-experts 4 --onnx-runtime-training"),
             ),
             Rule(
@@ -259,7 +312,11 @@ SWITCHES = (
         no_second_forward="adds losses over all tokens of a forward",
         precedence=Precedence.SHARD,
         options=ExpertParallelFlags,
+        active=_divides_experts,
         on={"expert_parallel": True, "num_experts": 8},
+        off={"expert_parallel": False, SIZE: None},
+        dimensions=_dimensions,
+        engine_options=_engine_options,
         predicts=Prediction(
             dict.fromkeys(("parameters", "gradients", "optimizer"), "of the experts a share"),
             always(
@@ -274,19 +331,28 @@ SWITCHES = (
         rules=(
             Rule(
                 "RF020",
-                "The number of experts is a multiple of the data-parallel size.",
-                "each data-parallel worker holds as many experts as any other",
+                "The number of experts is a multiple of the workers that they are divided over.",
+                "each of them holds as many experts as any other",
                 "[deepspeed]",
                 _experts_divide,
                 Example("--num-experts 3 --expert-parallel --world-size 2"),
             ),
             Rule(
+                "RF277",
+                "--expert-model-parallel-size divides the data-parallel workers.",
+                "every group of them has one copy of the experts, and all groups are alike; --expert-parallel is one "
+                "group of all of them",
+                "[M]",
+                _groups_fit,
+                Example("--num-experts 6 --expert-model-parallel-size 3 --world-size 4"),
+            ),
+            Rule(
                 "RF074",
                 "Divided experts go with copies of the rest of the model.",
                 "switches that partition the states, or move them elsewhere, sum and gather every parameter over all "
-                "workers, and an expert's has only one",
+                "data-parallel workers, and an expert's has only one; so do the stages and shards of a divided model",
                 "[rapidformer_templates]",
-                excludes("expert-parallel", (PARTITIONING, "offload"), TOGETHER_REVERSED),
+                excludes("expert-parallel", (PARTITIONING, "offload", *LAYOUTS), TOGETHER_REVERSED),
                 Example("--num-experts 4 --expert-parallel --fsdp-memory-optimization --world-size 2"),
             ),
         ),

@@ -1,7 +1,8 @@
 """Expert parallelism: each worker holds a share of the experts, and tokens travel to them and back.
 
-What is not an expert is copied and averaged over the workers as under DDP. An expert sees the tokens of all workers,
-so its gradient is complete where it is, and its optimizer state exists once. (Lepikhin et al., 2020.)
+What is not an expert is copied and averaged over the workers as under DDP. An expert sees the tokens of all workers
+of its group, so its gradient is complete there, and is summed over the groups, if there are several.
+(Lepikhin et al., 2020.)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -24,15 +25,23 @@ from rapidformer_templates.switches.mixture_of_experts.layer import group_by_exp
 from rapidformer_templates.system.workers import Workers
 
 
-def divide(model: nn.Module, workers: Workers) -> None:
-    """Leave each worker its share of the experts of every sparse layer."""
-    mesh = init_device_mesh(workers.device.type, (workers.world,), mesh_dim_names=("data",))
-    group = dist.new_group()  # its own: the gradients of the rest travel at the same time
+def divide(model: nn.Module, workers: Workers, over: int) -> None:
+    """Leave each worker its share of the experts of every sparse layer.
+
+    Args:
+        over: neighbouring workers that have one copy of the experts together.
+    """
+    mesh = init_device_mesh(workers.device.type, (workers.world // over, over), mesh_dim_names=("copies", "experts"))
+    # Their own: the gradients of the rest travel at the same time.
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.tolist())
+    place = mesh.get_local_rank("experts")
     for _, layer in sparse_layers(model):
         for name, parameter in list(layer.experts.named_parameters()):
-            share = parameter.detach().chunk(workers.world)[workers.rank].clone()
+            share = parameter.detach().chunk(over)[place].clone()
+            dist.broadcast(share, group=mesh.get_group("copies"), group_src=0)  # however they were drawn
+            placements = [Replicate(), Shard(0)]
             divided = DTensor.from_local(
-                share, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+                share, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
             layer.experts.register_parameter(name, nn.Parameter(divided))
         layer.set_submodule("experts", DividedExperts(layer.experts, group))
@@ -96,21 +105,35 @@ class ExpertParallelEngine(DDPEngine):
     def _distribute(self) -> nn.Module:
         self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
         self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
-        names = [name for name, parameter in self.model.named_parameters() if isinstance(parameter, DTensor)]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, names)
+        named = [(name, p) for name, p in self.model.named_parameters() if isinstance(p, DTensor)]
+        mesh = named[0][1].device_mesh["copies"] if named else None  # a worker alone has nothing divided
+        self._copies = mesh.size() if mesh else 1
+        self._sharers = mesh.get_group() if mesh else None
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [name for name, _ in named])
         return super()._distribute()
 
     def _reduce(self) -> None:
+        if self._copies > 1:
+            self._sum_over_copies()
         for parameter in self._divided:
             if parameter.grad is not None:
                 # The losses are weighted for an average over the workers; these gradients are sums.
                 local_part(parameter.grad).div_(self.workers.world)
 
+    def _sum_over_copies(self) -> None:
+        there = torch.tensor([float(p.grad is not None) for p in self._divided], device=self.workers.device)
+        dist.all_reduce(there, group=self._sharers)
+        for parameter, reached in zip(self._divided, there.tolist(), strict=True):
+            if reached:
+                if parameter.grad is None:  # a loss has reached it in another copy
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local_part(parameter.grad), group=self._sharers)
+
     def _grad_norm(self) -> torch.Tensor:
         divided = [local_part(p.grad) for p in self._divided if p.grad is not None]
         copied = [p.grad for p in self._copied if p.grad is not None]
         own = get_total_norm(divided).to(self.workers.device, torch.float64)
-        others = self.workers.sum_tensor(own.square()) if self._divided else own.square()
+        others = self.workers.sum_tensor(own.square()) / self._copies
         norm = get_total_norm(copied)
         norm = (norm.double().square() + others).sqrt().to(norm.dtype)
         return norm if self.loss_scale is None else norm / self.loss_scale.scale

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -24,6 +24,10 @@ class Experts(nn.Module):
         activation: of the inner layer.
         gated: whether the activation's output is multiplied by another projection.
         bias: whether the projections have one.
+
+    Attributes:
+        tensor_styles: how tensor parallelism divides the parameters.
+        bias_factor: of what ``down`` adds: 0 where another worker of those that share the matrices adds it.
     """
 
     up: nn.Parameter
@@ -32,6 +36,12 @@ class Experts(nn.Module):
     up_bias: nn.Parameter | None
     gate_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
+    tensor_styles: ClassVar[Mapping[str, str]] = {
+        "": "moe_tp_experts",
+        **dict.fromkeys(("up", "gate", "up_bias", "gate_bias"), "experts_colwise"),
+        "down": "experts_rowwise",
+        "down_bias": "replicated_with_grad_allreduce",
+    }
 
     def __init__(
         self,
@@ -45,6 +55,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
+        self.bias_factor = 1.0
         shapes = {"up": (hidden, width), "gate": (hidden, width) if gated else None, "down": (width, hidden)}
         for name, shape in shapes.items():
             matrix = None if shape is None else nn.Parameter(torch.empty(experts, *shape))
@@ -69,11 +80,12 @@ class Experts(nn.Module):
 
         def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
             product = grouped_product(inputs, local_part(getattr(self, name)), counts, all_taken=all_taken)
-            offset = getattr(self, f"{name}_bias")
+            if member is None:
+                return product
+            offset = local_part(getattr(self, f"{name}_bias")).to(product.dtype)
             # A product, so that the sums of its backward have an order, also on a GPU.
-            return (
-                product if member is None else product + member.to(product.dtype) @ local_part(offset).to(product.dtype)
-            )
+            added = member.to(product.dtype) @ offset
+            return product + (added * self.bias_factor if name == "down" else added)
 
         if self.gate is not None:
             inner = self.activation(project(tokens, "gate")) * project(tokens, "up")

@@ -153,7 +153,7 @@ class BalanceLosses:
 
     def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
         here = sum(_tokens_in(microbatch) for microbatch in microbatches if not microbatch.idle)
-        (tokens,) = workers.sum(here)
+        (tokens,) = workers.sum(here if workers.speaks else 0)  # all workers of a replica have its batches
         if not tokens:
             raise RapidformerError(
                 "the balance loss is a mean over tokens, and there are no input_ids in the batches to count them",
@@ -165,16 +165,22 @@ class BalanceLosses:
 
     def follow(self, loss: torch.Tensor, microbatch: MicroBatch, scale: float) -> None:
         # A backward begins with the gradient of the loss itself: 1, or the loss scale of an engine that has its own.
-        weight = 0.0 if microbatch.idle else scale / self._tokens
-        self._counts = not microbatch.idle
-        loss.register_hook(lambda gradient: self._set_unit(gradient.double() * weight))
+        loss.register_hook(lambda gradient: self.follow_without_loss(microbatch, gradient * scale))
 
-    def _set_unit(self, unit: torch.Tensor) -> None:
-        self._unit = unit
+    def follow_without_loss(self, microbatch: MicroBatch, scale: torch.Tensor) -> None:
+        self._counts = not microbatch.idle
+        self._unit = scale.double() * (self._counts / self._tokens)
+
+    def seen(self) -> Any:
+        return self._mask, self._shape
+
+    def recall(self, seen: Any) -> None:
+        self._mask, self._shape = seen
 
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
-        step = workers.sum_tensor(self._step.clone())
-        self._run += step
+        # Each layer is on one stage, and seen by all workers that share its matrices.
+        step = workers.sum_tensor(self._step.to(workers.device) * (workers.tensor_rank == 0))
+        self._run = self._run.to(step.device) + step
         load = _load(step)
         return {
             "balance_loss": step[:, 0].mean() / self._tokens,

@@ -133,6 +133,7 @@ class _Step:
         self._losses: dict[int, torch.Tensor] = {}
         self._graphs: dict[tuple[int, int], GradientEdge | None] = {}
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
+        self._seen: dict[tuple[int, int], Any] = {}  # by the model's own losses
 
     def do(self, action: Action) -> None:
         kind, stage, number = action
@@ -163,6 +164,8 @@ class _Step:
             return engine.forward_of_part(microbatch)
 
         output = engine._passage.run(stage // engine.workers.pipeline, hidden, body)
+        if engine._auxiliary:
+            self._seen[stage, number] = engine._auxiliary.seen()
         if stage == engine.last_stage:
             self.total += output.detach()
             self._losses[number] = output
@@ -174,6 +177,7 @@ class _Step:
     def _backward(self, stage: int, number: int) -> None:
         engine, part = self.engine, stage // self.engine.workers.pipeline
         engine._last = number == len(self.microbatches) - 1
+        self._follow(stage, number)
         if stage == engine.last_stage:
             engine._begin_backward(self._losses.pop(number), self.microbatches[number])
         else:
@@ -183,6 +187,15 @@ class _Step:
             hidden = self._inputs.pop((stage, number))
             self._gradients[stage, number] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
         engine.micro_steps += part == 0
+
+    def _follow(self, stage: int, number: int) -> None:
+        """Have the model's own losses take part in a backward; those of the last stage follow the loss itself."""
+        engine = self.engine
+        if engine._auxiliary:
+            engine._auxiliary.recall(self._seen.pop((stage, number)))
+            if stage != engine.last_stage:
+                scale = engine.loss_scale.scale if engine.loss_scale else torch.ones((), device=engine.workers.device)
+                engine._auxiliary.follow_without_loss(self.microbatches[number], scale)
 
 
 def _computed_again(blocks: Iterable[nn.Module]) -> bool:

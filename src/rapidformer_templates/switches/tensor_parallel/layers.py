@@ -152,12 +152,20 @@ class AroundColumns(Divided):
 
 
 class Experts(Divided):
-    """Experts of which each worker has a share of every one's features: inputs and weights are whole."""
+    """Experts of which each worker has a share of every one's features: inputs and weights are whole.
 
-    def __call__(self, *args: Any) -> Any:
+    What experts add behind their rows is added by one worker, as ``bias_factor`` of the module says.
+    """
+
+    def __init__(self, module: Any, forward: Forward, regions: Regions) -> None:
+        super().__init__(module, forward, regions)
+        if hasattr(module, "bias_factor"):
+            module.bias_factor = float(regions.peers.rank == 0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         peers = self.regions.peers
         entered = [enter(x, peers) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
-        return sum_partial(self.forward(*entered), peers)
+        return sum_partial(self.forward(*entered, **kwargs), peers)
 
 
 class Row(Divided):

@@ -18,13 +18,17 @@ GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
 PARTIAL = "replicated_with_grad_allreduce"
 """Whole parameters inside a region: each worker has a part of their gradient."""
 EXPERTS = "moe_tp_experts"
+EXPERTS_COLUMN, EXPERTS_ROW = "experts_colwise", "experts_rowwise"
+"""Parameters of experts that are kept as (experts, input features, output features)."""
 REPLICATED = "replicate"
 """Whole parameters beside divided layers, with whole gradients: what comes before the columns or after the rows."""
 
 PARTS = {"fused_qkv": 3, "packed_colwise": 2}
 """How many equal matrices lie side by side in one; each is divided by itself."""
 
-KNOWN = COLUMN | ROW | {EMBEDDING, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, EXPERTS, REPLICATED}
+KNOWN = (
+    COLUMN | ROW | {EMBEDDING, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, EXPERTS, EXPERTS_COLUMN, EXPERTS_ROW, REPLICATED}
+)
 
 _BERT = {
     "layer.*.attention.self.query": "colwise",

@@ -27,6 +27,8 @@ from rapidformer_templates.switches.tensor_parallel.styles import (
     COLUMN,
     EMBEDDING,
     EXPERTS,
+    EXPERTS_COLUMN,
+    EXPERTS_ROW,
     GATHERED_COLUMN,
     KNOWN,
     LOCAL_SIZES,
@@ -165,8 +167,8 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             hint=f"known are {', '.join(sorted(KNOWN))}",
         )
     expressions = [(re.compile(_expression(pattern)), style) for pattern, style in patterns.items()]
-    # What another pipeline stage has is not divided here.
-    names = {name for name, module in model.named_modules() if not isinstance(module, Elsewhere)} | {
+    # What another pipeline stage has is not divided here, nor is a layer that a mixture has taken the place of.
+    names = {name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, nn.Identity))} | {
         name for name, _ in model.named_parameters(remove_duplicate=False)
     }
     styles: dict[str, str] = {}
@@ -176,7 +178,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
             styles[name] = style
     if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
         raise _no_tensor_plan(model)
-    return styles | _vocabulary(model)
+    return styles | _brought(model) | _vocabulary(model)
 
 
 def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -222,6 +224,16 @@ def _no_tensor_plan(model: nn.Module) -> ModelError:
 def _expression(pattern: str) -> str:
     """A plan's pattern as a regular expression: ``*`` is a number; the name may have a prefix."""
     return r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+")
+
+
+def _brought(model: nn.Module) -> dict[str, str]:
+    """Styles that modules bring themselves, as ``tensor_styles``: those that have taken the place of planned ones."""
+    return {
+        f"{name}.{key}" if key else name: style
+        for name, module in model.named_modules()
+        for key, style in getattr(module, "tensor_styles", {}).items()
+        if not key or module._parameters[key] is not None
+    }
 
 
 def _vocabulary(model: nn.Module) -> dict[str, str]:
@@ -276,6 +288,10 @@ def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Di
         return Division(1, PARTS.get(style, 1))
     if style in ROW and parameter.ndim == 3:
         return Division(2)
+    if style == EXPERTS_COLUMN:
+        return Division(parameter.ndim - 1)
+    if style == EXPERTS_ROW:
+        return Division(1)
     if style == "colwise" and parameter.ndim == 1:
         return Division(0)
     raise ModelError(f"{name} of shape {tuple(parameter.shape)} cannot be {style}", where=_WHERE)

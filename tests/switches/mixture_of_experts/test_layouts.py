@@ -1,0 +1,137 @@
+"""Mixtures in models that are divided over stages and shards follow one process, in fp64 and step by step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support import jobs, mixtures, parallel_jobs
+from tests.support.worker_group import run_in_workers
+
+pytestmark = pytest.mark.distributed
+
+STEPS = (
+    "--train-iters 10 --eval-interval 10 --global-batch-size 12 --clip-grad 0.1 --weight-decay 0.1 --save-interval 5"
+    " --keep-checkpoints 1"
+    " --optimizer adamw_torch"
+)
+PLAIN = f"{STEPS} --no-export-model"
+OURS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
+CAPACITY = f"{OURS} --moe-capacity-factor 1.0"
+THEIRS = "--moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"
+PIPELINE, TENSOR = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+JOBS = {  # name: (job, flags of the mixture)
+    "gpt2": ("gpt2-4-tied", CAPACITY),
+    "llama": ("llama-4-untied", f"{OURS} --moe-layer-interval 2"),
+    "bert": ("bert-4-tied", OURS),
+    "mixtral": ("mixtral-wide", THEIRS),
+    "qwen3": ("qwen3-moe-wide", THEIRS),
+}
+LAYOUTS = {  # name: (job, flags of the layout)
+    "stages, computed again": ("gpt2", f"{PIPELINE} --micro-batch-size 1 --checkpoint-activations"),
+    "stages in turn": (
+        "llama",
+        f"{PIPELINE} --virtual-pipeline-size 2 --micro-batch-size 2 --use-distributed-optimizer",
+    ),
+    "shards": ("gpt2", f"{TENSOR} --micro-batch-size 2 --zero-2-memory-optimization"),
+    "stretches": ("bert", f"{TENSOR} --sequence-parallel --micro-batch-size 3"),
+    "groups": ("gpt2", "--expert-model-parallel-size 2 --micro-batch-size 1 --checkpoint-activations"),
+    "stages and shards": ("mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3"),
+    "stages and stretches": (
+        "qwen3",
+        f"{PIPELINE} {TENSOR} --sequence-parallel --checkpoint-activations --micro-batch-size 4",
+    ),
+}
+HALF = "--mixed-precision fp16 --micro-batch-size 3"
+GENTLE = "--num-experts 4 --moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"  # in the range of fp16
+
+
+def _in_four_workers(workers: Any, folder: str) -> dict[str, Any]:
+    runs = {}
+    for name, (case, layout) in LAYOUTS.items():
+        job, mixture = JOBS[case]
+        flags = STEPS if case == "mixtral" else PLAIN
+        runs[name] = jobs.train(job, True, f"{flags} {mixture} {layout}", f"{folder}/{name}")
+    runs["fp16"] = jobs.train("gpt2-4-tied", False, f"{PLAIN} {GENTLE} {HALF} {PIPELINE}", f"{folder}/fp16")
+    job, mixture = JOBS["mixtral"]
+    flags = f"{PLAIN} {mixture} {LAYOUTS['stages and shards'][1]} --lr 1e-3"
+    parallel_jobs.begin(job, f"{folder}/half", flags, dies_after=6)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All runs, those of four workers in one group."""
+    folder = tmp_path_factory.mktemp("layouts")
+    found = run_in_workers(4, _in_four_workers, str(folder))[0]
+    for case, (job, mixture) in JOBS.items():
+        alone = f"{PLAIN} {mixture} --micro-batch-size 12"
+        found[f"{case} alone"] = jobs.train(job, True, alone, str(folder / f"{case}-alone"))
+    found["gentle alone"] = jobs.train(
+        "gpt2-4-tied", False, f"{PLAIN} {GENTLE} --micro-batch-size 12", str(folder / "gentle")
+    )
+    shutil.copytree(folder / "half", folder / "resumed")
+    job, mixture = JOBS["mixtral"]
+    flags = f"{PLAIN} {mixture} --micro-batch-size 12 --resume"
+    found["resumed"] = jobs.train(job, False, flags, str(folder / "resumed"))
+    found["folder"] = folder
+    return found
+
+
+def _assert_close(actual: Any, expected: Any, within: float = 1e-10) -> None:
+    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_follows_one_process(layout: str, runs: Any) -> None:
+    actual, expected = runs[layout], runs[f"{LAYOUTS[layout][0]} alone"]
+    _assert_close(actual["curve"], expected["curve"])
+    assert len(actual["curve"]) == 10
+    _assert_close(actual["evaluations"], expected["evaluations"])
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for name, weight in expected["weights"].items():
+        _assert_close(actual["weights"][name], weight)
+    for name in ("expert_load_by_layer", "dropped_choices"):
+        assert actual["summary"]["receipts"][name] == expected["summary"]["receipts"][name]
+
+
+def test_the_reported_losses_are_those_of_one_process(runs: Any) -> None:
+    for layout, (case, _) in LAYOUTS.items():
+        one, other = (mixtures.losses_of(runs["folder"] / name) for name in (layout, f"{case}-alone"))
+        assert len(one) == 10
+        _assert_close(one, other)
+
+
+def test_the_loss_scale_reaches_the_losses_of_every_stage(runs: Any) -> None:
+    actual, expected = (torch.tensor(runs[name]["curve"]) for name in ("fp16", "gentle alone"))
+    torch.testing.assert_close(actual, expected, rtol=0.03, atol=0)
+
+
+def test_a_group_of_workers_has_one_copy_of_the_experts(runs: Any) -> None:
+    weights, receipts = runs["gpt2 alone"]["weights"], runs["groups"]["summary"]["receipts"]
+    experts = 8 * sum(w.numel() for name, w in weights.items() if ".experts." in name)
+    whole = runs["gpt2 alone"]["summary"]["receipts"]["parameter_bytes"]
+    assert [held["parameter_bytes"] for held in receipts["held_bytes_by_rank"]] == [whole - experts // 2] * 4
+
+
+def test_a_divided_run_is_resumed_by_one_process(runs: Any) -> None:
+    expected = runs["mixtral alone"]
+    _assert_close(runs["resumed"]["curve"], expected["curve"][5:], within=1e-5)
+    for name, weight in expected["weights"].items():
+        _assert_close(runs["resumed"]["weights"][name], weight, within=1e-5)
+
+
+def test_transformers_reads_the_export_of_a_divided_run(runs: Any) -> None:
+    folder: Path = runs["folder"] / "stages and shards" / "export"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    weights = runs["stages and shards"]["weights"]
+    state = model.state_dict()
+    assert state.keys() >= weights.keys()
+    for name, weight in weights.items():
+        _assert_close(state[name], weight, within=1e-6)
