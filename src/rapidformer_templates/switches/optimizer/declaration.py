@@ -112,8 +112,7 @@ SWITCHES = (
                 "RF025",
                 "LAMB, Adafactor, Muon, states of 8 and 4 bits and apex's kernels cannot update parts of parameters.",
                 "the update needs norms, row means, blocks or products of the whole parameter, or takes plain "
-                "tensors only; the distributed optimizer, and ZeRO-1 and ZeRO-2 beside a pipeline, share out whole "
-                "parameters for them",
+                "tensors only",
                 "[torch, apex, bitsandbytes, torchao]",
                 _works_on_shards,
                 Example("--optimizer adafactor --fsdp-memory-optimization --world-size 2"),
