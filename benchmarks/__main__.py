@@ -25,6 +25,7 @@ QUESTIONS = {
     "graph": "ONNX Runtime and inductor beside eager",
     "planner": "memory that a plan predicts, beside real steps",
     "offload": "the same with activations on the host",
+    "context": "the same of long sequences that several workers share",
     "states": "bytes a parameter that each way to share them out holds",
     "moe": "a mixture of experts beside the dense model",
     "adapters": "LoRA, DoRA and QLoRA beside the whole model",

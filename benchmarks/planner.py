@@ -91,7 +91,8 @@ class Case:
     def name(self) -> str:
         layout = self.layout
         sizes = f"{layout.tensor}·{layout.pipeline}·{layout.data}"
-        ways = [layout.partitioned] if layout.partitioning != "none" else []
+        ways = [f"context {layout.context}"] if layout.context > 1 else []
+        ways += [layout.partitioned] if layout.partitioning != "none" else []
         ways += {"none": [], "full": ["recompute"], "selective": ["selective"]}[layout.recompute]
         ways += ["sequence"] if layout.sequence_parallel else []
         ways += [self.precision] if self.precision != "fp32" else []
@@ -153,6 +154,15 @@ CASES = (
     Case("llama", Layout(tensor=2, pipeline=2, micro_batch=2, accumulation=4)),
     Case("gpt2", Layout(tensor=2, data=2, micro_batch=4, partitioning="zero-1")),
     Case("bert", Layout(pipeline=2, data=2, micro_batch=4, accumulation=2, partitioning="zero-2")),
+    Case("llama", Layout(context=2, micro_batch=2)),
+    Case("llama", Layout(context=2, micro_batch=2, recompute="full"), "bf16"),
+    Case("gpt2", Layout(context=2, micro_batch=4, accumulation=2, partitioning="zero-2")),
+    Case("bert", Layout(context=4, micro_batch=4, partitioning="distributed-optimizer"), "bf16"),
+    Case("llama", Layout(tensor=2, context=2, sequence_parallel=True, micro_batch=2)),
+    Case("llama", Layout(pipeline=2, context=2, micro_batch=2, accumulation=4)),
+    Case("llama", Layout(context=4, micro_batch=2)),
+    Case("gpt2", Layout(context=2, data=2, micro_batch=2, partitioning="fsdp")),
+    Case("llama", Layout(context=4, micro_batch=2, partitioning="fsdp", recompute="full"), "bf16"),
     Case("llama", Layout(micro_batch=2), adapters=LORA),
     Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", LORA),
     Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),

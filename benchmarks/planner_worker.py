@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -82,7 +83,7 @@ class Sizes:
     def samples(self) -> list[dict[str, Any]]:
         """Random tokens, of one length and without padding."""
         draw = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.vocabulary, (64, self.length), generator=draw)
+        tokens = torch.randint(self.vocabulary, (64 if self.length < 2048 else 8, self.length), generator=draw)
         return [{"input_ids": row, "labels": row} for row in tokens]
 
 
@@ -106,7 +107,18 @@ def _bert(blocks: int) -> Any:
     return BertForMaskedLM(BertConfig(**sizes, vocab_size=4096))
 
 
+LENGTHS = (2048, 8192, 32768)
+"""Of long sequences, tokens."""
+
+
+def _long_llama(blocks: int, length: int) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": blocks, "intermediate_size": 160, "max_position_embeddings": length}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512, bos_token_id=0, eos_token_id=0, use_cache=False))
+
+
 MODELS = {
+    **{f"llama-{n}": Sizes(partial(_long_llama, length=n), 2, 512, n, 64, 4) for n in LENGTHS},
     "gpt2": Sizes(_gpt2, 6, 1024, 128, 128, 4),
     "llama": Sizes(_llama, 8, 2048, 192, 192, 6),
     "bert": Sizes(_bert, 4, 4096, 96, 256, 4),

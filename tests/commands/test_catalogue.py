@@ -56,6 +56,8 @@ ADAPTERS = [
 ]
 
 TUNING = [
+    "--context-parallel-kind",
+    "--context-parallel-size",
     "--expert-parallel",
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",

@@ -14,26 +14,29 @@ from rapidformer_templates.system.workers import Workers
 from tests.support.requests import CPU, config_of, on
 
 
-def _ranks(rank: int, sizes: Sizes) -> tuple[int, int, int]:
-    workers = Workers(rank, 0, sizes.world, torch.device("cpu"), sizes.tensor, sizes.pipeline)
-    return workers.tensor_rank, workers.data_rank, workers.pipeline_rank
+def _ranks(rank: int, sizes: Sizes) -> tuple[int, ...]:
+    place = Workers(rank, 0, sizes.world, torch.device("cpu"), sizes.tensor, sizes.pipeline, context=sizes.context)
+    assert place.copy_rank == place.data_rank * place.context + place.context_rank
+    return place.tensor_rank, place.context_rank, place.data_rank, place.pipeline_rank
 
 
 @pytest.mark.parametrize("local", [1, 2, 3, 4, 8, 24])
-@pytest.mark.parametrize(("tensor", "data", "pipeline"), list(itertools.product([1, 2, 4], [1, 3, 4], [1, 2])))
-def test_groups_are_those_of_the_workers(tensor: int, data: int, pipeline: int, local: int) -> None:
-    sizes = Sizes(tensor * data * pipeline, local, tensor, pipeline, data)
+@pytest.mark.parametrize(
+    ("tensor", "context", "data", "pipeline"), list(itertools.product([1, 4], [1, 2], [1, 3], [1, 2]))
+)
+def test_groups_are_those_of_the_workers(tensor: int, context: int, data: int, pipeline: int, local: int) -> None:
+    sizes = Sizes(tensor * context * data * pipeline, local, tensor, pipeline, data, context=context)
     by_rank = {rank: _ranks(rank, sizes) for rank in range(sizes.world)}
     found = {group.name: group for group in groups_of(sizes)}
-    for dimension, name in enumerate(("tensor", "data", "pipeline")):
+    for dimension, name in enumerate(("tensor", "context", "data", "pipeline")):
         members: dict[tuple[int, ...], list[int]] = {}
         for rank, ranks in by_rank.items():
             members.setdefault(ranks[:dimension] + ranks[dimension + 1 :], []).append(rank)
-        if len(members[0, 0]) == 1:
+        if len(members[0, 0, 0]) == 1:
             assert name not in found
             continue
         group = found[name]
-        assert [i * group.stride for i in range(group.size)] == members[0, 0]
+        assert [i * group.stride for i in range(group.size)] == members[0, 0, 0]
         assert group.nodes == max(len({rank // local for rank in ranks}) for ranks in members.values())
 
 

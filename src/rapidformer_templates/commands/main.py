@@ -285,7 +285,8 @@ def show_plan(plan: Plan) -> None:
     from rich.table import Table
 
     sizes = plan.sizes
-    layout = f"{sizes.world} = tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}"
+    context = f"context {sizes.context} × " if sizes.context > 1 else ""
+    layout = f"{sizes.world} = tensor {sizes.tensor} × {context}pipeline {sizes.pipeline} × data {sizes.data}"
     batch = f"{sizes.global_batch} = micro {sizes.micro_batch} × data {sizes.data} × accumulation {sizes.accumulation}"
     facts = {
         "template": f"{plan.template}  ({plan.values['template']['origin']})",

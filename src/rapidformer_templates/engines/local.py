@@ -277,9 +277,12 @@ class SingleEngine:
             self._parameters[index].grad = None
 
     @property
-    def _averages_over(self) -> int:
-        """Workers over which the exchange averages gradients; the mean over targets needs their sum."""
-        return self.workers.world
+    def _averages_over(self) -> float:
+        """Workers over which the exchange averages gradients; the mean over targets needs their sum.
+
+        Of the workers of a context group each has the whole loss, and goes back from its share of it.
+        """
+        return self.workers.world / self.workers.context
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
         """Run forward and backward of this worker's micro batches: the sum of their losses times ``weight`` (fp64)."""

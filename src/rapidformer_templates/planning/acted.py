@@ -13,7 +13,7 @@ PADDING = 128
 
 def data_parallel(measured: Measured) -> int:
     """All workers that have copies of the model, or a share of one."""
-    return measured.plan.sizes.data
+    return measured.plan.sizes.copies
 
 
 def shared_out(
@@ -37,18 +37,20 @@ def shared_out(
 
 def _even(measured: Measured, shares: int, name: str, what: str, twice: int) -> str | None:
     """``twice``: elements that several workers may hold all the same."""
-    data, held, whole = measured.plan.sizes.data, measured.all(name), sum(measured.all("trained_elements"))
+    copies, held, whole = measured.plan.sizes.copies, measured.all(name), sum(measured.all("trained_elements"))
     # An even share each is all of it once; half of the way to whole copies is no rounding any more.
     expected = min(whole / shares + twice, whole)
     if shares == 1 or (held and sum(held) <= (expected + whole) / 2 + PADDING * len(held)):
         return None
     counts = ", ".join(f"{count:,}" for count in held) or "nothing"
-    return f"{shares} shares of the {what}, {whole // data:,} elements in all, were expected; the workers have {counts}"
+    return (
+        f"{shares} shares of the {what}, {whole // copies:,} elements in all, were expected; the workers have {counts}"
+    )
 
 
 def divides_parameters(measured: Measured) -> str | None:
     """Some worker has only a part of some parameter."""
-    if measured.plan.sizes.data == 1 or any(measured.all("divided_elements")):
+    if measured.plan.sizes.copies == 1 or any(measured.all("divided_elements")):
         return None
     return "parameters of which a worker has only a part were expected; every worker has them whole"
 

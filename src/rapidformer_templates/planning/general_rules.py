@@ -7,6 +7,7 @@ from rapidformer_templates.planning.checks import one_claim
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.optimizers import missing_package
+from rapidformer_templates.planning.plan import Sizes
 from rapidformer_templates.planning.schedules import WARMUPS
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Resource, Rule
 
@@ -57,7 +58,7 @@ def _gpu_present(request: Request) -> list[Finding]:
 def _batch_divides(request: Request) -> list[Finding]:
     sizes = request.sizes
     step = sizes.micro_batch * sizes.data
-    if sizes.world % (sizes.tensor * sizes.pipeline) or sizes.global_batch % step == 0:
+    if sizes.world % sizes.divides or sizes.global_batch % step == 0:
         return []  # without a whole data-parallel size there is nothing to divide by
     near = [n for n in (sizes.global_batch // step * step, -(-sizes.global_batch // step) * step) if n]
     return [
@@ -85,13 +86,17 @@ def _one_warmup(request: Request) -> list[Finding]:
     return [Finding(message, request.asked(*given), changes=_leave_out(*given))]
 
 
+def _context(sizes: Sizes) -> str:
+    return f"context {sizes.context} × " if sizes.context > 1 else ""
+
+
 def _data_size_is_so(request: Request) -> list[Finding]:
     asked, sizes = request.config.launch.data_parallel_size, request.sizes
-    divides = sizes.tensor * sizes.pipeline
+    divides = sizes.divides
     if asked is None or asked * divides == sizes.world:
         return []
     message = (
-        f"data-parallel size {asked} × tensor {sizes.tensor} × pipeline {sizes.pipeline} "
+        f"data-parallel size {asked} × tensor {sizes.tensor} × {_context(sizes)}pipeline {sizes.pipeline} "
         f"are {asked * divides} workers, and there are {sizes.world}"
     )
     changes = (drop({"data_parallel_size": None}),)

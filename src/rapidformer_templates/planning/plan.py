@@ -11,7 +11,7 @@ from typing import Any
 class Sizes:
     """How the workers and the batch divide.
 
-    ``world = tensor × pipeline × data``; ``global_batch = micro_batch × data × accumulation``.
+    ``world = tensor × context × pipeline × data``; ``global_batch = micro_batch × data × accumulation``.
     Batches are counted in samples, accumulation in micro batches of one optimizer step.
     """
 
@@ -23,6 +23,17 @@ class Sizes:
     micro_batch: int = 1
     global_batch: int = 1
     accumulation: int = 1
+    context: int = 1
+
+    @property
+    def divides(self) -> int:
+        """Workers of one replica of the model."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def copies(self) -> int:
+        """Workers that have the same parameters."""
+        return self.data * self.context
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class WorkerGroup:
     """Workers that exchange with one another, as rank 0 sees them; the others are in groups of the same size.
 
     Attributes:
-        name: the dimension: ``tensor``, ``data``, ``pipeline``, or that of a switch.
+        name: the dimension: ``tensor``, ``context``, ``data``, ``pipeline``, or that of a switch.
         exchanges: what they send to one another.
         size: workers of a group.
         stride: from the rank of one of them to that of the next.

@@ -78,8 +78,9 @@ def _engine(request: Request) -> str:
 
     What divides the model comes before what divides its states, and its engine knows of both.
     """
-    if precision(request.config, request.environment) != "fp32" and wide_weights(request) is None:
-        plain = PARALLEL_ENGINE  # which has masters
+    narrow = precision(request.config, request.environment) != "fp32" and wide_weights(request) is None
+    if narrow or request.sizes.context > 1:
+        plain = PARALLEL_ENGINE  # which has masters, and sums over those that share a sequence
     else:
         plain = DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE
     return next((switch.engine for switch in request.active.values() if switch.engine), plain)

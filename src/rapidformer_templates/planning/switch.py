@@ -24,13 +24,14 @@ class Precedence(enum.IntEnum):
     STRUCTURE = 2  # mixture of experts: replace feed-forwards before anything wraps them
     TENSOR = 3  # tensor and sequence parallel: shard parameters inside each stage
     KERNEL = 4  # attention kernels and tf32: choose what the final modules call
-    GRAPH = 5  # ONNX Runtime: captures the modules as they are now
-    CHECKPOINT = 6  # activation checkpointing: around the blocks, inside the compiled region
-    COMPILE = 7  # torch.compile: sees the checkpointed blocks
-    KEEP = 8  # activation offload: around the blocks, whether they are compiled or checkpointed or neither
-    PRECISION = 9  # the type that the engine computes in
-    OPTIMIZER = 10  # the update rule that the engine will build
-    SHARD = 11  # the engine: wraps or shards what the others left
+    CONTEXT = 5  # context parallel: each block sees a stretch of the sequence, its attention the whole
+    GRAPH = 6  # ONNX Runtime: captures the modules as they are now
+    CHECKPOINT = 7  # activation checkpointing: around the blocks, inside the compiled region
+    COMPILE = 8  # torch.compile: sees the checkpointed blocks
+    KEEP = 9  # activation offload: around the blocks, whether they are compiled or checkpointed or neither
+    PRECISION = 10  # the type that the engine computes in
+    OPTIMIZER = 11  # the update rule that the engine will build
+    SHARD = 12  # the engine: wraps or shards what the others left
 
 
 class Resource(enum.Enum):
@@ -293,7 +294,7 @@ class Switch:
         off: field values that turn it off, for suggestions; by default that flag's own.
         changes_result: whether it computes something else, and not only at another cost: a one-process run that is
             compared with has it, too.
-        under_3d: what differs of it, by attribute, where tensor or pipeline parallelism divide the model.
+        under_3d: what differs of it, by attribute, where tensor, context or pipeline parallelism divide a replica.
         implied: whether a model is such that the switch is on without any flag.
         keeps_base: whether the weights that a run begins with stay beside what is trained.
         narrow_weights: of an engine, whether it trains parameters of 16 bits with fp32 masters, which no engine of a
@@ -351,7 +352,7 @@ class Switch:
 
     def in_layout(self, sizes: Sizes) -> Switch:
         """This switch as it acts with these sizes."""
-        divided = sizes.tensor * sizes.pipeline > 1
+        divided = sizes.divides > 1
         return dataclasses.replace(self, **self.under_3d) if divided and self.under_3d else self
 
     @property

@@ -29,14 +29,15 @@ def groups_of(sizes: Sizes, more: Sequence[Dimension] = ()) -> tuple[WorkerGroup
     """The groups that rank 0 is in, of more than one worker each.
 
     Args:
-        more: dimensions that switches have beside tensor, data and pipeline parallelism.
+        more: dimensions that switches have beside tensor, context, data and pipeline parallelism.
     """
-    neighbours = sizes.tensor * sizes.data
+    neighbours = sizes.tensor * sizes.context
     dimensions = (
         Dimension("tensor", "sums inside a block", sizes.tensor),
-        Dimension("data", "gradients, shares of states", sizes.data, sizes.tensor),
+        Dimension("context", "attention over a sequence; gradients", sizes.context, sizes.tensor),
+        Dimension("data", "gradients, shares of states", sizes.data, neighbours),
         *more,
-        Dimension("pipeline", "hidden states of a stage", sizes.pipeline, neighbours),
+        Dimension("pipeline", "hidden states of a stage", sizes.pipeline, neighbours * sizes.data),
     )
     return tuple(_of_rank_0(dimension, sizes) for dimension in dimensions if dimension.size > 1)
 

@@ -130,7 +130,7 @@ def count_parameters(model: nn.Module, workers: Workers) -> tuple[int, int]:
             total, trained = total + size, trained + size * parameter.requires_grad
     if workers.pipeline == 1:
         return total, trained
-    first = workers.data_rank == 0 and workers.tensor_rank == 0
+    first = workers.copy_rank == 0 and workers.tensor_rank == 0
     sums = workers.sum(total * first, trained * first)
     return int(sums[0]), int(sums[1])
 

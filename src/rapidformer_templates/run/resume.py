@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,6 +208,5 @@ def _restore_random_state(reader: Reader, seed: int, step: int, workers: Workers
         return
     # Other workers have other streams of random numbers; seeded by the step, they repeat no earlier ones.
     seed_all(seed + 1 + workers.stream + step * workers.world)
-    stages, replicas, tensor = saved
-    by = f"{stages} × {replicas} × {tensor} workers" if stages * tensor > 1 else f"{replicas} workers"
+    by = f"{' × '.join(map(str, saved))} workers" if math.prod(saved) > saved[1] else f"{saved[1]} workers"
     say(workers, f"random states were saved by {by}: seeded anew for {workers.world}")

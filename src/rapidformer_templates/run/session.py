@@ -371,7 +371,7 @@ class Session:
         Raises:
             DataError: they do.
         """
-        if self.workers.tensor * self.workers.pipeline == 1:
+        if self.workers.mesh is None:
             return
         tensors = [
             t for m in microbatches for t in tree_leaves(dict(m.batch) if isinstance(m.batch, Mapping) else m.batch)

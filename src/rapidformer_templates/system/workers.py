@@ -36,8 +36,9 @@ class Workers:
         device: where this process computes.
         tensor: workers that share the matrices of each block.
         pipeline: stages that the blocks are cut into.
-        mesh: the groups of workers, with the dimensions ``pipeline``, ``data`` and ``tensor``; None where
-            each worker has the whole model.
+        mesh: the groups of workers, with the dimensions ``pipeline``, ``copies`` (data × context) and ``tensor``; None
+            where each worker has the whole model and whole sequences.
+        context: workers that share each sequence; each has all weights of its stage.
     """
 
     rank: int
@@ -47,13 +48,19 @@ class Workers:
     tensor: int = 1
     pipeline: int = 1
     mesh: DeviceMesh | None = None
+    context: int = 1
 
-    # Ranks that exchange most lie closest: tensor fastest, then data, then pipeline [M].
+    # Ranks that exchange most lie closest: tensor fastest, then context, then data, then pipeline [M].
 
     @property
     def data(self) -> int:
-        """Replicas of the model, each of ``tensor × pipeline`` workers."""
-        return self.world // (self.tensor * self.pipeline)
+        """Replicas of the model, each of ``tensor × context × pipeline`` workers."""
+        return self.world // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def copies(self) -> int:
+        """Workers that have the same parameters: those of one place in all replicas, and in a context group."""
+        return self.data * self.context
 
     @property
     def tensor_rank(self) -> int:
@@ -62,21 +69,31 @@ class Workers:
     @property
     def data_rank(self) -> int:
         """The replica that this worker is of; its workers are given the same samples."""
-        return self.rank // self.tensor % self.data
+        return self.rank // (self.tensor * self.context) % self.data
+
+    @property
+    def context_rank(self) -> int:
+        """The stretch of each sequence that this worker has."""
+        return self.rank // self.tensor % self.context
+
+    @property
+    def copy_rank(self) -> int:
+        """This worker's place among those with the same parameters."""
+        return self.rank // self.tensor % self.copies
 
     @property
     def pipeline_rank(self) -> int:
-        return self.rank // (self.tensor * self.data)
+        return self.rank // (self.tensor * self.copies)
 
     @property
     def stream(self) -> int:
-        """Of random numbers: one for each stage of each replica; its tensor-parallel workers draw alike."""
-        return self.rank // self.tensor
+        """Of random numbers: one for each stage of each replica, whose other workers draw alike."""
+        return self.rank // (self.tensor * self.context)
 
     @property
     def dimensions(self) -> list[int]:
-        """[stages, replicas, workers that share matrices]."""
-        return [self.pipeline, self.data, self.tensor]
+        """[stages, replicas, workers that share matrices], and those that share sequences, if there are any."""
+        return [self.pipeline, self.data, self.tensor, *([self.context] if self.context > 1 else [])]
 
     @property
     def ends_pipeline(self) -> bool:
@@ -86,7 +103,7 @@ class Workers:
     @property
     def speaks(self) -> bool:
         """Whether this worker is the one that counts for its replica."""
-        return self.ends_pipeline and self.tensor_rank == 0
+        return self.ends_pipeline and self.tensor_rank == 0 and self.context_rank == 0
 
     @property
     def is_main(self) -> bool:
@@ -157,17 +174,18 @@ def join(device_type: str, sizes: Sizes | None = None) -> Iterator[Workers]:
     if in_group:
         _open_group(device)
     try:
-        yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, _mesh(device, sizes))
+        mesh = _mesh(device, sizes)
+        yield Workers(rank, local_rank, world, device, sizes.tensor, sizes.pipeline, mesh, sizes.context)
     finally:
         if is_first and dist.is_initialized():  # engines that cannot do without open one alone
             _close_group()
 
 
 def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
-    if sizes.tensor * sizes.pipeline == 1:
+    if sizes.divides == 1:
         return None
-    shape = (sizes.pipeline, sizes.data, sizes.tensor)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    shape = (sizes.pipeline, sizes.copies, sizes.tensor)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "copies", "tensor"))
 
 
 OPENED_AT_ONCE = ("cuda", "xpu")

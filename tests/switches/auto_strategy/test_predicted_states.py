@@ -281,6 +281,7 @@ def _layout_of(plan: Plan) -> Layout:
         recompute="full" if "checkpoint-activations" in plan.switches else "none",
         sequence_parallel="sequence-parallel" in plan.switches,
         shard_size=plan.engine_options.get("fsdp_shard_size"),
+        context=sizes.context,
     )
 
 

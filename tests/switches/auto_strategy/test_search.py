@@ -92,6 +92,18 @@ def test_the_flags_of_each_layout_resolve_to_it(monkeypatch: pytest.MonkeyPatch)
         assert layout.global_batch <= 8
 
 
+@pytest.mark.slow
+def test_sequences_are_divided_where_nothing_fits_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 2 --local-world-size 2 --device cpu --global-batch-size 1"
+    flags += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-checkpoint-activations"
+    alone = search_of(f"{flags} --context-parallel-size 1", monkeypatch, 4).run()
+    assert not alone.layouts  # one sample is too few for two replicas
+    (best, *others) = search_of(flags, monkeypatch, 4).run().layouts
+    assert {candidate.layout.context for candidate in (best, *others)} == {2}
+    config, place, _ = plan_request([*flags.replace("--auto-strategy", "").split(), *best.layout.flags()])
+    assert resolve(config, place).sizes.context == 2
+
+
 @pytest.mark.parametrize(("more", "sizes"), [("", {None, 2}), ("--fsdp-shard-size 4", {4})])
 def test_fsdp_is_tried_inside_of_nodes_too(more: str, sizes: set[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 2 --device cpu --micro-batch-size 1 {more}"

@@ -78,7 +78,7 @@ class ParallelEngine(SingleEngine):
 
     def _counted_once(self) -> list[Unit]:
         """The units that this worker adds to the global norm, so that over all workers each value is added once."""
-        held, first = self._held_tensors(), self.workers.data_rank == 0
+        held, first = self._held_tensors(), self.workers.copy_rank == 0
         return [u for u in self._shards.units if held[u.of.name].counts and (u.is_run or first)]
 
     def _trained(self) -> list[Trained]:
@@ -98,7 +98,7 @@ class ParallelEngine(SingleEngine):
         Every worker opens those of all, in one order: torch numbers groups where they are opened.
         """
         workers, groups = self.workers, {}
-        line = workers.data * workers.tensor
+        line = workers.copies * workers.tensor
         for stages in sorted(set(placement_of(self.model).stages.values())):
             for first in range(line):
                 group = dist.new_group([stage * line + first for stage in stages])
@@ -115,17 +115,17 @@ class ParallelEngine(SingleEngine):
         }
         for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
             dist.broadcast(tensors[name], group=tied[stages], group_src=0)
-        if self.workers.data > 1:
+        if self.workers.copies > 1:
             self._follow_first_replica(tensors.values())
 
     def _follow_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
         mesh = self.workers.mesh
         for tensor in tensors:
-            dist.broadcast(tensor, group=mesh.get_group("data") if mesh else None, group_src=0)
+            dist.broadcast(tensor, group=mesh.get_group("copies") if mesh else None, group_src=0)
 
     @property
-    def _averages_over(self) -> int:
-        return 1  # the shards are sums
+    def _averages_over(self) -> float:
+        return 1 / self.workers.context  # the shards are sums
 
     def _synchronise(self, *, last: bool) -> AbstractContextManager[Any]:
         self._last = last
@@ -139,7 +139,7 @@ class ParallelEngine(SingleEngine):
     def _reduce(self) -> None:
         self._shards.adopt()
         self._shards.reduce()
-        if self.workers.data > 1:
+        if self.workers.copies > 1:
             self.receipts["gradient_exchange"] = self._shards.exchange()
             self._follow_first_replica(self._kept_buffers)  # running means and the like, as DDP has it
 

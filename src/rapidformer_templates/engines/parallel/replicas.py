@@ -108,14 +108,14 @@ class DataShards:
     ) -> None:
         self.trained = trained
         self.tied = tied
-        self.replicas = workers.data
-        self.group = workers.mesh.get_group("data") if workers.mesh else None
+        self.replicas = workers.copies
+        self.group = workers.mesh.get_group("copies") if workers.mesh else None
         self.sharded = shards is not None and self.replicas > 1
         self.early = self.sharded and shards == "gradients"
         self._types = types
         self._window = window
         self._windows, self._kind = _windows(trained, self.replicas, window, whole=whole and self.sharded)
-        self._rank = workers.data_rank
+        self._rank = workers.copy_rank
         self._runs: dict[Window, list[tuple[Unit, int]]] = {window: [] for window in self._windows}
         self.units = self._divide() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
         self.narrow = {entry.name for entry in trained if entry.narrow}

@@ -82,7 +82,7 @@ def pieces(
     What all replicas have is shared out among them by size; a run of a parameter is written by the one that
     updates it. Of a narrow parameter its master is the weight.
     """
-    loads = [0] * workers.data
+    loads = [0] * workers.copies
     owners = {}
     for name, entry in held.items():
         owners[name] = loads.index(min(loads))
@@ -90,11 +90,11 @@ def pieces(
     mine = [
         unit
         for unit in units
-        if held[unit.of.name].counts and (unit.is_run or owners[unit.of.name] == workers.data_rank)
+        if held[unit.of.name].counts and (unit.is_run or owners[unit.of.name] == workers.copy_rank)
     ]
     if kind == "weights":
         for name, entry in held.items():
-            if entry.counts and owners[name] == workers.data_rank and name not in narrow:
+            if entry.counts and owners[name] == workers.copy_rank and name not in narrow:
                 yield from _run_pieces(name, entry, 0, entry.local.reshape(-1))
         for unit in (unit for unit in mine if unit.of.narrow):
             yield from _run_pieces(unit.of.name, held[unit.of.name], unit.start, unit.values.detach().reshape(-1))
@@ -226,7 +226,7 @@ def full_weights(
     Args:
         masters: what stands for the narrow parameters of a worker of the first replica.
     """
-    writes = workers.data_rank == 0
+    writes = workers.copy_rank == 0
     mine = {name: entry for name, entry in held.items() if entry.counts and writes}
     values_of = {name: masters.get(name, entry.local) for name, entry in mine.items()}
     described = workers.gather(

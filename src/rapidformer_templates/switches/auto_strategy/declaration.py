@@ -47,6 +47,7 @@ def _bounds_the_search(request: Request) -> list[Finding]:
 def _acted(measured: Measured) -> str | None:
     sizes, origins = measured.plan.sizes, [value["origin"] for value in measured.plan.values.values()]
     wanted, trained = [sizes.pipeline, sizes.data, sizes.tensor], measured["layout"]
+    wanted += [sizes.context] if sizes.context > 1 else []
     if "auto-strategy" in origins and trained == wanted:
         return None
     return f"workers divided by the search into pipeline × data × tensor {wanted} were expected; they are {trained}"

@@ -43,6 +43,7 @@ class Layout:
         sequence_parallel: norms and dropout are divided along the sequence, too.
         shard_size: workers of a group that FSDP divides a copy of the states over; None: all replicas.
         stages: blocks of each stage; empty where they follow from the parameters.
+        context: workers that share each sequence.
     """
 
     tensor: int = 1
@@ -55,16 +56,22 @@ class Layout:
     sequence_parallel: bool = False
     stages: tuple[int, ...] = ()
     shard_size: int | None = None
+    context: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Workers with the same parameters, whose gradients are summed: data × context."""
+        return self.data * self.context
 
     @property
     def shares(self) -> int:
         """Replicas that the partitioning divides one copy of the states over."""
-        return self.shard_size or self.data
+        return self.shard_size or self.replicas
 
     @property
     def copies(self) -> int:
         """Copies of the states that the replicas have, if they are partitioned."""
-        return self.data // self.shares
+        return self.replicas // self.shares
 
     @property
     def partitioned(self) -> str:
@@ -73,12 +80,13 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.replicas
 
     @property
     def is_divided(self) -> bool:
         """Whether the engine of 3D layouts trains it, in whatever precision."""
-        return self.tensor * self.pipeline > 1 or self.partitioning == "distributed-optimizer"
+        context = self.context > 1 and self.partitioning != "fsdp"
+        return self.tensor * self.pipeline > 1 or context or self.partitioning == "distributed-optimizer"
 
     @property
     def global_batch(self) -> int:
@@ -96,6 +104,7 @@ class Layout:
         return {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
             "sequence_parallel": self.sequence_parallel,
             "micro_batch_size": self.micro_batch,
             "global_batch_size": self.global_batch,
@@ -137,4 +146,5 @@ def layout_of(plan: Plan) -> Layout:
         recompute=granularity if "checkpoint-activations" in plan.switches else "none",
         sequence_parallel="sequence-parallel" in plan.switches,
         shard_size=plan.engine_options.get("fsdp_shard_size"),
+        context=sizes.context,
     )

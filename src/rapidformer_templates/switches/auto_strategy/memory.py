@@ -96,7 +96,7 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
         return [
             Stage(model, layout, stage, setting, peer).held(replica)
             for stage in range(layout.pipeline)
-            for replica in range(layout.data)
+            for replica in range(layout.replicas)
             for peer in range(layout.tensor)
         ]
     formula = divided_experts if setting.divides_experts else FORMULAS[setting.offload][layout.partitioning]
@@ -144,7 +144,14 @@ def variant_of(layout: Layout, setting: Setting) -> Variant:
     """What a micro batch of this layout's activations depends on."""
     shared = layout.tensor, layout.sequence_parallel
     variant = Variant(
-        layout.micro_batch, layout.recompute, setting.precision, "fp32", *shared, offload=setting.offloads_activations
+        layout.micro_batch,
+        layout.recompute,
+        setting.precision,
+        "fp32",
+        *shared,
+        offload=setting.offloads_activations,
+        context=layout.context,
+        context_kind=setting.context_kind,
     )
     if setting.narrow is not None:
         return replace(variant, weights="masters", sums=setting.narrow.accumulate)
@@ -177,7 +184,7 @@ def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, ph
     alone = phase.peak_without_gradients
     bucket = setting.bucket * width
     match layout.partitioning:
-        case "none" | "oss" if layout.data > 1:
+        case "none" | "oss" if layout.replicas > 1:
             return [Moment(alone, held.gradients, 0)]  # in DDP's buckets, and nowhere else
         case "none" | "oss" | "oss-sdp":
             return [Moment(alone, apart, 0)] + ([Moment(alone, whole, 0)] if later else [])

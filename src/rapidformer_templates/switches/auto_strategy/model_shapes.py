@@ -21,7 +21,13 @@ from rapidformer_templates.switches.auto_strategy.fake_tensors import fake_tenso
 from rapidformer_templates.switches.auto_strategy.in_processes import in_forks
 from rapidformer_templates.switches.auto_strategy.layouts import RECOMPUTED
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
-from rapidformer_templates.switches.auto_strategy.tensor_shares import divide, ends_of, local_parameters, silent_group
+from rapidformer_templates.switches.auto_strategy.tensor_shares import (
+    divide,
+    divide_sequences,
+    ends_of,
+    local_parameters,
+    silent_group,
+)
 from rapidformer_templates.switches.auto_strategy.trace import (
     TRACED_BLOCKS,
     Batch,
@@ -55,6 +61,8 @@ class Variant:
         sequence_parallel: whether they share the rest along the sequence.
         sums: with masters, bytes of a number of the sums of gradients.
         offload: whether what the blocks keep goes to the host.
+        context: workers that share each sequence.
+        context_kind: how attention sees it whole; None where the heads say so.
     """
 
     micro_batch: int
@@ -65,6 +73,8 @@ class Variant:
     sequence_parallel: bool = False
     sums: int = FP32
     offload: bool = False
+    context: int = 1
+    context_kind: str | None = None
 
 
 class Coordinates(NamedTuple):
@@ -292,11 +302,12 @@ class ModelShapes:
         """Trace variants that differ in their batches and in recomputation only."""
         of_all = variants[0]
         compute_type = COMPUTE_TYPES[of_all.precision]
-        with silent_group(of_all.tensor) as workers, fake_tensors():
+        with silent_group(of_all.tensor, of_all.context) as workers, fake_tensors():
             model = self.build(TRACED_BLOCKS if self.repeats else None).train()
             if compute_type is not None:
                 _narrow(model, of_all.weights, compute_type)
             model = divide(model, workers, sequence_parallel=of_all.sequence_parallel)
+            model = divide_sequences(model, workers, of_all.context_kind)
             sum_type = SUM_TYPES[of_all.sums] if of_all.weights == "masters" else None
             self._gradients[_of_model(of_all)] = gradient_bytes(model, sum_type)
             for variant in variants:

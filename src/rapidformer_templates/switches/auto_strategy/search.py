@@ -8,7 +8,7 @@ decides between layouts whose predicted speeds differ by less than the predictio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -122,7 +122,24 @@ class Search:
         """Try all layouts."""
         fitting: list[Candidate] = []
         rejected: list[Rejected] = []
-        families = {family: self._setting(family) for family in self._families()}
+        for contexts in self._contexts():
+            fitting, there = self._tried(contexts)
+            rejected += there
+            if fitting:
+                break
+        return SearchResult(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
+
+    def _contexts(self) -> list[list[int]]:
+        """Sizes of context parallelism: where none is given, sequences are divided only if nothing fits otherwise."""
+        if "context_parallel_size" in self.config.origins:
+            return [[self.config.get("context_parallel_size")]]
+        return [[1], _divisors(self.environment.world_size)[1:]]
+
+    def _tried(self, contexts: Sequence[int]) -> tuple[list[Candidate], list[Rejected]]:
+        """The layouts with these sizes that fit, and those that do not."""
+        fitting: list[Candidate] = []
+        rejected: list[Rejected] = []
+        families = {family: self._setting(family) for family in self._families(contexts)}
         self._prepare({family: setting for family, setting in families.items() if isinstance(setting, Setting)})
         for family, setting in families.items():
             if isinstance(setting, str):
@@ -144,7 +161,7 @@ class Search:
                 else:
                     too_large = f"{tried.constraint} with micro batch {layout.micro_batch}"
                     rejected.append(tried)
-        return SearchResult(tuple(self._verified(fitting, rejected)), tuple(rejected), self._not_predicted())
+        return fitting, rejected
 
     def _not_predicted(self) -> tuple[Unknown, ...]:
         """By switch and reason, of the switches that are on in every layout."""
@@ -165,16 +182,21 @@ class Search:
                     variants.add(variant_of(family, setting))
         shapes.prepare(variants)
 
-    def _families(self) -> Iterator[Layout]:
+    def _families(self, contexts: Sequence[int]) -> Iterator[Layout]:
         """Layouts without their batches."""
         world, local = self.environment.world_size, self.environment.local_world_size
-        for tensor in self._allowed("tensor_model_parallel_size", _divisors(math.gcd(world, local))):
+        for tensor, context in product(
+            self._allowed("tensor_model_parallel_size", _divisors(math.gcd(world, local))), contexts
+        ):
             for pipeline in self._allowed("pipeline_model_parallel_size", _divisors(world // tensor)):
-                if world % (tensor * pipeline):
+                divides = tensor * context * pipeline
+                if world % divides:
                     continue
-                data = world // (tensor * pipeline)
-                for partitioning in self._partitionings(data, parallel=tensor * pipeline > 1):
-                    for recompute, shard_size in product(self._recomputed(), self._shard_sizes(partitioning, data)):
+                data = world // divides
+                for partitioning in self._partitionings(data * context):
+                    for recompute, shard_size in product(
+                        self._recomputed(), self._shard_sizes(partitioning, data * context)
+                    ):
                         yield Layout(
                             tensor,
                             pipeline,
@@ -183,6 +205,7 @@ class Search:
                             recompute=recompute,
                             sequence_parallel=tensor > 1,
                             shard_size=shard_size,
+                            context=context,
                         )
 
     def _recomputed(self) -> list[str]:
@@ -195,11 +218,11 @@ class Search:
         """The values of a field: the user's, if there is one."""
         return [self.config.get(name)] if name in self.config.origins else values
 
-    def _partitionings(self, data: int, *, parallel: bool) -> list[str]:
+    def _partitionings(self, replicas: int) -> list[str]:
         asked = [name for name, flag in PARTITIONINGS.items() if flag and self.config.get(flag)]
         if asked:
             return asked
-        return list(SEARCHED) if data > 1 else ["none"]
+        return list(SEARCHED) if replicas > 1 else ["none"]
 
     def _shard_sizes(self, partitioning: str, data: int) -> list[int | None]:
         """FSDP over all replicas, and inside of each node."""

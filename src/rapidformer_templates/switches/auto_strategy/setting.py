@@ -43,6 +43,7 @@ class Setting:
         offloads_activations: whether what the blocks keep goes to the host.
         reshards: whether FSDP gives up a block's whole parameters between forward and backward.
         narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
+        context_kind: how attention sees divided sequences; None where the heads say so.
         updates_apart: whether the optimizer may be given some gradients before others.
         updates_elements: whether it may be given runs of parameters.
     """
@@ -58,6 +59,7 @@ class Setting:
     offloads_activations: bool = False
     updates_apart: bool = True
     updates_elements: bool = True
+    context_kind: str | None = None
 
     def by_parallel_engine(self, layout: Layout) -> bool:
         """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
@@ -95,4 +97,5 @@ def setting_of(plan: Plan, width: int) -> Setting:
         offloads_activations="offload-activations" in plan.switches,
         updates_apart=updates_apart(plan.optimizer_implementation),
         updates_elements=updates_elements(plan.optimizer_implementation),
+        context_kind=plan.engine_options.get("context_kind"),
     )

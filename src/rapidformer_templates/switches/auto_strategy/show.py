@@ -34,6 +34,7 @@ def _sizes(layout: Layout) -> dict[str, Any]:
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
         "data": layout.data,
+        "context": layout.context,
         "micro_batch_size": layout.micro_batch,
         "global_batch_size": layout.global_batch,
         "accumulation": layout.accumulation,
@@ -83,16 +84,22 @@ def _offloads(result: SearchResult) -> bool:
     return any(candidate.setting.offloads_activations for candidate in result.layouts)
 
 
+COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute")
+"""Of sizes; context comes with those that divide a replica, where there is any."""
+
+
 def _table(result: SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
-    for name in ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute"):
+    divides = any(candidate.layout.context > 1 for candidate in result.layouts)
+    for name in (*COLUMNS[:2], *(["context"] if divides else []), *COLUMNS[2:]):
         table.add_column(name, justify="right", min_width=len("selective") if name == "recompute" else None)
     for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
     for candidate in result.layouts[:SHOWN]:
         layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
         table.add_row(
-            *(str(n) for n in (layout.tensor, layout.pipeline, layout.data, layout.micro_batch, layout.accumulation)),
+            *map(str, (layout.tensor, layout.pipeline, *([layout.context] if divides else []))),
+            *map(str, (layout.data, layout.micro_batch, layout.accumulation)),
             str(layout.global_batch),
             layout.partitioned,
             "" if layout.recompute == "none" else layout.recompute,
@@ -167,7 +174,8 @@ def _show_rejected(result: SearchResult, console: Console) -> None:
     for kind, count in kinds.most_common():
         example = next(r for r in result.rejected if r.constraint.partition(":")[0] == kind)
         sizes = example.layout
-        where = f"tensor {sizes.tensor} × pipeline {sizes.pipeline} × data {sizes.data}, {sizes.partitioned}"
+        context = f"context {sizes.context} × " if sizes.context > 1 else ""
+        where = f"tensor {sizes.tensor} × {context}pipeline {sizes.pipeline} × data {sizes.data}, {sizes.partitioned}"
         table.add_row(str(count), example.constraint, where)
     console.print(table)
 

@@ -136,12 +136,12 @@ class Stage:
         """The replica that updates most; where runs are shared out the first, whose shares have no padding."""
         if not self._is_sharded or self.setting.updates_elements:
             return 0
-        counts = [sum(part.count for part in self._runs_of(replica)) for replica in range(self.layout.data)]
+        counts = [sum(part.count for part in self._runs_of(replica)) for replica in range(self.layout.replicas)]
         return counts.index(max(counts))
 
     def _runs_of(self, replica: int) -> list[Facts]:
         whole = not self.setting.updates_elements
-        return self.model.runs(self.coordinates, self.layout.data, replica, masters=self._has_masters, whole=whole)
+        return self.model.runs(self.coordinates, self.layout.replicas, replica, masters=self._has_masters, whole=whole)
 
     @property
     def _has_masters(self) -> bool:
@@ -162,12 +162,12 @@ class Stage:
     @property
     def _is_sharded(self) -> bool:
         """Whether each replica keeps the optimizer state of a share."""
-        return self.layout.partitioning != "none" and self.layout.data > 1
+        return self.layout.partitioning != "none" and self.layout.replicas > 1
 
     @property
     def _sums_early(self) -> bool:
         """ZeRO-2: gradients go to their owners in each backward."""
-        return self.layout.partitioning == "zero-2" and self.layout.data > 1
+        return self.layout.partitioning == "zero-2" and self.layout.replicas > 1
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
         """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
@@ -202,7 +202,7 @@ class Stage:
     def _in_flight_beside(self, trace: Trace) -> list[Pass]:
         """The passes of micro batches that may need most."""
         layout = self.layout
-        last = Pass(0, adds=layout.accumulation > 1, exchanges=layout.data > 1)
+        last = Pass(0, adds=layout.accumulation > 1, exchanges=layout.replicas > 1)
         if layout.pipeline == 1:
             return [Pass(0, adds=True, exchanges=self._sums_early), last] if last.adds else [last]
         kept = trace.kept - (trace.casts if self._shares_casts else 0)
@@ -273,7 +273,7 @@ class Stage:
         """After the last gradient of a pass, and in the update; ``others``: bytes of other micro batches."""
         tied = [each for each in self._windows if each.is_tied]
         kept, copied = self._bytes(self._types.accumulate), self._copied_for_update()
-        waiting = self._on_their_way(self._windows, 2) if self.layout.data > 1 or tied else 0
+        waiting = self._on_their_way(self._windows, 2) if self.layout.replicas > 1 or tied else 0
         if not self._is_sharded:
             copies_elsewhere = sum(self._packed(each) for each in tied)
             return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
@@ -308,7 +308,7 @@ class Stage:
     @cached_property
     def _windows(self) -> list[Exchanged]:
         whole = self._is_sharded and not self.setting.updates_elements
-        return self.model.windows(self.coordinates, self.layout.data, masters=self._has_masters, whole=whole)
+        return self.model.windows(self.coordinates, self.layout.replicas, masters=self._has_masters, whole=whole)
 
     def _packed(self, each: Exchanged) -> int:
         """Bytes of a window's gradients on their way."""
@@ -339,7 +339,7 @@ class Stage:
         """Bytes of so many windows that are sent at a time, and of what has come of them."""
         largest = sorted((self._packed(each) for each in begun), reverse=True)[:count]
         shares = self._sums_early and self.setting.updates_elements  # else a whole parameter's owner sums in place
-        return sum(size + (size // self.layout.data if shares else 0) for size in largest)
+        return sum(size + (size // self.layout.replicas if shares else 0) for size in largest)
 
     def _of_others(self, phases: Sequence[Phase]) -> int:
         """Bytes of gradients in a trace that are finished before those of this stage are: those of the head."""

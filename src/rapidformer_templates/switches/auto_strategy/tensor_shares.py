@@ -1,4 +1,4 @@
-"""A model as tensor parallelism divides it: the real transform on fake tensors, in a group that exchanges nothing."""
+"""A model as tensor and context parallelism divide it: the real transforms on fake tensors, in a silent group."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.switches.auto_strategy.optimizer_states import Facts, part_of
+from rapidformer_templates.switches.context_parallel.transform import divide_context
 from rapidformer_templates.switches.pipeline_parallel.transform import PipelineCut
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
 from rapidformer_templates.switches.tensor_parallel.tensor_plan import check_sizes, tensor_plan_of
@@ -24,19 +25,20 @@ from rapidformer_templates.system.workers import Workers
 
 
 @contextmanager
-def silent_group(tensor: int) -> Iterator[Workers]:
-    """The first of ``tensor`` workers of a tensor-parallel group whose other workers do not exist.
+def silent_group(tensor: int, context: int = 1) -> Iterator[Workers]:
+    """The first of ``tensor × context`` workers of a replica whose other workers do not exist.
 
     Collectives return at once, with tensors of the right shapes. To be entered before fake tensors are: the mesh
     of workers is made of real ones.
     """
-    if tensor == 1:
+    world = tensor * context
+    if world == 1:
         yield Workers(0, 0, 1, torch.device("cpu"))
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        mesh = init_device_mesh("cpu", (1, 1, tensor), mesh_dim_names=("pipeline", "data", "tensor"))
-        yield Workers(0, 0, tensor, torch.device("cpu"), tensor, 1, mesh)
+        mesh = init_device_mesh("cpu", (1, context, tensor), mesh_dim_names=("pipeline", "copies", "tensor"))
+        yield Workers(0, 0, world, torch.device("cpu"), tensor, 1, mesh, context)
     finally:
         dist.destroy_process_group()
 
@@ -52,6 +54,19 @@ def divide(model: nn.Module, workers: Workers, *, sequence_parallel: bool) -> nn
     switches = ("tensor-parallel", "sequence-parallel") if sequence_parallel else ("tensor-parallel",)
     plan = Plan("Trainer", switches=switches, sizes=Sizes(world=workers.world, tensor=workers.tensor))
     return tensor_parallel.apply(model, Building(find_blocks(model), None, plan, workers, no_loss))
+
+
+def divide_sequences(model: nn.Module, workers: Workers, kind: str | None) -> nn.Module:
+    """A model of which the first worker computes a stretch of each sequence.
+
+    Raises:
+        ModelError: it cannot be divided.
+    """
+    if workers.context == 1:
+        return model
+    sizes = Sizes(world=workers.world, tensor=workers.tensor, context=workers.context)
+    plan = Plan("Trainer", ("context-parallel",), sizes, engine_options={"context_kind": kind})
+    return divide_context(model, Building(find_blocks(model), None, plan, workers, no_loss, has_values=False))
 
 
 def no_loss(model: nn.Module) -> Any:

@@ -85,15 +85,20 @@ def predict_seconds(
     largest = max(layout.stages) / sum(layout.stages) if layout.stages else 1 / layout.pipeline
     computed *= largest  # the others wait for the largest stage
     near, far = hardware.intra_node * GB, hardware.inter_node * GB
-    hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
+    whole_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
+    hidden_bytes = whole_bytes / layout.context
 
     # Two sums over the tensor group a block in the forward, two in the backward; recomputation repeats the forward's.
     exchanges = (4 if layout.recompute == "none" else 6) * facts.blocks * largest
     ring = 2 * (layout.tensor - 1) / layout.tensor
     tensor = exchanges * ring * hidden_bytes / (near if layout.tensor <= local_world else far)
+    # Queries, keys, values and the output of a block go to the others, once more in the backward.
+    sent = (layout.context - 1) / layout.context * hidden_bytes / layout.tensor
+    beside = near if layout.tensor * layout.context <= local_world else far
+    tensor += 2 * exchanges * sent / beside
 
     neighbours = near if layout.world <= local_world else far
-    transfer = 2 * hidden_bytes / neighbours if layout.pipeline > 1 else 0.0
+    transfer = 2 * whole_bytes / neighbours if layout.pipeline > 1 else 0.0
 
     turn = computed + tensor + transfer
     waiting = (layout.pipeline - 1) * turn
@@ -142,7 +147,7 @@ def _data_seconds(
         inside: bytes a second that a worker sends to those with whom it shares a copy of the states.
         between: to those that have the same share of other copies.
     """
-    if layout.data == 1:
+    if layout.replicas == 1:
         return 0.0, 0.0
     parameters = facts.parameters / (layout.tensor * layout.pipeline)
     ring = (layout.shares - 1) / layout.shares * parameters / inside

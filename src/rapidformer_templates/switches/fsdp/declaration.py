@@ -101,7 +101,7 @@ def _options_acted(measured: Measured) -> str | None:
     if asked is not None and summed != [asked]:
         return f"gradients summed in {asked} were expected; they are summed in {shown(summed)}"
     whole = measured["whole_in_backward"]
-    if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.data == 1 or whole == 1:
+    if measured.config.get("fsdp_reshard_after_forward") or measured.plan.sizes.copies == 1 or whole == 1:
         return None
     return f"whole parameters at the beginning of the backward were expected; {whole or 0:.0%} of them are whole"
 

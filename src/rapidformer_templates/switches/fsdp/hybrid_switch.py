@@ -38,11 +38,11 @@ class HybridShardingFlags:
 
 def shares(measured: Measured) -> int:
     """Workers that FSDP divides a copy of the states over."""
-    return int(measured.config.get(SIZE) or measured.plan.sizes.data)
+    return int(measured.config.get(SIZE) or measured.plan.sizes.copies)
 
 
 def _groups_fit(request: Request) -> list[Finding]:
-    size, workers = request.config.get(SIZE), request.sizes.data
+    size, workers = request.config.get(SIZE), request.sizes.copies
     if size > 1 and workers % size == 0:
         return []
     nearest = next((n for n in range(min(size, workers), 1, -1) if workers % n == 0), None)
@@ -61,7 +61,7 @@ def _groups_fit(request: Request) -> list[Finding]:
 
 
 def _dimensions(request: Request) -> Sequence[Dimension]:
-    size, workers = request.config.get(SIZE), request.sizes.data
+    size, workers = request.config.get(SIZE), request.sizes.copies
     return (
         Dimension("shards", "parameters and gradients", size),
         Dimension("copies", "gradients of a shard", workers // size, size),
@@ -70,7 +70,7 @@ def _dimensions(request: Request) -> Sequence[Dimension]:
 
 def _notes(request: Request) -> Sequence[str]:
     size, sizes = request.config.get(SIZE), request.sizes
-    if size == sizes.data:
+    if size == sizes.copies:
         return (f"hybrid-sharding: one group of all {size} workers, as without --fsdp-shard-size",)
     if sizes.local_world % size:
         nodes = f"nodes of {sizes.local_world} worker{'s' if sizes.local_world > 1 else ''}"
@@ -84,7 +84,7 @@ def _options(request: Request) -> Mapping[str, Any]:
 
 def _acted(measured: Measured) -> str | None:
     """Each parameter is held by as many workers as there are copies, which are the same to the bit."""
-    size, data = shares(measured), measured.plan.sizes.data
+    size, data = shares(measured), measured.plan.sizes.copies
     held, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
     if not held or held * size != whole * data:
         copies = f"the workers have {held:,} elements together, {whole:,} of the model are trained"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.divided_tensor import DividedTensor
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.switches.fused_loss.linear_cross_entropy import Recipe, linear_cross_entropy
 from rapidformer_templates.switches.fused_loss.pointwise import Cast, Pointwise, Scale, Shift, Tanh
@@ -222,7 +223,11 @@ class Logits(tuple[Any, ...]):
         if self.ndim != 2 or target.ndim != 1 or target.is_floating_point():
             _refuse(f"a cross-entropy of {tuple(self.shape)} and {tuple(target.shape)}, not of rows and their words")
         recipe = Recipe(self._origin.pointwise, ignore_index, label_smoothing)
-        total = self._origin.head.loss(self._hidden, target, recipe)
+        hidden = self._hidden
+        if isinstance(hidden, DividedTensor):
+            total = hidden.summed(self._origin.head.loss(hidden.local, hidden.part_of(target), recipe))
+        else:
+            total = self._origin.head.loss(hidden, target, recipe)
         self._origin.totals.append(total)
         return total if reduction == "sum" else total / (target != ignore_index).sum()
 

@@ -1,4 +1,4 @@
-"""The rules of 3D layouts, which tensor and pipeline parallelism share."""
+"""The rules of layouts that tensor, context and pipeline parallelism share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from rapidformer_templates.planning.changes import add, replace
 from rapidformer_templates.planning.checks import PARTITIONING, needs_template
 from rapidformer_templates.planning.switch import Change, Example, Finding, Request, Rule
 
-PARALLEL = ("tensor-parallel", "pipeline-parallel")
+PARALLEL = ("tensor-parallel", "context-parallel", "pipeline-parallel")
 PARTITIONS_UNDER_3D = frozenset({"zero-1", "zero-2", "distributed-optimizer"})
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CONTEXT = "context_parallel_size"
 
 
 def _parallel(request: Request) -> tuple[str, ...]:
@@ -26,6 +27,7 @@ def _smaller(name: str, size: int, fits: Callable[[int], bool]) -> tuple[Change,
 
 def _few_partitions(request: Request) -> list[Finding]:
     parallel = _parallel(request)
+    goes = PARTITIONS_UNDER_3D | ({"fsdp"} if parallel == ("context-parallel",) else set())
     return [
         Finding(
             f"{switch.name} does not work together with {' and '.join(parallel)}",
@@ -33,22 +35,26 @@ def _few_partitions(request: Request) -> list[Finding]:
             switches=(switch.name, *parallel),
         )
         for switch in request.of_family(PARTITIONING)
-        if switch.name not in PARTITIONS_UNDER_3D
+        if switch.name not in goes
     ]
 
 
 def _workers_divide(request: Request) -> list[Finding]:
-    world, tensor, pipeline = request.sizes.world, request.sizes.tensor, request.sizes.pipeline
-    if world % (tensor * pipeline) == 0:
+    sizes = request.sizes
+    world, divides = sizes.world, sizes.divides
+    if world % divides == 0:
         return []
+    context = f"context {sizes.context} × " if sizes.context > 1 else ""
     return [
         Finding(
-            f"{world} worker{'s' if world > 1 else ''} cannot be divided into tensor {tensor} × pipeline {pipeline}",
+            f"{world} worker{'s' if world > 1 else ''} cannot be divided into tensor {sizes.tensor} × {context}"
+            f"pipeline {sizes.pipeline}",
             (*request.asked_for(*_parallel(request)), f"{world} workers in all"),
             switches=_parallel(request),
             changes=(
-                *_smaller(TENSOR, tensor, lambda n: world % (n * pipeline) == 0),
-                *_smaller(PIPELINE, pipeline, lambda n: world % (tensor * n) == 0),
+                *_smaller(TENSOR, sizes.tensor, lambda n: world % (divides // sizes.tensor * n) == 0),
+                *_smaller(CONTEXT, sizes.context, lambda n: world % (divides // sizes.context * n) == 0),
+                *_smaller(PIPELINE, sizes.pipeline, lambda n: world % (divides // sizes.pipeline * n) == 0),
             ),
         )
     ]
@@ -64,6 +70,7 @@ def _blocks_divide(request: Request) -> list[Finding]:
         return []  # stages that are asked for may differ; a rule of their own looks at them
     if sizes.pipeline < layers and layers % sizes.pipeline == 0:
         return []
+    divides = sizes.divides
     stages = sizes.pipeline * int(request.config.get("virtual_pipeline_size"))
     uneven = ",".join(map(str, balanced_cut(0, [1] * layers, 0, stages))) if stages <= layers else None
     return [
@@ -75,7 +82,7 @@ def _blocks_divide(request: Request) -> list[Finding]:
                 *_smaller(
                     PIPELINE,
                     sizes.pipeline,
-                    lambda n: n < layers and layers % n == 0 and sizes.world % (sizes.tensor * n) == 0,
+                    lambda n: n < layers and layers % n == 0 and sizes.world % (divides // sizes.pipeline * n) == 0,
                 ),
                 *((add({"pipeline_stages": uneven}, "blocks of each stage"),) if uneven else ()),
             ),
@@ -102,7 +109,10 @@ def _matrices_divide(request: Request) -> list[Finding]:
             changes=_smaller(
                 TENSOR,
                 sizes.tensor,
-                lambda n: not any(size % n for size in known.values()) and sizes.world % (n * sizes.pipeline) == 0,
+                lambda n: (
+                    not any(size % n for size in known.values())
+                    and sizes.world % (sizes.divides // sizes.tensor * n) == 0
+                ),
             ),
         )
     ]
@@ -111,24 +121,25 @@ def _matrices_divide(request: Request) -> list[Finding]:
 LAYOUT_RULES = (
     Rule(
         "RF003",
-        "Tensor and pipeline parallelism need the Trainer template.",
-        "the other templates keep the whole model in each worker",
+        "Tensor, context and pipeline parallelism need the Trainer template.",
+        "the other templates keep the whole model and whole sequences in each worker",
         "[R]",
         needs_template(*PARALLEL),
         Example("--template Pretrainer --tensor-model-parallel-size 2 --world-size 2"),
     ),
     Rule(
         "RF004",
-        "With 3D parallelism only ZeRO-1, ZeRO-2 or the distributed optimizer partition the model's states.",
-        "the others shard or gather what tensor and pipeline parallelism have already divided",
+        "With 3D parallelism only ZeRO-1, ZeRO-2 or the distributed optimizer partition the model's states; with "
+        "context parallelism alone FSDP does so, too.",
+        "the others shard or gather over all workers, where these have already divided the model or its sequences",
         "[R, M]",
         _few_partitions,
         Example("--tensor-model-parallel-size 2 --fsdp-memory-optimization --world-size 4"),
     ),
     Rule(
         "RF009",
-        "Tensor × pipeline × data is the number of workers.",
-        "each worker holds one tensor shard of one pipeline stage of one replica",
+        "Tensor × context × pipeline × data is the number of workers.",
+        "each worker holds one tensor shard of one pipeline stage of one replica, for one stretch of its sequences",
         "[M]",
         _workers_divide,
         Example("--tensor-model-parallel-size 3 --world-size 4"),

@@ -54,7 +54,7 @@ class Links:
     def _rank_of(self, stage: int) -> int:
         workers = self.workers
         pipeline_rank = stage % workers.pipeline
-        return (pipeline_rank * workers.data + workers.data_rank) * workers.tensor + workers.tensor_rank
+        return (pipeline_rank * workers.copies + workers.copy_rank) * workers.tensor + workers.tensor_rank
 
     def _send(self, tensor: torch.Tensor, stage: int, direction: int) -> None:
         before = self._on_their_way[direction]

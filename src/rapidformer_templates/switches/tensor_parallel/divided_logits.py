@@ -7,21 +7,19 @@ the columns of other workers for itself gathers them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
 
 from rapidformer_templates.errors import DataError
+from rapidformer_templates.models.divided_tensor import DividedTensor, Handler
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, sum_partial
 
-Handler = Callable[..., Any]
-_HANDLERS: dict[Any, Handler] = {}
 
-
-class DividedLogits(torch.Tensor):
+class DividedLogits(DividedTensor):
     """Logits of which each worker has a share of the last dimension. Shape, type and device are those of the whole.
 
     Attributes:
@@ -29,7 +27,7 @@ class DividedLogits(torch.Tensor):
         peers: the workers that have the others.
     """
 
-    local: torch.Tensor
+    handlers: ClassVar[dict[Any, Handler]] = {}
     peers: Peers
 
     @staticmethod
@@ -51,70 +49,12 @@ class DividedLogits(torch.Tensor):
         """Other values for the same tokens."""
         return DividedLogits(local, self.peers, self.shape[-1])
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in _OF_THE_WHOLE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        handler = _HANDLERS.get(function)
-        result = NotImplemented if handler is None else handler(function, *args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        args, kwargs = torch.utils._pytree.tree_map_only(DividedLogits, lambda x: x.whole(), (args, kwargs))
-        return function(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{function} was called on divided logits beneath torch's Python functions; call whole() first")
-
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"DividedLogits({tuple(self.shape)}, {self.local.shape[-1]} columns here)"
 
 
 _T: Any = torch.Tensor
-_OF_THE_WHOLE = {
-    _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.layout.__get__, _T.ndim.__get__,
-    _T.is_cuda.__get__, _T.is_meta.__get__, _T.is_sparse.__get__, _T.is_quantized.__get__, _T.is_nested.__get__,
-    _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__,
-    torch.numel, torch.is_floating_point, torch.is_complex,
-}  # fmt: skip
-"""What is asked of the whole and answered without its values."""
-
-
-def _handles(*functions: Any) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        _HANDLERS.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return register
-
-
-@_handles(_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__)
-def _of_the_graph(function: Any, logits: DividedLogits) -> Any:
-    return function(logits.local)
-
-
-@_handles(
-    _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.neg, _T.tanh,
-    torch.clone, torch.detach, torch.neg, torch.tanh,
-)  # fmt: skip
-def _each_by_itself(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(logits, DividedLogits) or any(isinstance(a, DividedLogits) for a in args):
-        return NotImplemented
-    result = function(logits.local, *args, **kwargs)
-    return logits.with_local(result) if isinstance(result, torch.Tensor) else result
-
-
-@_handles(_T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.sub, _T.__sub__, _T.type_as)
-def _with_a_number(function: Any, logits: Any, other: Any) -> Any:
-    if not isinstance(logits, DividedLogits) or isinstance(other, DividedLogits):
-        return NotImplemented
-    if isinstance(other, torch.Tensor) and other.ndim > 0 and function is not _T.type_as:
-        return NotImplemented
-    return logits.with_local(function(logits.local, other))
+_handles = DividedLogits.handles
 
 
 @_handles(_T.view, _T.reshape, torch.reshape)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, own_share
@@ -20,17 +21,19 @@ from rapidformer_templates.switches.tensor_parallel.random_streams import Stream
 DIM = 1
 """Of the sequence: hidden states are (samples, tokens, features)."""
 
-_LENGTH = "_sequence_length"
-"""Tells a block the whole length; it travels as an argument, so that a block that is computed again has it, too."""
-
 
 class SequenceShards:
     """Which sequence is divided at the moment, if any.
 
     Attributes:
+        comes_first: whether it divides before what else divides the sequence.
+        key: tells a block the whole length; it travels as an argument, so that a block that is computed again has it.
         length: tokens of the whole sequence inside a block, None elsewhere.
         held: (tokens on this worker, tokens in all) of the latest sequence.
     """
+
+    key = "_sequence_length"
+    comes_first = False
 
     def __init__(self, peers: Peers, streams: Streams) -> None:
         self.peers = peers
@@ -38,7 +41,23 @@ class SequenceShards:
         self.length: int | None = None
         self.held: tuple[int, int] | None = None
 
-    def install(self, model: nn.Module, lists: Iterable[Sequence[nn.Module]]) -> None:
+    def divide(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This worker's stretch of whole hidden states; all stretches have one length."""
+        return own_share(hidden, self.peers, DIM, even=True)
+
+    def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
+        """What a block is given beside hidden states, for a stretch."""
+        return {**arguments, self.key: length}
+
+    def unite(self, stretch: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
+        """The whole hidden states of what the last block of a list has put out; ``ends``: of the last list."""
+        return self.gather(stretch, length)
+
+    def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
+        """Whole hidden states of stretches."""
+        return gather(stretch, self.peers, DIM, length, partial=False)
+
+    def install(self, model: nn.Module, lists: Sequence[Sequence[nn.Module]]) -> None:
         """Divide the sequence from the first block of each list to its last.
 
         Args:
@@ -46,10 +65,10 @@ class SequenceShards:
             lists: the blocks in the order in which they run.
         """
         for blocks in lists:
-            passage = _Passage(self)
+            passage = _Passage(self, ends=blocks is lists[-1])
             for block in blocks:
                 before = passage.divide if block is blocks[0] else passage.hand_over
-                block.register_forward_pre_hook(before, with_kwargs=True)
+                block.register_forward_pre_hook(before, with_kwargs=True, prepend=self.comes_first)
                 block.forward = _OnShard(block.forward, self)
             blocks[-1].register_forward_hook(passage.unite)
         model.register_forward_hook(self._unite_recorded)
@@ -61,7 +80,7 @@ class SequenceShards:
             if isinstance(recorded, tuple) and len(recorded) > 1:
                 length = recorded[-1].shape[DIM]
                 output[name] = (
-                    *(x if x is None else gather(x, self.peers, DIM, length, partial=False) for x in recorded[:-1]),
+                    *(x if x is None else self.gather(x, length) for x in recorded[:-1]),
                     recorded[-1],
                 )
 
@@ -69,24 +88,25 @@ class SequenceShards:
 class _Passage:
     """One run through a list of blocks: what is divided before the first is united after the last."""
 
-    def __init__(self, shards: SequenceShards) -> None:
+    def __init__(self, shards: SequenceShards, *, ends: bool) -> None:
         self.shards = shards
+        self.ends = ends
         self.length = 0
 
     def divide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.length = hidden.shape[DIM]
-        shard = own_share(hidden, self.shards.peers, DIM, even=True)
+        shard = self.shards.divide(hidden)
         self.shards.held = (shard.shape[DIM], self.length)
-        kwargs = {**kwargs, _LENGTH: self.length}
+        kwargs = self.shards.arguments(kwargs, self.length)
         return ((shard, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": shard})
 
     def hand_over(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return args, {**kwargs, _LENGTH: self.length}
+        return args, self.shards.arguments(kwargs, self.length)
 
     def unite(self, block: nn.Module, inputs: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
-        whole = gather(hidden, self.shards.peers, DIM, self.length, partial=False)
+        whole = self.shards.unite(hidden, self.length, ends=self.ends)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
 
@@ -99,7 +119,7 @@ class _OnShard:
         self.shards = shards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.shards.length = kwargs.pop(_LENGTH)
+        self.shards.length = kwargs.pop(self.shards.key)
         self.shards.streams.diverge()  # each stretch has masks of its own
         try:
             return self.forward(*args, **kwargs)

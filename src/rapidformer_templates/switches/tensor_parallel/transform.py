@@ -81,7 +81,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     tensor_plan.check_sizes(model, plan, peers.size)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     shards = SequenceShards(peers, streams) if "sequence-parallel" in building.plan.switches else None
-    blocks = _lists_of(building, model)
+    blocks = lists_of(building, model)
     if shards is not None and not blocks:
         raise ModelError("sequence parallelism found no repeated blocks", where=type(model).__name__)
     if shards is not None and plan.given:
@@ -97,7 +97,7 @@ def apply(model: nn.Module, building: Building) -> nn.Module:
     return model
 
 
-def _lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
+def lists_of(building: Building, model: nn.Module) -> list[list[nn.Module]]:
     """The blocks of this model, list by list; of a pipeline's stages, stage by stage."""
     parts = placement_of(model).parts
     if parts is not None:

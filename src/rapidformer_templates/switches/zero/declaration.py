@@ -83,7 +83,7 @@ KINDS = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu")
 
 def _knows_device(request: Request) -> list[Finding]:
     device, sizes = request.environment.device, request.sizes
-    if device in KINDS or sizes.tensor * sizes.pipeline > 1:  # where the engine of 3D layouts has ZeRO of its own
+    if device in KINDS or sizes.divides > 1:  # where the engine of 3D layouts has ZeRO of its own
         return []
     asked = tuple(name for name in request.active if name in ("zero-1", "zero-2", "zero-3"))
     return [Finding(f"DeepSpeed does not compute on {device}", request.asked_for(*asked), switches=asked)]

@@ -92,7 +92,7 @@ def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> l
 
 
 def _deepspeed_is_there(request: Request) -> list[Finding]:
-    if request.sizes.tensor * request.sizes.pipeline == 1:
+    if request.sizes.divides == 1:
         return []
     unsupported = deepspeed_recipe.for_deepspeed_alone(request)
     if not unsupported:
@@ -131,7 +131,7 @@ def _acted(measured: Measured) -> str | None:
     """What the file says of ZeRO is what DeepSpeed runs with, but for what stands for DeepSpeed in a 3D layout."""
     asked = deepspeed_file.read(measured.config.get("deepspeed_config")).content.get("zero_optimization") or {}
     runs_with = measured["zero_optimization"]
-    if measured.plan.sizes.tensor * measured.plan.sizes.pipeline > 1:
+    if measured.plan.sizes.divides > 1:
         return None
     if runs_with is None:
         return "a step by DeepSpeed was expected; something else made it"

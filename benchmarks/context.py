@@ -1,0 +1,76 @@
+"""What a worker holds of long sequences with context parallelism, predicted and measured: docs/context-parallelism.md.
+
+Peaks of live storages on a CPU: bytes, and no times.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.contest import Answer, Columns, Flag, Row, table
+from benchmarks.planner import Case, Result, measure
+from benchmarks.planner_worker import LENGTHS
+from rapidformer_templates.commands.bench.output import progress
+from rapidformer_templates.switches.auto_strategy.layouts import Layout
+
+FLAGS = (
+    Flag("workers", 4, "most worker processes"),
+    Flag("longest", 32768, f"longest sequences, of {', '.join(map(str, LENGTHS))} tokens"),
+)
+
+COLUMNS: Columns = {
+    "tokens": "{tokens:,}",
+    "workers": "{workers}",
+    "states": lambda row: "exact" if row["states_exact"] else "differ",
+    "peak MB": "{measured_mb:.1f}",
+    "predicted": "{predicted_mb:.1f}",
+    "error": "{error:+.1%}",
+    "beside the states": "{beside_mb:.1f}",
+    "of one worker's": "{share:.3f}",
+}
+
+
+def answer(options: argparse.Namespace) -> Answer:
+    sizes = [workers for workers in (1, 2, 4) if workers <= options.workers]
+    lengths = [length for length in LENGTHS if length <= options.longest]
+    cases = [Case(f"llama-{n}", Layout(context=w, partitioning="none")) for w in sizes for n in lengths]
+    with progress("context", len(sizes)) as advance:
+        results = measure(cases, advance)
+    alone = {result.case.model: _beside(result) for result in results if result.case.layout.context == 1}
+    rows = sorted((_row(result, alone) for result in results), key=lambda row: (row["tokens"], row["workers"]))
+    title = "a worker's peak, and what of it is beside weights and optimizer state: a llama of 2 blocks, width 64"
+    return Answer({"rows": rows}, table(title, rows, COLUMNS, left=0), [], partial(_draw, rows))
+
+
+def _beside(result: Result) -> float:
+    """Measured bytes beside parameters and optimizer state, which each worker has whole."""
+    return float(result.measured - result.predicted.parameters - result.predicted.optimizer)
+
+
+def _row(result: Result, alone: dict[str, float]) -> Row:
+    return {
+        "tokens": int(result.case.model.partition("-")[2]),
+        "workers": result.case.layout.context,
+        "states_exact": result.exact,
+        "measured_mb": result.measured / 1e6,
+        "predicted_mb": result.predicted.total / 1e6,
+        "error": result.error,
+        "beside_mb": _beside(result) / 1e6,
+        "share": _beside(result) / alone[result.case.model],
+    }
+
+
+def _draw(rows: Sequence[Row], axes: Any) -> None:
+    for workers in sorted({row["workers"] for row in rows}):
+        mine = [row for row in rows if row["workers"] == workers]
+        axes.plot(
+            [row["tokens"] for row in mine], [row["measured_mb"] for row in mine], "o-", label=f"{workers} workers"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("tokens of a sequence")
+    axes.set_ylabel("peak of a worker, MB")
+    axes.legend()

@@ -1,0 +1,1 @@
+"""Context parallelism: each sequence divided over workers."""

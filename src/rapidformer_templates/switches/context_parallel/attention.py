@@ -1,0 +1,171 @@
+"""Attention over a whole sequence of which each worker has a stretch: all to all over the heads, or in a ring.
+
+All to all is DeepSpeed-Ulysses (Jacobs et al., 2023): each worker gives the queries, keys and values of some heads
+to each other one and gets the whole sequence of its own heads; after it the results go back. So attention itself is
+the model's, with its kernel and its mask of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.context_parallel.exchange import trade
+from rapidformer_templates.switches.context_parallel.ring import Seen, ring_attention
+from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+
+SUFFIX = "_over_context"
+HEADS, TOKENS = 1, 2
+"""Dimensions of queries, keys and values: (samples, heads, tokens, size of a head)."""
+
+
+def attend_over_context(model: PreTrainedModel, shards: ContextShards) -> None:
+    """Let the blocks' attention see whole sequences."""
+    name = _inner(model)
+    AttentionInterface.register(name + SUFFIX, partial(attention, inner=name))
+    AttentionMaskInterface.register(name + SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    model.set_attn_implementation(name + SUFFIX)
+    for module in model.modules():
+        module.context_shards = shards  # type: ignore[assignment]
+
+
+def _inner(model: PreTrainedModel) -> str:
+    """What transformers calls the attention that is to be divided."""
+    name: str = model.config._attn_implementation.removesuffix(SUFFIX)
+    return "sdpa" if name == "eager" else name  # the same numbers; eager attention has its weights beside them
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Look whether the attention of a model can be divided.
+
+    Raises:
+        ModelError: it cannot be chosen from outside.
+    """
+    name = _inner(model)
+    chosen = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    fixed = [
+        type(part).__name__ for part in chosen if not (part._supports_sdpa and part._can_set_attn_implementation())
+    ]
+    if fixed or "flash" in name or name not in ALL_ATTENTION_FUNCTIONS or name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ModelError(
+            f"the attention of {fixed[0] if fixed else type(model).__name__} cannot be divided",
+            where="--context-parallel-size",
+            hint="leave it out for this model, or choose sdpa attention (attn_implementation)",
+        )
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    inner: str,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Attention as transformers calls it.
+
+    Args:
+        module: the attention layer.
+        query: of this worker's stretch, shape (samples, heads, tokens, size of a head); ``key`` and ``value`` may
+            have fewer heads.
+        attention_mask: of whole sequences.
+        inner: what transformers calls the attention that is divided.
+
+    Returns:
+        (shape (samples, tokens, heads, size of a head), what else the attention returns).
+
+    Raises:
+        ModelError: the heads do not divide.
+    """
+    shards: ContextShards | None = getattr(module, "context_shards", None)
+    within = ALL_ATTENTION_FUNCTIONS[inner]
+    if shards is None or shards.length is None:
+        return within(module, query, key, value, attention_mask, *args, **kwargs)
+    shards.attended += 1
+    if shards.kind == "ring":
+        return _by_ring(module, shards, query, key, value, attention_mask, *args, **kwargs), None
+    peers, length = shards.peers, shards.length
+    repeats = repeats_of(query.shape[HEADS], key.shape[HEADS], peers.size)
+    if not repeats:
+        raise ModelError(
+            f"{query.shape[HEADS]} attention heads of a worker cannot be shared out among {peers.size}",
+            where="--context-parallel-kind all-to-all",
+            hint="use a ring, or a size that divides the heads",
+        )
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, HEADS) for x in (key, value))
+    whole = [trade(x, peers, given=HEADS, taken=TOKENS)[:, :, :length] for x in (query, key, value)]
+    output, others = within(_Layer(module, repeats), *whole, attention_mask, *args, **kwargs)
+    missing = query.shape[TOKENS] * peers.size - length
+    if missing:
+        output = nn.functional.pad(output, (0, 0, 0, 0, 0, missing))
+    return trade(output, peers, given=1, taken=2), others
+
+
+def _by_ring(
+    module: nn.Module,
+    shards: ContextShards,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """The output for a stretch, of shape (samples, tokens, heads, size of a head)."""
+    asked = sorted(name for name in NOT_IN_A_RING if others.get(name) is not None)
+    if dropout:
+        asked.append(f"dropout {dropout:g}")
+    if mask is not None and mask.ndim != 4:
+        asked.append("borders of packed documents")
+    if asked:
+        raise ModelError(
+            f"{type(module).__name__} asks for {', '.join(asked)}, which attention in a ring does not have",
+            where="--context-parallel-kind ring",
+            hint="use all-to-all, with a size that divides the heads; of dropout, --dropout 0",
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    assert shards.length is not None
+    seen = Seen(
+        shards.intervals(shards.length),
+        mask,
+        causal=causal and mask is None,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+    )
+    return ring_attention(query, key, value, seen, shards.peers).transpose(1, 2)
+
+
+NOT_IN_A_RING = ("position_bias", "softcap", "s_aux")
+"""What some models ask of their attention."""
+
+
+def repeats_of(heads: int, key_heads: int, workers: int) -> int:
+    """How often each head of keys is given away so that all workers get as many; 0 if the heads do not divide."""
+    if heads % workers:
+        return 0
+    times = range(1, heads // key_heads + 1)
+    return next((n for n in times if key_heads * n % workers == 0 and heads % (key_heads * n) == 0), 0)
+
+
+class _Layer:
+    """An attention layer whose heads of keys were repeated."""
+
+    def __init__(self, module: nn.Module, repeats: int) -> None:
+        self._module = module
+        if hasattr(module, "num_key_value_groups"):
+            groups: Any = module.num_key_value_groups
+            self.num_key_value_groups = groups // repeats
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

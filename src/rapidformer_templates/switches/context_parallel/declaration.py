@@ -1,0 +1,142 @@
+"""Context parallelism: divide each sequence over the workers of a group, through the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rapidformer_templates.planning.acted import shown
+from rapidformer_templates.planning.changes import replace
+from rapidformer_templates.planning.checks import TOGETHER_REVERSED, excludes
+from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.switch import (
+    Example,
+    Finding,
+    Measured,
+    Precedence,
+    Prediction,
+    Request,
+    Rule,
+    Switch,
+)
+from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
+
+CONTEXT, KIND = "context_parallel_size", "context_parallel_kind"
+
+NOT_WITH = ("graph", "mixture-of-experts")
+
+
+@dataclass(frozen=True)
+class ContextParallelFlags:
+    """Acceleration"""
+
+    context_parallel_size: int = flag(1, "workers that share each sequence", metavar="N", minimum=1)
+    context_parallel_kind: Literal["all-to-all", "ring"] | None = flag(
+        None,
+        "how attention sees whole sequences (default: all-to-all where the heads divide, else ring)",
+        only_with=("context_parallel_size", 2),
+    )
+
+
+def _heads_divide(request: Request) -> list[Finding]:
+    heads, sizes = request.model.num_attention_heads, request.sizes
+    if request.config.get(KIND) != "all-to-all" or heads is None or heads % (sizes.context * sizes.tensor) == 0:
+        return []
+    others = sizes.divides // sizes.context
+    fitting = (
+        n for n in range(sizes.context - 1, 1, -1) if not heads % (n * sizes.tensor) | sizes.world % (n * others)
+    )
+    tensor = f" of tensor size {sizes.tensor}" if sizes.tensor > 1 else ""
+    return [
+        Finding(
+            f"context size {sizes.context} does not divide attention heads {heads}{tensor}",
+            request.asked_for("context-parallel"),
+            switches=("context-parallel",),
+            changes=(replace({KIND: "ring"}), *tuple(replace({CONTEXT: n}) for n in fitting)[:1]),
+        )
+    ]
+
+
+def _one_sequence(request: Request) -> list[Finding]:
+    if request.config.training.task != "seq2seq_lm" and request.model.model_type not in ENCODER_DECODERS:
+        return []
+    message = "context-parallel does not work for an encoder-decoder model"
+    return [Finding(message, request.asked_for("context-parallel"), switches=("context-parallel",))]
+
+
+ENCODER_DECODERS = ("t5", "mt5", "bart", "mbart", "pegasus", "marian")
+
+
+def _notes(request: Request) -> Sequence[str]:
+    sizes = request.sizes
+    reach = sizes.context * sizes.tensor
+    if reach <= sizes.local_world:
+        return ()
+    return (f"context-parallel: groups of {reach} workers reach over nodes of {sizes.local_world}, which is slow",)
+
+
+def _acted(measured: Measured) -> str | None:
+    size, tokens = measured.plan.sizes.context, measured.all("context_tokens")
+    # Two intervals of a ring may have a token more than one of their length.
+    divided = all(held in (-(-whole // size), -(-whole // (2 * size)) * 2) for held, whole in tokens)
+    if tokens and divided and all(measured.all("context_attention")):
+        return None
+    return f"stretches of one {size}-th of each sequence were expected; [tokens held, in all] are {shown(tokens)}"
+
+
+SWITCHES = (
+    Switch(
+        name="context-parallel",
+        summary="Divide each sequence over N workers, through the whole model.",
+        source="[M, DeepSpeed-Ulysses]",
+        precedence=Precedence.CONTEXT,
+        options=ContextParallelFlags,
+        on={CONTEXT: 2},
+        predicts=Prediction(
+            {
+                "gradients": "copies beside those of the replicas",
+                "activations": "of a stretch of each sequence, and of the logits",
+                "time": "queries, keys and values that travel, as all to all",
+            }
+        ),
+        templates=("Trainer",),
+        notes=_notes,
+        sizes={"context": CONTEXT},
+        transform="rapidformer_templates.switches.context_parallel.transform:divide_context",
+        receipt_hooks="rapidformer_templates.switches.context_parallel.receipt:Stretches",
+        engine_options=lambda request: {"context_kind": request.config.get(KIND)},
+        receipt=("context_tokens", "context_attention", "context_kind"),
+        acted=_acted,
+        rules=(
+            *LAYOUT_RULES,
+            Rule(
+                "RF230",
+                "All to all needs heads of attention for each worker: the context size divides them.",
+                "each worker computes attention over whole sequences for its share of the heads; a ring needs none",
+                "[DeepSpeed-Ulysses]",
+                _heads_divide,
+                Example(
+                    "--context-parallel-size 3 --context-parallel-kind all-to-all --model-type gpt2 "
+                    "--num-attention-heads 4 --world-size 3"
+                ),
+            ),
+            Rule(
+                "RF231",
+                "Sequences are divided in decoders and encoders, not in models that have both.",
+                "a decoder reads what the encoder puts out, whose sequence is another one",
+                "[rapidformer_templates]",
+                _one_sequence,
+                Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),
+            ),
+            Rule(
+                "RF232",
+                "Sequences are not divided in captured graphs, or in mixtures of experts.",
+                "what is captured or balanced there is of whole sequences",
+                "[rapidformer_templates]",
+                excludes("context-parallel", NOT_WITH, TOGETHER_REVERSED),
+                Example("--context-parallel-size 2 --num-experts 4 --world-size 2"),
+            ),
+        ),
+    ),
+)

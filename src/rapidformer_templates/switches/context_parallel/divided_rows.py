@@ -1,0 +1,240 @@
+"""Hidden states and logits of which each worker has the rows of its tokens, and the cross-entropy of those.
+
+:class:`DividedRows` stands for the whole tensor, so that what follows a model's last block (its norm, its head, its
+own loss or a user's) is given the whole shape. What is done to each row by itself is done to the rows that are here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from rapidformer_templates.models.divided_tensor import DividedTensor, Handler
+from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
+from rapidformer_templates.switches.context_parallel.exchange import total
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+
+Places = NDArray[np.int64]
+
+
+class DividedRows(DividedTensor):
+    """A tensor (…, features) of which each worker has some of the rows.
+
+    Attributes:
+        local: this worker's rows, of shape (rows, features), with the graph; they may be divided further.
+        places: of its rows among those of the whole, flattened. Of numpy, which knows them also where the shapes of
+            a model are planned, and its tensors have no data.
+        peers: the workers that have the others.
+    """
+
+    handlers: ClassVar[dict[Any, Handler]] = {}
+    places: Places
+    peers: Peers
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, rows: Sequence[int], places: Places, peers: Peers) -> DividedRows:
+        shape = (*rows, local.shape[-1])
+        self: DividedRows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        self.local, self.places, self.peers = local, places, peers
+        return self
+
+    def __init__(self, local: torch.Tensor, rows: Sequence[int], places: Places, peers: Peers) -> None:
+        """``rows``: the shape of the whole without its last dimension."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape of the whole without its last dimension."""
+        return tuple(self.shape[:-1])
+
+    def whole(self) -> torch.Tensor:
+        """All rows as a plain tensor; every worker of the group must ask for it."""
+        local = self.local.whole() if isinstance(self.local, DividedTensor) else self.local
+        return self.scattered(local).view(self.shape)
+
+    def scattered(self, local: torch.Tensor) -> torch.Tensor:
+        """What all workers have of each row, in the order of the whole, flattened."""
+        filled = local.new_zeros(math.prod(self.rows), *local.shape[1:])
+        return total(filled.index_copy(0, self._index(local), local), self.peers)
+
+    def _index(self, beside: torch.Tensor) -> torch.Tensor:
+        """The places as an index of a tensor."""
+        return torch.tensor(self.places, device=beside.device)
+
+    def part_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[self._index(rows)]
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        return total(part, self.peers)
+
+    def with_local(self, local: torch.Tensor) -> DividedRows:
+        """Other values for the same rows."""
+        return DividedRows(local, self.rows, self.places, self.peers)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"DividedRows({tuple(self.shape)}, {len(self.places)} rows here)"
+
+
+_T: Any = torch.Tensor
+_handles = DividedRows.handles
+
+
+@_handles(
+    _T.pow, _T.square, _T.rsqrt, _T.sqrt, _T.exp, _T.abs, _T.sigmoid, _T.relu, torch.pow, torch.square, torch.rsqrt,
+    torch.sqrt, torch.exp, torch.abs, torch.sigmoid, torch.relu, functional.gelu, functional.silu, functional.relu,
+    functional.tanh, functional.dropout, functional.softplus,
+)  # fmt: skip
+def _each_value(function: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(given, DividedRows) or kwargs.get("inplace") or _divided((args, kwargs)):
+        return NotImplemented
+    if any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
+        return NotImplemented
+    return given.with_local(function(given.local, *args, **kwargs))
+
+
+@_handles(functional.linear, functional.layer_norm, functional.rms_norm)
+def _each_row(function: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """A product with a matrix, or a norm over the last dimension."""
+    if not isinstance(given, DividedRows) or _divided((args, kwargs)):
+        return NotImplemented
+    shape = args[0] if args else kwargs.get("normalized_shape")
+    if function is not functional.linear and len(tuple(shape)) != 1:  # type: ignore[arg-type]
+        return NotImplemented
+    return given.with_local(function(given.local, *args, **kwargs))
+
+
+@_handles(_T.mean, torch.mean, _T.var, torch.var)
+def _over_features(function: Any, given: DividedRows, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    last = dim in (-1, given.ndim - 1, (-1,), [-1])
+    if not last or not kwargs.get("keepdim") or _divided((args, kwargs)):
+        return NotImplemented
+    return given.with_local(function(given.local, -1, *args, **kwargs))
+
+
+@_handles(
+    _T.mul, _T.__mul__, _T.__rmul__, _T.div, _T.__truediv__, _T.add, _T.__add__, _T.__radd__, _T.sub, _T.__sub__,
+    torch.mul, torch.div, torch.add, torch.sub,
+)  # fmt: skip
+def _with_another(function: Any, one: Any, other: Any, **kwargs: Any) -> Any:
+    """Values of a row with one number, with those of a vector of features, or with those of the same row."""
+    divided = one if isinstance(one, DividedRows) else other
+    values = [_beside(divided, value) for value in (one, other)]
+    if kwargs or any(value is NotImplemented for value in values):
+        return NotImplemented
+    return divided.with_local(function(*values))
+
+
+def _beside(divided: DividedRows, value: Any) -> Any:
+    """What stands for a value beside the rows of ``divided``."""
+    if isinstance(value, DividedRows):
+        same = value.rows == divided.rows and value.places is divided.places
+        return value.local if same else NotImplemented
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    vector = value.ndim == 1 and divided.ndim > 1 and value.shape[0] in (1, divided.shape[-1])
+    return value if vector and not isinstance(value, DividedTensor) else NotImplemented
+
+
+def _divided(given: Any) -> bool:
+    """Whether there is a divided tensor among arguments."""
+    return any(isinstance(leaf, DividedTensor) for leaf in torch.utils._pytree.tree_leaves(given))
+
+
+@_handles(_T.view, _T.reshape, torch.reshape)
+def _view(function: Any, given: DividedRows, *shape: Any) -> Any:
+    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+        return NotImplemented
+    rows = rows_of_view(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape, given.shape)
+    if rows is None:
+        return NotImplemented
+    return DividedRows(given.local, _resolved(rows, math.prod(given.rows)), given.places, given.peers)
+
+
+def _resolved(rows: Sequence[int], count: int) -> list[int]:
+    """A shape with at most one -1, of ``count`` rows."""
+    others = -math.prod(rows) if -1 in rows else 1
+    return [count // max(others, 1) if size == -1 else size for size in rows]
+
+
+@_handles(_T.flatten, torch.flatten)
+def _flatten(function: Any, given: DividedRows, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if not flattens_rows(given.ndim, start_dim, end_dim):
+        return NotImplemented
+    rows = torch.empty((*given.rows, 1), device="meta").flatten(start_dim, end_dim).shape[:-1]
+    return DividedRows(given.local, rows, given.places, given.peers)
+
+
+@_handles(_T.__getitem__)
+def _select(function: Any, given: DividedRows, index: Any) -> Any:
+    if _divided(index) or not selects_rows(index, given.ndim):
+        return NotImplemented
+    count, here = math.prod(given.rows), len(given.places)
+    numbers = np.arange(count).reshape(*given.rows, 1)
+    chosen = numbers[torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.cpu().numpy(), index)]
+    rank = np.full(count, -1)
+    rank[given.places] = np.arange(here)
+    mine = rank[chosen.reshape(-1)]
+    (places,) = (mine >= 0).nonzero()
+    local, kept = given.local, mine[places]
+    if not np.array_equal(kept, np.arange(here)):
+        local = local[torch.tensor(kept, device=local.device)]
+    return DividedRows(local, chosen.shape[:-1], places, given.peers)
+
+
+@_handles(_T.sum, torch.sum)
+def _sum(function: Any, given: DividedRows, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else total(given.local.sum(), given.peers)
+
+
+@_handles(functional.cross_entropy)
+def _cross_entropy(
+    function: Any,
+    input: Any,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``torch.nn.functional.cross_entropy`` of logits (rows, words) or (words,) and the indices of targets."""
+    old = size_average is not None or reduce is not None
+    by_index = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.ndim == input.ndim - 1
+    if old or not by_index or input.ndim > 2 or not isinstance(input, DividedRows):
+        return NotImplemented
+    targets = target.reshape(-1)
+    losses = function(
+        input.local,
+        input.part_of(targets),
+        weight,
+        ignore_index=ignore_index,
+        reduction="none" if reduction == "none" else "sum",
+        label_smoothing=label_smoothing,
+    )
+    if reduction == "none":
+        return input.scattered(losses).view(target.shape)
+    loss = input.summed(losses)
+    if reduction == "sum":
+        return loss
+    counted = targets != ignore_index
+    return loss / (counted.sum() if weight is None else weight[targets.where(counted, 0)][counted].sum())
+
+
+class OnRows:
+    """The forward of a module that takes each row by itself, and has exchanges of its own."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+
+    def __call__(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(given, DividedRows):
+            return self.forward(given, *args, **kwargs)
+        return given.with_local(self.forward(given.local[None], *args, **kwargs)[0])

@@ -1,0 +1,208 @@
+"""Attention over a whole sequence of which each worker has a stretch: keys and values go round in a ring.
+
+Ring attention (Liu et al., 2023): the keys and values of each stretch pass through all workers, and each of them adds
+up what its queries make of them, by the logarithms of the sums of weights. A stretch is two intervals, one from each
+end of the sequence, so that under a causal mask all workers have as much to do (Brandon et al., 2023).
+
+With torch's own operations, a run of queries at a time, on any device and under any mask. Nothing but queries, keys,
+values and the output of this stretch is kept for the backward, in which they go round again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rapidformer_templates.switches.context_parallel.intervals import Intervals
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+
+AT_ONCE = 2**24
+"""Most scores of one head that are there at a time."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What queries may see.
+
+    Attributes:
+        intervals: of the sequence.
+        mask: (samples or 1, heads or 1, tokens, tokens) of whole sequences: booleans, or numbers that are added to
+            the scores; None shows all.
+        causal: whether no token sees those behind it.
+        scale: of the scores.
+    """
+
+    intervals: Intervals
+    mask: torch.Tensor | None
+    causal: bool
+    scale: float
+
+
+def ring_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, peers: Peers
+) -> torch.Tensor:
+    """Attention of the queries of this worker's stretch over whole sequences.
+
+    Args:
+        query: shape (samples, heads, tokens, size of a head); ``key`` and ``value`` may have fewer heads.
+
+    Returns:
+        Shape (samples, heads, tokens, size of a head).
+    """
+    result: torch.Tensor = _Ring.apply(query, key, value, seen, peers)
+    return result
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen, peers: Peers
+    ) -> torch.Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        groups = _by_keys(query, key)
+        output = groups.new_zeros((*groups.shape[:-1], value.shape[-1]), dtype=wide)
+        sums = groups.new_full(groups.shape[:-1], -torch.inf, dtype=wide)
+        with torch.autocast(query.device.type, enabled=False):
+            for source, (keys, values) in _round(peers, (key, value)):
+                for block in _blocks(groups, seen, peers.rank, source):
+                    scores = block.scores(groups, keys, wide)
+                    logarithm = scores.logsumexp(-1)
+                    before = sums[..., block.queries]
+                    together = torch.logaddexp(before, logarithm)
+                    known = together.masked_fill(together == -torch.inf, 0.0)  # rows that see nothing yet
+                    part = (scores - known.unsqueeze(-1)).exp().to(values.dtype) @ values[:, :, None, block.keys]
+                    there = output[..., block.queries, :] * (before - known).exp().unsqueeze(-1)
+                    output[..., block.queries, :] = there + part
+                    sums[..., block.queries] = together
+        ctx.seen, ctx.peers = seen, peers
+        result = output.to(value.dtype).flatten(1, 2)
+        ctx.save_for_backward(query, key, value, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        query, key, value, output, sums = ctx.saved_tensors
+        seen, peers, wide = ctx.seen, ctx.peers, sums.dtype
+        groups, outer = _by_keys(query, key), _by_keys(gradient, key)
+        inner = (outer.to(wide) * _by_keys(output, key)).sum(-1)
+        sums = sums.masked_fill(sums == -torch.inf, torch.inf)  # rows that see nothing have no part in anything
+        of_query = torch.zeros_like(groups, dtype=wide)
+        travelling = (key, value, torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide))
+        with torch.autocast(query.device.type, enabled=False):
+            for source, (keys, values, of_keys, of_values) in _round(peers, travelling, home=True):
+                for block in _blocks(groups, seen, peers.rank, source):
+                    asked, there = block.queries, block.keys
+                    shares = (block.scores(groups, keys, wide) - sums[..., asked, None]).exp()
+                    outgoing = outer[..., asked, :]
+                    slope = (outgoing @ values[:, :, None, there].mT).to(wide) - inner[..., asked, None]
+                    slope = (shares * slope * seen.scale).to(keys.dtype)
+                    of_query[..., asked, :] += slope @ keys[:, :, None, there]
+                    of_keys[..., there, :] += (slope.mT @ groups[..., asked, :]).sum(2)
+                    of_values[..., there, :] += (shares.to(values.dtype).mT @ outgoing).sum(2)
+        return (
+            of_query.flatten(1, 2).to(query.dtype),
+            travelling[2].to(key.dtype),
+            travelling[3].to(value.dtype),
+            None,
+            None,
+        )
+
+
+def _by_keys(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """(samples, heads of keys, heads of queries for each, tokens, size of a head)."""
+    return x.unflatten(1, (key.shape[1], -1))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries of this stretch, and keys of another, that see one another."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | None
+    scale: float
+
+    def scores(self, groups: torch.Tensor, keys: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        """(samples, heads of keys, heads for each, queries, keys)."""
+        # Rounded to 16 bits they would be worse than those of a kernel, which adds up in 32.
+        scores = groups[..., self.queries, :].to(wide) @ keys[:, :, None, self.keys].to(wide).mT * self.scale
+        if self.mask is None:
+            return scores
+        if self.mask.dtype == torch.bool:
+            return scores.masked_fill(~self.mask, -torch.inf)
+        return scores + self.mask
+
+
+def _blocks(groups: torch.Tensor, seen: Seen, rank: int, source: int) -> Iterator[_Block]:
+    """The blocks of scores of this worker's queries and another's keys, a run of queries at a time."""
+    for here, (begin, end) in seen.intervals.of(rank):
+        for there, (first, last) in seen.intervals.of(source):
+            if seen.causal and first >= end:
+                continue  # all of these keys are behind all of these queries
+            step = max(1, AT_ONCE // max(last - first, 1))
+            for low in range(begin, end, step):
+                high = min(low + step, end)
+                if seen.causal and first >= high:
+                    continue
+                mask = _mask(groups, seen, (low, high), (first, last))
+                queries = slice(here + low - begin, here + high - begin)
+                yield _Block(queries, slice(there, there + last - first), mask, seen.scale)
+
+
+def _mask(groups: torch.Tensor, seen: Seen, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor | None:
+    """What may be seen of some places by others; None is all."""
+    if seen.mask is not None:
+        part = seen.mask[..., slice(*rows), slice(*columns)]
+        if part.shape[1] == 1:
+            return part.unsqueeze(2)
+        return part.unflatten(1, (groups.shape[1], -1))
+    if not seen.causal or columns[1] <= rows[0] + 1:
+        return None
+    places = (torch.arange(*bounds, device=groups.device) for bounds in (rows, columns))
+    row, column = places
+    return row[:, None] >= column[None]
+
+
+def _round(
+    peers: Peers, tensors: Sequence[torch.Tensor], *, home: bool = False
+) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+    """What each worker has, as it comes by: (whose it is, its tensors), beginning with this worker's own.
+
+    Args:
+        home: what is added to tensors beyond the first two travels with them, back to whose they are.
+    """
+    held = [tensor.contiguous() for tensor in tensors]
+    for step in range(peers.size):
+        last = step == peers.size - 1
+        early = [] if last else _pass_on(peers, held[:2])
+        yield (peers.rank - step) % peers.size, held
+        late = _pass_on(peers, held[2:]) if home else []
+        held = [_arrived(work) for work in early] + ([] if not last else held[:2]) + [_arrived(work) for work in late]
+    if home:
+        tensors[2].copy_(held[2])
+        tensors[3].copy_(held[3])
+
+
+def _pass_on(peers: Peers, tensors: Sequence[torch.Tensor]) -> list[tuple[list[Any], torch.Tensor, torch.Tensor]]:
+    """Begin to send tensors to the next worker, and to receive the same of the one before."""
+    to, origin = (dist.get_global_rank(peers.group, (peers.rank + by) % peers.size) for by in (1, -1))
+    begun = []
+    for tensor in tensors:
+        coming = torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, to, group=peers.group),
+            dist.P2POp(dist.irecv, coming, origin, group=peers.group),
+        ]
+        begun.append((dist.batch_isend_irecv(operations), coming, tensor))
+    return begun
+
+
+def _arrived(begun: tuple[list[Any], torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    works, coming, _ = begun
+    for work in works:
+        work.wait()
+    return coming

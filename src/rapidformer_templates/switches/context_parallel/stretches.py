@@ -1,0 +1,93 @@
+"""The stretch of each sequence that a worker has, from the first block of a model to what follows its last."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
+from rapidformer_templates.switches.context_parallel.intervals import Intervals
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather
+from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
+from rapidformer_templates.switches.tensor_parallel.sequence import DIM, SequenceShards
+
+POSITIONS = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}
+"""What models of transformers give their blocks for each token, and the dimension of the tokens."""
+
+
+class ContextShards(SequenceShards):
+    """As of sequence parallelism, with all of a block on a stretch, and whole sequences for attention alone.
+
+    Attributes:
+        kind: ``all-to-all`` or ``ring``: how attention sees them.
+        attended: calls of attention that were divided.
+    """
+
+    key = "_context_length"
+    comes_first = True
+
+    def __init__(self, peers: Peers, streams: Streams, kind: str, *, ends: bool) -> None:
+        """``ends``: whether this worker has what follows the last block."""
+        super().__init__(peers, streams)
+        self.kind = kind
+        self.ends = ends
+        self.attended = 0
+        self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def intervals(self, length: int) -> Intervals:
+        """Who has which tokens; a ring has them from both ends."""
+        return Intervals(length, self.peers.size, folded=self.kind == "ring")
+
+    def divide(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._cut.clear()
+        return self._stretch(hidden, DIM)
+
+    def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
+        cut = {
+            name: tree_map_only(torch.Tensor, partial(self._once, dim=dim, length=length), arguments[name])
+            for name, dim in POSITIONS.items()
+            if name in arguments
+        }
+        return super().arguments({**arguments, **cut}, length)
+
+    def unite(self, stretch: torch.Tensor, length: int, *, ends: bool) -> torch.Tensor:
+        self._cut.clear()
+        if not (ends and self.ends and torch.is_grad_enabled()):
+            return self.gather(stretch, length)
+        samples, _, features = stretch.shape
+        mine = self.intervals(length).of(self.peers.rank)
+        tokens = np.concatenate([np.arange(begin, end) for _, (begin, end) in mine])
+        places = (np.arange(samples)[:, None] * length + tokens).reshape(-1)
+        rows = torch.cat([stretch[:, place : place + end - begin] for place, (begin, end) in mine], DIM)
+        return DividedRows(rows.reshape(-1, features), (samples, length), places, self.peers)
+
+    def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
+        intervals = self.intervals(length)
+        if not intervals.folded:
+            return gather(stretch, self.peers, DIM, length, partial=True)
+        whole = gather(stretch, self.peers, DIM, intervals.stretch * self.peers.size, partial=True)
+        return whole.index_select(DIM, torch.tensor(intervals.positions, device=whole.device))
+
+    def _once(self, tensor: torch.Tensor, *, dim: int, length: int) -> torch.Tensor:
+        """The stretch of a tensor that all blocks are given, cut once."""
+        if tensor.ndim < -dim or tensor.shape[dim] != length:
+            return tensor
+        if id(tensor) not in self._cut:
+            self._cut[id(tensor)] = tensor, self._stretch(tensor, dim)
+        return self._cut[id(tensor)][1]
+
+    def _stretch(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This worker's intervals, filled up with zeros; not a view, which would keep the whole."""
+        dim %= tensor.ndim
+        intervals = self.intervals(tensor.shape[dim])
+        parts = []
+        for _, (begin, end) in intervals.of(self.peers.rank):
+            missing = intervals.step - (end - begin)
+            part = tensor.narrow(dim, begin, end - begin)
+            parts.append(functional.pad(part, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else part)
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()

@@ -1,0 +1,73 @@
+"""Context parallelism as a transform of the model."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.context_parallel.attention import attend_over_context, check_attention
+from rapidformer_templates.switches.context_parallel.divided_rows import OnRows
+from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+from rapidformer_templates.switches.tensor_parallel.random_streams import Streams, draws_random_numbers
+from rapidformer_templates.switches.tensor_parallel.transform import TensorParallel, lists_of
+from rapidformer_templates.system.workers import Workers
+
+
+def divide_context(model: nn.Module, building: Building) -> nn.Module:
+    """Divide each sequence over the workers of a context group, from the first block of the model on.
+
+    Every worker keeps all weights. A backward from this worker's share of the loss leaves the part of the gradient
+    that its tokens have, and the sum over the group is the gradient. In training what the last block puts out, and
+    the logits, are :class:`~.divided_rows.DividedRows`.
+
+    Raises:
+        ModelError: the model has no blocks, or attention that cannot be divided.
+    """
+    workers = building.workers
+    part = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if part is None:
+        raise _refusal(model, "is no model of transformers: only their attention can be divided from outside")
+    if getattr(part.config, "is_encoder_decoder", False):
+        raise _refusal(model, "has an encoder and a decoder, whose sequences are two")
+    blocks = lists_of(building, model)
+    if not blocks:
+        raise _refusal(model, "has no repeated blocks")
+    check_attention(part)
+    peers = Peers(group_of(workers), workers.context, workers.context_rank)
+    streams = Streams(peers.rank, active=draws_random_numbers(model))
+    kind = building.plan.engine_options.get("context_kind") or _kind_for(part, workers)
+    shards = ContextShards(peers, streams, kind, ends=workers.ends_pipeline)
+    attend_over_context(part, shards)
+    shards.install(model, blocks)
+    divided: TensorParallel | None = getattr(model, "tensor_parallel", None)
+    if divided is not None and divided.head is not None:
+        head = divided.head.module
+        head.forward = OnRows(head.forward)
+    model.context_shards = shards  # type: ignore[assignment]
+    return model
+
+
+def _kind_for(model: PreTrainedModel, workers: Workers) -> str:
+    """All to all where the heads of each worker divide, else a ring."""
+    heads: int | None = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    divides = heads is not None and heads % (workers.tensor * workers.context) == 0
+    return "all-to-all" if divides else "ring"
+
+
+def group_of(workers: Workers) -> dist.ProcessGroup:
+    """The process group of the workers that share this one's sequences; every worker must ask for it."""
+    span = workers.context * workers.tensor
+    firsts = [block + tensor for block in range(0, workers.world, span) for tensor in range(workers.tensor)]
+    own, _ = dist.new_subgroups_by_enumeration([[*range(first, first + span, workers.tensor)] for first in firsts])
+    assert own is not None
+    return own
+
+
+def _refusal(model: nn.Module, why: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} {why}", where="--context-parallel-size", hint="leave it out for this model"
+    )

@@ -1,0 +1,233 @@
+"""What is done to divided hidden states and logits, beside whole ones; and models that cannot be divided."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
+
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import find_blocks
+from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.context_parallel.attention import repeats_of
+from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
+from rapidformer_templates.switches.context_parallel.transform import divide_context
+from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+from rapidformer_templates.system.workers import Workers
+from tests.support.jobs import _bert
+from tests.support.worker_group import alone, run_in_workers
+
+SAMPLES, TOKENS, FEATURES = 2, 7, 6
+OPERATIONS: dict[str, Any] = {
+    "linear": lambda x, w, labels: functional.linear(x, w, w[0, :3].repeat(2)),
+    "norm": lambda x, w, labels: functional.layer_norm(x, (FEATURES,), w[0], w[1]),
+    "rms": lambda x, w, labels: w[0] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype),
+    "gelu": lambda x, w, labels: functional.gelu(x, approximate="tanh"),
+    "softcap": lambda x, w, labels: torch.tanh(x / 3.0) * 3.0,
+    "all": lambda x, w, labels: x.sum(),
+    "shifted": lambda x, w, labels: functional.cross_entropy(
+        x[..., :-1, :].reshape(-1, FEATURES), labels[:, 1:].flatten()
+    ),
+    "padded": lambda x, w, labels: functional.cross_entropy(
+        x.float().view(-1, FEATURES), functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1), reduction="sum"
+    ),
+    "by token": lambda x, w, labels: functional.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none"),
+    "smoothed": lambda x, w, labels: functional.cross_entropy(
+        x.flatten(0, 1), labels.flatten(), weight=w[0].square().detach(), label_smoothing=0.1
+    ),
+    "one sample": lambda x, w, labels: functional.cross_entropy(x[1], labels[1].clamp(min=0)),
+    "some rows": lambda x, w, labels: x[labels >= 0].logsumexp(-1),
+    "again": lambda x, w, labels: x[:, [0, 0, 5]],
+    "last": lambda x, w, labels: x[torch.arange(SAMPLES), torch.tensor([3, 6])],
+    "columns": lambda x, w, labels: x[..., 1:3],
+    "transposed": lambda x, w, labels: functional.cross_entropy(x.transpose(1, 2), labels),
+    "softmax": lambda x, w, labels: torch.log_softmax(x, -1),
+    "both": lambda x, w, labels: x * x + x,
+    "by tokens": lambda x, w, labels: x * torch.arange(float(TOKENS))[:, None],
+    "argmax": lambda x, w, labels: x.argmax(-1),
+}
+DIVIDED = ("linear", "norm", "rms", "gelu", "softcap", "again", "last", "both")
+"""Of these each worker has its rows only."""
+
+
+def _results(workers: Workers | None) -> dict[str, Any]:
+    torch.manual_seed(5)
+    hidden = torch.randn(SAMPLES, TOKENS, FEATURES)
+    weights = torch.randn(FEATURES, FEATURES)
+    labels = torch.randint(0, FEATURES, (SAMPLES, TOKENS)).masked_fill(torch.rand(SAMPLES, TOKENS) < 0.3, -100)
+    found: dict[str, Any] = {}
+    for name, operation in OPERATIONS.items():
+        x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        given: Any = x
+        if workers is not None:
+            peers = Peers(torch.distributed.group.WORLD, workers.world, workers.rank)
+            begin, end = peers.share(TOKENS)
+            places = np.concatenate([np.arange(begin, end) + TOKENS * sample for sample in range(SAMPLES)])
+            given = DividedRows(x[:, begin:end].reshape(-1, FEATURES), (SAMPLES, TOKENS), places, peers)
+        result = operation(given, w, labels)
+        found[f"{name} is divided"] = isinstance(result, DividedRows)
+        found[f"{name} shape"] = tuple(result.shape)
+        values = result.whole() if isinstance(result, DividedRows) else result
+        found[name] = values.detach()
+        if values.requires_grad:
+            (values.square().sum() / (workers.world if workers else 1)).backward()
+            # Each worker goes back from its share of the sum: what they have is summed, as an engine does.
+            gradients = [x.grad, torch.zeros_like(w) if w.grad is None else w.grad]
+            for gradient in gradients if workers else ():
+                torch.distributed.all_reduce(gradient)
+            found[f"gradient of {name}"] = torch.cat([gradient.flatten() for gradient in gradients])
+    return found
+
+
+def _stretches(workers: Workers) -> list[int]:
+    """The rows of logits that a worker computes in a step, of packed documents; and losses beside a whole model's."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+    place = dataclasses.replace(workers, context=workers.world)
+    ids = torch.randint(0, 40, (2, 13))
+    packed = torch.tensor([[*range(5), *range(8)], [*range(9), *range(4)]])
+    batch = {"input_ids": ids, "labels": ids, "position_ids": packed}
+    whole = model(**batch, use_cache=False)
+    divided = divide_context(model, Building(find_blocks(model), None, Plan("Trainer"), place, lambda model: None))
+    output = divided(**batch, use_cache=False)
+    torch.testing.assert_close(output.loss, whole.loss, rtol=1e-6, atol=0)  # of logits in fp32
+    rows = output.logits.local.shape[0]
+    torch.testing.assert_close(output.logits.whole(), whole.logits, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        evaluated = divided(**batch, use_cache=False).logits
+    assert type(evaluated) is torch.Tensor
+    torch.testing.assert_close(evaluated, whole.logits, rtol=1e-10, atol=1e-12)
+    generated = divided.generate(ids[:, :5], max_new_tokens=4, do_sample=False)
+    return [rows, generated.shape[1]]
+
+
+def _pooled(workers: Workers) -> None:
+    """A head that takes one token of each sample."""
+    torch.manual_seed(3)
+    model = BertForSequenceClassification(_bert()).double()
+    place = dataclasses.replace(workers, context=workers.world)
+    batch = {"input_ids": torch.randint(0, 20, (3, 5)), "labels": torch.tensor([0, 2, 1])}
+    whole = model(**batch).loss
+    divided = divide_context(model, Building(find_blocks(model), None, Plan("Trainer"), place, lambda model: None))
+    torch.testing.assert_close(divided(**batch).loss, whole, rtol=1e-12, atol=0)
+
+
+def _masks(workers: Workers) -> dict[str, list[torch.Tensor]]:
+    """The dropout masks of a forward, by the length of what was dropped, and that of one after a recomputation."""
+    torch.manual_seed(3)
+    model: Any = GPT2LMHeadModel(
+        GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.5, embd_pdrop=0.5)
+    ).train()
+    model = divide_context(
+        model,
+        Building(
+            find_blocks(model),
+            None,
+            Plan("Trainer"),
+            dataclasses.replace(workers, context=workers.world),
+            lambda model: None,
+        ),
+    )
+    masks: dict[str, list[torch.Tensor]] = {"whole": [], "stretch": []}
+    original = functional.dropout
+
+    def watched(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = original(x, *args, **kwargs)
+        masks["whole" if x.shape[1] == 12 else "stretch"].append(result.detach().eq(0))
+        return result
+
+    functional.dropout = watched
+    try:
+        model(torch.zeros(1, 12, dtype=torch.long), use_cache=False)
+    finally:
+        functional.dropout = original
+    return {**masks, "state": [torch.get_rng_state()]}
+
+
+def _two_workers(workers: Workers) -> dict[str, Any]:
+    _pooled(workers)
+    return {**_results(workers), "stretches": _stretches(workers), "masks": _masks(workers)}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_in_workers(2, _two_workers)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return _results(None)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_give_what_whole_tensors_give(name: str, found: Any, expected: Any) -> None:
+    for place in found:
+        assert place[f"{name} shape"] == expected[f"{name} shape"]
+        torch.testing.assert_close(place[name], expected[name])
+        assert place[f"{name} is divided"] is (name in DIVIDED)
+        if f"gradient of {name}" in expected:
+            torch.testing.assert_close(place[f"gradient of {name}"], expected[f"gradient of {name}"])
+
+
+@pytest.mark.distributed
+def test_a_worker_computes_the_logits_of_its_tokens_and_generates_whole(found: Any) -> None:
+    assert [place["stretches"] for place in found] == [[2 * 7, 9], [2 * 6, 9]]
+
+
+@pytest.mark.distributed
+def test_stretches_have_dropout_of_their_own_and_generators_stay_together(found: Any) -> None:
+    one, other = (place["masks"] for place in found)
+    assert len(one["stretch"]) == len(other["stretch"]) > 0
+    assert not any(torch.equal(a, b) for a, b in zip(one["stretch"], other["stretch"], strict=True))
+    assert torch.equal(one["whole"][0], other["whole"][0])  # of the embeddings
+    assert torch.equal(one["state"][0], other["state"][0])
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "workers", "times"),
+    [(8, 8, 4, 1), (8, 2, 2, 1), (8, 2, 4, 2), (8, 1, 4, 4), (6, 2, 3, 3), (12, 4, 6, 3), (6, 2, 4, 0)],
+)
+def test_heads_of_keys_are_given_away_as_often_as_needed(heads: int, keys: int, workers: int, times: int) -> None:
+    assert repeats_of(heads, keys, workers) == times
+    if times:
+        assert keys * times % workers == 0
+        assert heads % (keys * times) == 0
+
+
+def _mpt() -> nn.Module:
+    return MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=20, max_seq_len=16))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "Sequential is no model of transformers"),
+        (_mpt(), r"the attention of MptForCausalLM cannot be divided"),
+    ],
+    ids=["own", "mpt"],
+)
+def test_what_cannot_be_divided_is_refused(model: nn.Module, message: str) -> None:
+    building = Building(find_blocks(model), SimpleNamespace(), Plan("Trainer"), alone(), lambda model: None)
+    with pytest.raises(ModelError, match=message):
+        divide_context(model, building)

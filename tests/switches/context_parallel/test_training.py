@@ -1,0 +1,129 @@
+"""Runs with divided sequences follow the one-process run: loss, gradient norm, weights, evaluations and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.parallel_jobs import begin, train_all
+from tests.support.worker_group import run_in_workers
+
+pytestmark = pytest.mark.distributed
+
+STEPS = "--train-iters 10 --eval-interval 5 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
+CONTEXT, TENSOR, PIPELINE = (
+    f"--{name}-size" for name in ("context-parallel", "tensor-model-parallel", "pipeline-model-parallel")
+)
+RING = "--context-parallel-kind ring"
+# (job, double precision, flags): each with four workers, on padded batches of lengths that they do not divide.
+CASES = {
+    "cp2-dp2-zero-2": ("gpt2-4-tied", True, f"{CONTEXT} 2 --micro-batch-size 2 --zero-2-memory-optimization"),
+    "cp4-distributed-optimizer": (
+        "llama-4-untied",
+        True,
+        f"{CONTEXT} 4 --micro-batch-size 4 --use-distributed-optimizer --checkpoint-activations",
+    ),
+    "cp2-dp2-selective": (
+        "bert-4-untied",
+        True,
+        f"{CONTEXT} 2 --micro-batch-size 2 --checkpoint-activations --recompute-granularity selective",
+    ),
+    "tp2-cp2": ("llama-4-tied", True, f"{CONTEXT} 2 {TENSOR} 2 --micro-batch-size 4 --sequence-parallel"),
+    "cp2-pp2-interleaved": (
+        "neox-8-untied",
+        True,
+        f"{CONTEXT} 2 {PIPELINE} 2 --virtual-pipeline-size 2 --micro-batch-size 2 --use-flash-attn",
+    ),
+    "cp2-pp2-own-loss": ("own-loss", True, f"{CONTEXT} 2 {PIPELINE} 2 --micro-batch-size 2"),
+    "ring4": ("llama-4-untied", True, f"{CONTEXT} 4 {RING} --micro-batch-size 4 --checkpoint-activations"),
+    "ring2-tp2": ("gpt2-4-tied", True, f"{CONTEXT} 2 {TENSOR} 2 --micro-batch-size 4 --zero-1-memory-optimization"),
+    "ring2-pp2": ("bert-4-untied", True, f"{CONTEXT} 2 {RING} {PIPELINE} 2 --micro-batch-size 2"),
+    "ring2-own-loss": ("own-loss", True, f"{CONTEXT} 2 {RING} --micro-batch-size 2 --zero-2-memory-optimization"),
+    "cp2-pp2-fused": (
+        "llama-4-untied",
+        True,
+        f"{CONTEXT} 2 {PIPELINE} 2 --micro-batch-size 2 --fused-linear-cross-entropy",
+    ),
+    "cp2-fsdp4": ("gpt2-4-tied", True, f"{CONTEXT} 2 --micro-batch-size 2 --fsdp-memory-optimization"),
+    "bf16": ("llama-4-untied", False, f"{CONTEXT} 2 --micro-batch-size 2 --mixed-precision bf16"),
+}
+RESUMED = "--train-iters 6 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lr 1e-3"
+CHAIN = (
+    (f"--micro-batch-size 2 {CONTEXT} 2 --zero-2-memory-optimization", 3),
+    (f"--micro-batch-size 2 {CONTEXT} 2 {PIPELINE} 2 --resume", 5),
+)
+
+
+def _whole(flags: str) -> str:
+    """The same in one process, in micro batches of the same size."""
+    words = flags.split()
+    size = words[words.index("--micro-batch-size") + 1]
+    return f"{STEPS} --micro-batch-size {size}{' --mixed-precision bf16' if 'bf16' in words else ''}"
+
+
+def _go_on(folder: str) -> list[tuple[float, float]]:
+    """The curve of a run that dies and goes on in another layout; each part begins one step before the death."""
+    curve: list[tuple[float, float]] = []
+    for flags, dies_after in CHAIN:
+        curve = [*curve[:-1], *begin("gpt2-8-tied", folder, f"{RESUMED} {flags}", dies_after)]
+    return curve
+
+
+def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
+    cases = {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in CASES.items()}
+    return train_all(workers, folder, cases) | {"resumed": _go_on(f"{folder}/chain")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("context"))
+    return {**run_in_workers(4, _four_workers, folder)[0], "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("whole"))
+    return train_all(None, folder, {name: (job, double, _whole(flags)) for name, (job, double, flags) in CASES.items()})
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1]])
+def test_divided_sequences_follow_one_process(name: str, runs: Any, references: Any) -> None:
+    actual, expected = runs[name], references[name]
+    for key in ("curve", "evaluations"):
+        found, wanted = (torch.tensor(run[key], dtype=torch.float64) for run in (actual, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    assert actual["weights"].keys() == expected["weights"].keys()
+    for weight, value in expected["weights"].items():
+        torch.testing.assert_close(actual["weights"][weight], value, rtol=1e-10, atol=1e-12)
+
+
+def test_the_references_learn_and_are_clipped(references: Any) -> None:
+    """A curve that did not move would agree with anything."""
+    for reference in references.values():
+        assert len({loss for loss, _ in reference["curve"]}) == 10
+        assert max(norm for _, norm in reference["curve"]) > 0.2
+
+
+def test_bf16_follows_one_process_within_its_rounding(runs: Any, references: Any) -> None:
+    found, wanted = (torch.tensor(run["bf16"]["curve"]) for run in (runs, references))
+    torch.testing.assert_close(found, wanted, rtol=2**-8, atol=0)
+
+
+def test_receipts_show_the_stretches(runs: Any) -> None:
+    for name, size in (("cp2-dp2-zero-2", 2), ("cp4-distributed-optimizer", 4), ("tp2-cp2", 2)):
+        receipts = runs[name]["summary"]["receipts"]
+        held, whole = receipts["context_tokens"]
+        assert held == -(-whole // size)
+        assert receipts["context_attention"] > 0
+        assert receipts["context_kind"] == "all-to-all"
+    assert runs["ring2-tp2"]["summary"]["receipts"]["context_kind"] == "ring"  # one head on each worker
+
+
+def test_a_run_goes_on_in_any_layout_and_in_one_process(runs: Any, tmp_path: Path) -> None:
+    whole = begin("gpt2-8-tied", str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
+    end = begin("gpt2-8-tied", f"{runs['folder']}/chain", f"{RESUMED} --micro-batch-size 2 --resume")
+    curve = torch.tensor([*runs["resumed"][:-1], *end])
+    torch.testing.assert_close(curve, torch.tensor(whole), rtol=1e-5, atol=1e-6)
