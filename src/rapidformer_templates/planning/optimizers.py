@@ -24,7 +24,8 @@ class OptimizerFacts:
         cpu_since: the first version of the package that runs on a CPU, if not all do.
         stand_in: the class that makes the same update where package or GPU are absent.
         cpu_form: whether an offloaded state can be updated on the CPU.
-        not_under: partitioning switches whose shards it cannot update.
+        not_under: partitioning switches whose shards it cannot update; the product's own ZeRO under 3D parallelism
+            is the distributed optimizer.
         groups: ``module:function`` from the built model to what parameters it treats alike, if not by decay alone.
         has_betas: whether it takes Adam's decays and epsilon, as ``betas`` and ``eps``.
     """
@@ -47,13 +48,18 @@ FUSED_ADAMW = "torch.optim.AdamW (fused)"
 CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 LAMB = "rapidformer_templates.switches.optimizer.lamb.Lamb"
 TORCHAO = "pip install torchao"
-# OSS and pipeline stages keep each one whole.
-DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "distributed-optimizer", "tensor-parallel"})
+# OSS, pipeline stages and the distributed optimizer keep each one whole.
+DIVIDES_PARAMETERS = frozenset({"fsdp", "zero-1", "zero-2", "zero-3", "tensor-parallel"})
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
     "apex_adam": OptimizerFacts("apex.optimizers.FusedAdam", 8, stand_in=FUSED_ADAMW),
     "apex_lamb": OptimizerFacts(
-        "apex.optimizers.FusedLAMB", 8, stand_in=LAMB, cpu_form=False, not_under=DIVIDES_PARAMETERS
+        "apex.optimizers.FusedLAMB",
+        8,
+        stand_in=LAMB,
+        cpu_form=False,
+        # Its kernel clips by a norm over all that it is given.
+        not_under=DIVIDES_PARAMETERS | {"distributed-optimizer"},
     ),
     "adamw_torch": OptimizerFacts("torch.optim.AdamW", 8),
     "adamw_torch_fused": OptimizerFacts(FUSED_ADAMW, 8),
@@ -127,6 +133,29 @@ def updates_apart(kind: str) -> bool:
     module, _, name = path.rpartition(".")
     of_torch = module == "torch.optim" or module.startswith("torch.optim.")
     return (of_torch and name != "LBFGS") or path in UPDATE_APART
+
+
+ELEMENTWISE = {
+    *(("torch", name) for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")),
+    *(("torch", name) for name in ("RMSprop", "Rprop", "SGD")),
+    ("apex", "FusedAdam"),
+    ("deepspeed", "DeepSpeedCPUAdam"),
+    ("rapidformer_templates", "AnyPrecisionAdamW"),
+}
+"""(package, class) of those that update each element by its own gradient and state."""
+
+
+def updates_elements(kind: str) -> bool:
+    """Whether an optimizer may be given runs of parameters: no element's update depends on another element.
+
+    Others (LAMB's norms, Adafactor's means, Muon's products, blocks of quantized states, and what nobody knows) are
+    given whole parameters.
+
+    Args:
+        kind: its class, as a plan or Python names it.
+    """
+    path = kind.partition(" ")[0]
+    return (path.partition(".")[0], path.rpartition(".")[2]) in ELEMENTWISE
 
 
 def implementation(request: Request) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rapidformer_templates.engines.parallel.windows import turns, window_for, windows
+from rapidformer_templates.engines.parallel.windows import turns, whole_windows, window_for, windows, windows_of_kinds
 
 
 @settings(deadline=None)
@@ -38,3 +38,28 @@ def test_turns_are_whole_parameters_up_to_a_limit(sizes: list[int], limit: int) 
 
 def test_a_window_is_a_matrix_of_the_model() -> None:
     assert [window_for(width) for width in (16, 768, 2048, 8192)] == [2**18, 768**2, 2048**2, 2**23]
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), max_size=12), ranks=st.integers(1, 5), limit=st.integers(1, 60))
+def test_whole_parameters_have_one_owner_each_and_even_loads(sizes: list[int], ranks: int, limit: int) -> None:
+    loads = [0] * ranks
+    found = whole_windows(list(enumerate(sizes)), loads, limit)
+    owned = {rank: [run for w in found for run, _ in w.owned(rank)] for rank in range(ranks)}
+    everything = [(run.parameter, run.start, run.length) for runs in owned.values() for run in runs]
+    assert sorted(everything) == [(index, 0, size) for index, size in enumerate(sizes)]
+    assert loads == [sum(run.length for run in owned[rank]) for rank in range(ranks)]
+    assert loads == [sum(w.share_of(rank) for w in found) for rank in range(ranks)]
+    assert max(loads) - min(loads) <= max((w.length for w in found), default=0)
+    assert sum(w.packed for w in found) == sum(sizes), "nothing is padded"
+
+
+def test_copies_in_several_stages_have_one_owner_whatever_else_a_stage_has() -> None:
+    tied = [(0, 30), (1, 20)]
+
+    def owners(others: list[tuple[int, int]]) -> list[int | None]:
+        kinds = {"own": others, "tied": tied}
+        found = windows_of_kinds(kinds, 2, 10, whole=True, is_tied=lambda kind: kind == "tied")
+        return [window.owner for window, kind in found.items() if kind == "tied"]
+
+    assert owners([(2, 50)]) == owners([(2, 5), (3, 60), (4, 7)]) == [0, 1]

@@ -29,13 +29,18 @@ NEW = [
 LAYOUTS = {
     **{(name, "oss"): "--oss-memory-optimization" for name in NEW},
     ("muon", "sdp"): "--oss-sdp-memory-optimization",
+    **{(name, "distributed"): "--use-distributed-optimizer" for name in NEW if "bit" in name},
     ("adamw_anyprecision", "fsdp"): "--fsdp-memory-optimization",
     ("adamw_anyprecision", "zero-2"): "--zero-2-memory-optimization --cpu-offload",
     ("adamw_anyprecision", "zero-3"): "--zero-3-memory-optimization",
 }
 NEEDS = {"oss": "fairscale", "sdp": "fairscale", "zero-2": "deepspeed", "zero-3": "deepspeed"}
 LAYOUTS = {case: switch for case, switch in LAYOUTS.items() if NEEDS.get(case[1]) in (None, *PACKAGES)}
-RESUMED = [case for case in (("adamw_anyprecision", "fsdp"), ("adamw_torch_4bit", "oss")) if case in LAYOUTS]
+RESUMED = [
+    case
+    for case in (("adamw_anyprecision", "fsdp"), ("adamw_torch_4bit", "oss"), ("adamw_torch_8bit", "distributed"))
+    if case in LAYOUTS
+]
 
 
 class Died(Exception):

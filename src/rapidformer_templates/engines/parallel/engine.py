@@ -27,7 +27,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.models.width import width_of
-from rapidformer_templates.planning.optimizers import updates_apart
+from rapidformer_templates.planning.optimizers import updates_apart, updates_elements
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers
@@ -57,17 +57,24 @@ class ParallelEngine(SingleEngine):
         trained = self._trained()
         types = self._gradient_types or IN_FP32
         window = window_for(max(self.workers.gather(width_of(self.model))))  # the same in all stages
-        self._shards = DataShards(trained, self.workers, shards=self._sharding, tied=tied, window=window, types=types)
+        self._shards = DataShards(
+            trained,
+            self.workers,
+            shards=self._sharding,
+            tied=tied,
+            window=window,
+            whole=not updates_elements(_path_of(recipe.cls)),
+            types=types,
+        )
         sum_rows_in_fp32(self.model)
         named = [(unit.of.name, unit.values) for unit in self._shards.units]
         differing = recipe.differences([(entry.name, entry.parameter) for entry in trained])
         if not named:  # a stage of frozen blocks, or fewer elements than replicas: optimizers refuse an empty list
-            named, differing = [("", nn.Parameter(torch.empty(0, device=self.workers.device)))], {"": {}}
+            named, differing = [("", nn.Parameter(torch.empty(0, 0, device=self.workers.device)))], {"": {}}
         self._parameters = [values for _, values in named]
         self._counted = self._counted_once()
         self.optimizer = self._build_optimizer(recipe, named, differing)
-        rule = type(self.optimizer)
-        self._updates_apart = updates_apart(f"{rule.__module__}.{rule.__qualname__}")
+        self._updates_apart = updates_apart(_path_of(type(self.optimizer)))
 
     def _counted_once(self) -> list[Unit]:
         """The units that this worker adds to the global norm, so that over all workers each value is added once."""
@@ -178,6 +185,11 @@ class ParallelEngine(SingleEngine):
     def full_weights(self) -> dict[str, torch.Tensor] | None:
         self._shards.adopt()
         return parallel_state.full_weights(self._held_tensors(), self._shards.masters(), self.workers)
+
+
+def _path_of(kind: Any) -> str:
+    """Where Python has a class; of what else makes an optimizer nothing is known."""
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else ""
 
 
 def _gradient_types(asked: Mapping[str, str] | None) -> GradientTypes | None:

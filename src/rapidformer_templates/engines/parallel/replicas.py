@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rapidformer_templates.engines.parallel.narrowing import IN_FP32, GradientTypes, narrow
-from rapidformer_templates.engines.parallel.windows import Window, turns, windows
+from rapidformer_templates.engines.parallel.windows import Window, turns, windows_of_kinds
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers, all_gather, reduce_scatter
@@ -63,7 +63,8 @@ class Unit:
     Attributes:
         of: the parameter.
         start: first element of the run in the parameter's flattened local part.
-        values: the run, in the memory of the parameter itself, or, of a parameter of 16 bits, its master.
+        values: the run (a whole parameter in its shape), in the memory of the parameter itself, or, of a parameter of
+            16 bits, its master.
         is_run: no other replica updates it.
     """
 
@@ -86,6 +87,7 @@ class DataShards:
         shards: ``None``, ``optimizer`` (ZeRO-1) or ``gradients`` (ZeRO-2).
         tied: the process group of the workers that hold copies of a parameter, by their pipeline ranks.
         window: elements that are exchanged, or converted, at a time.
+        whole: whether parameters are shared out whole, for an update that needs more of them than a run.
         types: those of the gradients of narrow parameters; others have one type throughout.
 
     Attributes:
@@ -101,6 +103,7 @@ class DataShards:
         shards: str | None,
         tied: Mapping[tuple[int, ...], dist.ProcessGroup],
         window: int,
+        whole: bool = False,
         types: GradientTypes = IN_FP32,
     ) -> None:
         self.trained = trained
@@ -111,7 +114,7 @@ class DataShards:
         self.early = self.sharded and shards == "gradients"
         self._types = types
         self._window = window
-        self._windows, self._kind = _windows(trained, self.replicas, window)
+        self._windows, self._kind = _windows(trained, self.replicas, window, whole=whole and self.sharded)
         self._rank = workers.copy_rank
         self._runs: dict[Window, list[tuple[Unit, int]]] = {window: [] for window in self._windows}
         self.units = self._divide() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
@@ -141,7 +144,7 @@ class DataShards:
         for window in self._windows:
             for (index, start, count), offset in window.owned(self._rank):
                 entry = self.trained[index]
-                run = entry.local.view(-1)[start : start + count]
+                run = entry.local if window.owner is not None else entry.local.view(-1)[start : start + count]
                 unit = Unit(entry, start, nn.Parameter(run.clone() if entry.narrow else run), True)
                 self._runs[window].append((unit, offset))
                 units.append(unit)
@@ -227,7 +230,7 @@ class DataShards:
             yield from ((unit, self._gradient(index)) for index, unit in enumerate(self.units))
         for window, runs in self._runs.items():
             for unit, offset in runs:
-                yield unit, self._sums[window][offset : offset + unit.values.numel()]
+                yield unit, self._sums[window][offset : offset + unit.values.numel()].view(unit.values.shape)
 
     def _start(self, window: Window) -> None:
         """Send a window's gradients on their way, and take in those of the one before."""
@@ -235,7 +238,10 @@ class DataShards:
         self._starts += 1
         flat = self._pack(window)
         received, work = flat, None
-        if self.sharded:
+        if window.owner is not None:
+            received = flat if window.owner == self._rank else flat.new_empty(0)
+            work = dist.reduce(flat, group=self.group, group_dst=window.owner, async_op=True)
+        elif self.sharded:
             received = flat.new_empty(window.share)
             work = reduce_scatter(received, flat, group=self.group, async_op=True)
         elif self.replicas > 1:
@@ -247,7 +253,7 @@ class DataShards:
         """The gradients of a window, laid end to end; where there is none, zeros."""
         like = self.trained[window.segments[0].parameter]
         dtype = self._types.reduce if like.narrow else like.local.dtype
-        flat = like.local.new_zeros(window.share * window.ranks, dtype=dtype)
+        flat = like.local.new_zeros(window.packed, dtype=dtype)
         for (index, start, count), offset in window.with_offsets():
             gradient = self._gradient(index)
             if gradient is not None:
@@ -388,8 +394,11 @@ class DataShards:
         """What all replicas have of a window's units, laid end to end."""
         share = self.trained[window.segments[0].parameter].local.new_zeros(window.share, dtype=dtype)
         for unit, offset in self._runs[window]:
-            share[offset : offset + unit.values.numel()] = unit.values.detach()
-        flat = share.new_empty(window.share * window.ranks)
+            share[offset : offset + unit.values.numel()] = unit.values.detach().view(-1)
+        if window.owner is not None:
+            dist.broadcast(share, group=self.group, group_src=window.owner)
+            return share
+        flat = share.new_empty(window.packed)
         all_gather(flat, share, group=self.group)
         return flat
 
@@ -450,7 +459,9 @@ class _Kind:
     chunk: int | None
 
 
-def _windows(trained: Sequence[Trained], ranks: int, limit: int) -> tuple[list[Window], dict[Window, _Kind]]:
+def _windows(
+    trained: Sequence[Trained], ranks: int, limit: int, *, whole: bool
+) -> tuple[list[Window], dict[Window, _Kind]]:
     """The windows in the order in which a backward completes them; it comes to a model in about the reverse order.
 
     Those of parameters with copies elsewhere come last, by the names of the parameters: in the same order
@@ -460,12 +471,10 @@ def _windows(trained: Sequence[Trained], ranks: int, limit: int) -> tuple[list[W
     for index, entry in reversed(list(enumerate(trained))):
         kind = _Kind(entry.parameter.dtype, entry.narrow, entry.stages, entry.chunk)
         members[kind].append((index, entry.local.numel()))
-    kinds: dict[Window, _Kind] = {}
-    for kind in sorted(members, key=lambda kind: kind.stages):
-        sizes = members[kind]
-        if kind.stages:
-            sizes = sorted(sizes, key=lambda size: trained[size[0]].name)
-        kinds |= dict.fromkeys(windows(sizes, ranks, limit), kind)
+    for kind in (kind for kind in members if kind.stages):
+        members[kind].sort(key=lambda size: trained[size[0]].name)
+    by_stages = {kind: members[kind] for kind in sorted(members, key=lambda kind: kind.stages)}
+    kinds = windows_of_kinds(by_stages, ranks, limit, whole=whole, is_tied=lambda kind: kind.stages != ())
 
     def comes(window: Window) -> tuple[bool, int]:
         there = kinds[window].stages != ()

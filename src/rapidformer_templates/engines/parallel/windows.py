@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST
 
+Kind = TypeVar("Kind", bound=Hashable)
+
 MOST = 2**23
 """Elements of the largest window: 32 MB in fp32, enough to keep a link busy."""
+
+WINDOWS_EACH = 4
+"""Windows of whole parameters that each worker has at least, as far as parameters are small enough: for even shares."""
 
 
 def window_for(width: int) -> int:
@@ -42,10 +47,12 @@ class Window:
     Attributes:
         segments: the runs in their order.
         ranks: workers that share it; each updates one of as many equal shares, the last of them padded.
+        owner: the one of them that updates all of it, whose share it is; None where it is shared.
     """
 
     segments: tuple[Segment, ...]
     ranks: int
+    owner: int | None = None
 
     @property
     def length(self) -> int:
@@ -54,8 +61,17 @@ class Window:
 
     @property
     def share(self) -> int:
-        """Elements of each rank's share, with padding."""
-        return -(-self.length // self.ranks)
+        """Elements of the share of each rank that has one, with padding."""
+        return self.length if self.owner is not None else -(-self.length // self.ranks)
+
+    @property
+    def packed(self) -> int:
+        """Elements that travel: all shares."""
+        return self.share if self.owner is not None else self.share * self.ranks
+
+    def share_of(self, rank: int) -> int:
+        """Elements of a rank's share, with padding."""
+        return self.share if self.owner in (None, rank) else 0
 
     def with_offsets(self) -> Iterator[tuple[Segment, int]]:
         """The runs with their offsets in the window."""
@@ -66,7 +82,8 @@ class Window:
 
     def owned(self, rank: int) -> Iterator[tuple[Segment, int]]:
         """The runs in a rank's share, each with its offset in the share."""
-        begin, end = rank * self.share, (rank + 1) * self.share
+        place = rank if self.owner is None else 0 if rank == self.owner else 1
+        begin, end = place * self.share, (place + 1) * self.share
         for (index, start, count), offset in self.with_offsets():
             low, high = max(begin, offset), min(end, offset + count)
             if low < high:
@@ -95,6 +112,63 @@ def windows(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> list[Wi
                 finished.append(Window(tuple(segments), ranks))
                 segments, room = [], limit
     return [*finished, Window(tuple(segments), ranks)] if segments else finished
+
+
+def whole_windows(sizes: Sequence[tuple[int, int]], loads: list[int], limit: int) -> list[Window]:
+    """Share out whole parameters among workers, for updates that need more of a parameter than a run.
+
+    A window has one owner: of the windows, the largest first, each goes to whoever has fewest elements, as OSS shares
+    out parameters.
+
+    Args:
+        sizes: (index, elements) of each parameter.
+        loads: elements that each worker has so far; those of these windows are added.
+        limit: elements of a window; a larger parameter has its own. In a small model it is less, so that each worker
+            has some.
+    """
+    limit = min(limit, sum(size for _, size in sizes) // (WINDOWS_EACH * len(loads)))
+    found = [
+        Window(tuple(Segment(sizes[place][0], 0, sizes[place][1]) for place in places), len(loads))
+        for places in turns([size for _, size in sizes], limit)
+    ]
+    owners: dict[Window, int] = {}
+    for window in sorted(found, key=lambda window: -window.length):
+        owners[window] = loads.index(min(loads))
+        loads[owners[window]] += window.length
+    return [replace(window, owner=owners[window]) for window in found]
+
+
+def windows_of_kinds(
+    members: Mapping[Kind, Sequence[tuple[int, int]]],
+    ranks: int,
+    limit: int,
+    *,
+    whole: bool,
+    is_tied: Callable[[Kind], bool],
+) -> dict[Window, Kind]:
+    """The windows of parameters that may lie together only with those of their kind.
+
+    Args:
+        members: (index, elements) of each parameter, by kind.
+        ranks: workers that share each window.
+        limit: elements of a window.
+        whole: whether parameters are shared out whole.
+        is_tied: whether those of a kind have copies in other stages, all of which must have the same owner: what else a
+            stage has plays no part in who it is.
+    """
+    found: dict[Window, Kind] = {}
+    loads = [0] * ranks
+    for kind in sorted(members, key=lambda kind: not is_tied(kind)):
+        if not whole:
+            mine = windows(members[kind], ranks, limit)
+        elif is_tied(kind):
+            alone = [0] * ranks
+            mine = whole_windows(members[kind], alone, limit)
+            loads = [load + more for load, more in zip(loads, alone, strict=True)]
+        else:
+            mine = whole_windows(members[kind], loads, limit)
+        found |= dict.fromkeys(mine, kind)
+    return found
 
 
 def turns(sizes: Sequence[int], limit: int) -> list[list[int]]:

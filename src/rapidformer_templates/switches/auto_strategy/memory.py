@@ -129,7 +129,7 @@ def _sum_of_states(held: Held) -> int:
 
 def of_stage(model: ModelShapes, stage: Stage, variant: Variant, *, exact: bool) -> Memory:
     """The memory of a stage's worker."""
-    held = stage.held()  # of the first replica, whose shares have no padding
+    held = stage.held()
     memory = _memory(model, held, stage.moments(variant, exact=exact), gpu=stage.setting.gpu)
     return _with_host(memory, stage.sent(variant, exact=exact))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from rapidformer_templates.engines.layerwise_rates import depth_of, depths_of
 from rapidformer_templates.engines.parallel.narrowing import narrow, narrowed_parameters
-from rapidformer_templates.engines.parallel.windows import Window, window_for, windows
+from rapidformer_templates.engines.parallel.windows import Window, window_for, windows_of_kinds
 from rapidformer_templates.models.blocks import bytes_of, canonical_name, lies_in_codes, shape_of
 from rapidformer_templates.models.width import width_of
 from rapidformer_templates.planning.balance import balanced_cut
@@ -133,8 +133,8 @@ class ModelShapes:
     _local: dict[tuple[int, int], dict[str, Facts]] = field(default_factory=dict)
     _sizes: dict[int, list[int]] = field(default_factory=dict)
     _stages: dict[Coordinates, dict[str, Facts]] = field(default_factory=dict)
-    _windows: dict[tuple[Coordinates, int, bool], list[Exchanged]] = field(default_factory=dict)
-    _runs: dict[tuple[Coordinates, int, bool, int], list[Facts]] = field(default_factory=dict)
+    _windows: dict[tuple[Coordinates, int, bool, bool], list[Exchanged]] = field(default_factory=dict)
+    _runs: dict[tuple[Coordinates, int, bool, bool, int], list[Facts]] = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> nn.Module:
@@ -394,15 +394,16 @@ class ModelShapes:
 
         return {name: facts for name, facts in local.items() if is_here(name)}
 
-    def windows(self, coordinates: Coordinates, data: int, *, masters: bool) -> list[Exchanged]:
+    def windows(self, coordinates: Coordinates, data: int, *, masters: bool, whole: bool = False) -> list[Exchanged]:
         """What a worker of a stage exchanges at a time with the other replicas, in the order in which it leaves.
 
         Parameters that several stages have lie in windows of their own, and so do those of 16 bits.
 
         Args:
             masters: whether there are such, with fp32 masters.
+            whole: whether each has one owner, as an update of whole parameters needs it.
         """
-        key, limit = (coordinates, data, masters), window_for(self.width)
+        key, limit = (coordinates, data, masters, whole), window_for(self.width)
         if key not in self._windows:
             own = list(self.stage_parameters(coordinates).items())
             kinds: dict[tuple[bool, frozenset[str]], list[tuple[int, int]]] = {}
@@ -410,21 +411,25 @@ class ModelShapes:
                 ends = self.ends_of(name) if coordinates.pipeline > 1 else frozenset[str]()
                 kind = (masters and facts.narrows, ends if len(ends) > 1 else frozenset[str]())
                 kinds.setdefault(kind, []).append((index, facts.count))
-            found = [
-                Exchanged(window, narrow, bool(ends))
-                for (narrow, ends), sizes in kinds.items()
-                for window in windows(sorted(sizes, key=lambda size: own[size[0]][0]) if ends else sizes, data, limit)
-            ]
+            for sizes in (sizes for (_, ends), sizes in kinds.items() if ends):
+                sizes.sort(key=lambda size: own[size[0]][0])
+            of_kinds = windows_of_kinds(kinds, data, limit, whole=whole, is_tied=lambda kind: bool(kind[1]))
+            found = [Exchanged(window, narrow, bool(ends)) for window, (narrow, ends) in of_kinds.items()]
             self._windows[key] = sorted(found, key=lambda each: (each.is_tied, -each.first))
         return self._windows[key]
 
-    def runs(self, coordinates: Coordinates, data: int, replica: int, *, masters: bool) -> list[Facts]:
-        """Each run that the optimizer of a replica updates, if its state is shared out."""
-        key = (coordinates, data, masters, replica)
+    def runs(
+        self, coordinates: Coordinates, data: int, replica: int, *, masters: bool, whole: bool = False
+    ) -> list[Facts]:
+        """Each run that the optimizer of a replica updates, or whole parameter, if its state is shared out."""
+        key = (coordinates, data, masters, whole, replica)
         if key not in self._runs:
+            own = list(self.stage_parameters(coordinates).values())
             self._runs[key] = [
-                Facts((run.length,), decays=True, narrows=each.narrow)
-                for each in self.windows(coordinates, data, masters=masters)
+                replace(own[run.parameter], narrows=each.narrow)
+                if whole
+                else Facts((run.length,), decays=True, narrows=each.narrow)
+                for each in self.windows(coordinates, data, masters=masters, whole=whole)
                 for run, _ in each.window.owned(replica)
             ]
         return self._runs[key]

@@ -7,7 +7,7 @@ from typing import Any
 
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST, filled
-from rapidformer_templates.planning.optimizers import updates_apart
+from rapidformer_templates.planning.optimizers import updates_apart, updates_elements
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, STATES
@@ -45,6 +45,7 @@ class Setting:
         narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
         context_kind: how attention sees divided sequences; None where the heads say so.
         updates_apart: whether the optimizer may be given some gradients before others.
+        updates_elements: whether it may be given runs of parameters.
     """
 
     precision: str = "fp32"
@@ -57,6 +58,7 @@ class Setting:
     narrow: NarrowWeights | None = None
     offloads_activations: bool = False
     updates_apart: bool = True
+    updates_elements: bool = True
     context_kind: str | None = None
 
     def by_parallel_engine(self, layout: Layout) -> bool:
@@ -94,5 +96,6 @@ def setting_of(plan: Plan, width: int) -> Setting:
         narrow=narrow,
         offloads_activations="offload-activations" in plan.switches,
         updates_apart=updates_apart(plan.optimizer_implementation),
+        updates_elements=updates_elements(plan.optimizer_implementation),
         context_kind=plan.engine_options.get("context_kind"),
     )

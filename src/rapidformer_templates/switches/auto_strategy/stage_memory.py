@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from rapidformer_templates.engines.parallel.windows import turns, window_for
+from rapidformer_templates.engines.parallel.windows import Window, turns, window_for
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, Exchanged, ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
@@ -114,13 +114,15 @@ class Stage:
         """Micro batches whose activations it holds at a time: 1F1B (Narayanan et al., 2021, section 2.2)."""
         return min(self.layout.pipeline - self.rank, self.layout.accumulation)
 
-    def held(self, replica: int = 0) -> Held:
-        """The states of a replica's worker; gradients when the last backward has ended."""
+    def held(self, replica: int | None = None) -> Held:
+        """The states of a replica's worker, by default of the largest; gradients when the last backward has ended."""
+        replica = self.largest_replica if replica is None else replica
         mine = list(self.parameters.values())
         if self._is_sharded:
-            mine = self.model.runs(self.coordinates, self.layout.replicas, replica, masters=self._has_masters)
+            mine = self._runs_of(replica)
         parameters = self._bytes(BF16) + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
-        gradients = self._shares(self._windows) if self._is_sharded else self._bytes(self._types.accumulate)
+        width = self._types.accumulate
+        gradients = self._share(self._windows, replica) if self._is_sharded else self._bytes(width)
         optimizer = self.setting.how.optimizer.bytes_of(mine)
         if self._has_masters:
             optimizer += FP32 * sum(part.count for part in mine if part.narrows)
@@ -128,6 +130,18 @@ class Stage:
             return Held(parameters, gradients, optimizer)
         copies = 2 * FP32 * sum(part.count for part in mine)  # of weights and gradients, for the update on the host
         return Held(parameters, gradients, optimizer, on_host=(0, 0, optimizer), host_copies=copies)
+
+    @cached_property
+    def largest_replica(self) -> int:
+        """The replica that updates most; where runs are shared out the first, whose shares have no padding."""
+        if not self._is_sharded or self.setting.updates_elements:
+            return 0
+        counts = [sum(part.count for part in self._runs_of(replica)) for replica in range(self.layout.replicas)]
+        return counts.index(max(counts))
+
+    def _runs_of(self, replica: int) -> list[Facts]:
+        whole = not self.setting.updates_elements
+        return self.model.runs(self.coordinates, self.layout.replicas, replica, masters=self._has_masters, whole=whole)
 
     @property
     def _has_masters(self) -> bool:
@@ -265,8 +279,7 @@ class Stage:
             return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
         shares, late = self._shares(self._windows), sum(self._sum_of(each) for each in tied)
         sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
-        weights = max(self._width(each.narrow, BF16) * each.window.share for each in self._windows)
-        gathered = weights * (1 + self.layout.replicas)
+        gathered = max(self._width(each.narrow, BF16) * self._gathered(each.window) for each in self._windows)
         return [sent, self._beside_states(0, shares, max(copied, gathered))]
 
     def _copied_for_update(self) -> int:
@@ -274,7 +287,7 @@ class Stage:
         if self._types.accumulate == FP32:
             return 0
         if self._is_sharded:
-            sizes = [each.narrow * each.window.share for each in self._windows]
+            sizes = [each.narrow * each.window.share_of(self.largest_replica) for each in self._windows]
         else:
             facts = list(self.parameters.values())
             parts = turns([each.count for each in facts], window_for(self.model.width))
@@ -294,19 +307,28 @@ class Stage:
 
     @cached_property
     def _windows(self) -> list[Exchanged]:
-        return self.model.windows(self.coordinates, self.layout.replicas, masters=self._has_masters)
+        whole = self._is_sharded and not self.setting.updates_elements
+        return self.model.windows(self.coordinates, self.layout.replicas, masters=self._has_masters, whole=whole)
 
     def _packed(self, each: Exchanged) -> int:
         """Bytes of a window's gradients on their way."""
-        return self._width(each.narrow, self._types.reduce) * each.window.share * self.layout.replicas
+        return self._width(each.narrow, self._types.reduce) * each.window.packed
 
     def _sum_of(self, each: Exchanged) -> int:
         """Bytes of a window's gradients where they are added up."""
         return self._width(each.narrow, self._types.accumulate) * each.window.length
 
     def _shares(self, of: Iterable[Exchanged]) -> int:
-        """Bytes of a replica's shares of summed windows, with padding."""
-        return sum(self._width(each.narrow, self._types.accumulate) * each.window.share for each in of)
+        """Bytes of the largest replica's shares of summed windows, with padding."""
+        return self._share(of, self.largest_replica)
+
+    def _share(self, of: Iterable[Exchanged], replica: int) -> int:
+        return sum(self._width(each.narrow, self._types.accumulate) * each.window.share_of(replica) for each in of)
+
+    @staticmethod
+    def _gathered(window: Window) -> int:
+        """Elements that lie beside the weights when a window's updated ones are sent."""
+        return window.packed if window.owner is not None else window.share + window.packed
 
     def _complete(self, finished: int) -> int:
         """How many windows have all their gradients, of which so many bytes are finished."""
@@ -316,7 +338,8 @@ class Stage:
     def _on_their_way(self, begun: Sequence[Exchanged], count: int) -> int:
         """Bytes of so many windows that are sent at a time, and of what has come of them."""
         largest = sorted((self._packed(each) for each in begun), reverse=True)[:count]
-        return sum(size + (size // self.layout.replicas if self._sums_early else 0) for size in largest)
+        shares = self._sums_early and self.setting.updates_elements  # else a whole parameter's owner sums in place
+        return sum(size + (size // self.layout.replicas if shares else 0) for size in largest)
 
     def _of_others(self, phases: Sequence[Phase]) -> int:
         """Bytes of gradients in a trace that are finished before those of this stage are: those of the head."""

@@ -65,8 +65,14 @@ def _needs_gpu(request: Request) -> list[Finding]:
 
 def _works_on_shards(request: Request) -> list[Finding]:
     name = request.config.get("optimizer")
-    clash = [switch for switch in request.active if switch in OPTIMIZERS[name].not_under]
+    clash = [switch for switch in request.active if _sharding(request, switch) in OPTIMIZERS[name].not_under]
     return [refusal(request, f"{name} cannot update the shards of {switch}", switch) for switch in clash]
+
+
+def _sharding(request: Request, switch: str) -> str:
+    """What shares out the states: under 3D parallelism ZeRO is the product's own, which can share out parameters."""
+    under_3d = switch.startswith("zero-") and request.active[switch].engine is None
+    return "distributed-optimizer" if under_3d else switch
 
 
 def _acted(measured: Measured) -> str | None:
@@ -104,7 +110,7 @@ SWITCHES = (
             ),
             Rule(
                 "RF025",
-                "LAMB, Adafactor, Muon, states of 8 and 4 bits and apex's kernels cannot update shards of parameters.",
+                "LAMB, Adafactor, Muon, states of 8 and 4 bits and apex's kernels cannot update parts of parameters.",
                 "the update needs norms, row means, blocks or products of the whole parameter, or takes plain "
                 "tensors only",
                 "[torch, apex, bitsandbytes, torchao]",

@@ -1,0 +1,125 @@
+"""Optimizers whose update needs whole parameters, shared out over replicas: as one process has it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from rapidformer_templates import OptimizerSpec
+from rapidformer_templates.switches.optimizer.lamb import Lamb
+from tests.support.jobs import OTHERS
+from tests.support.parallel_jobs import JOBS, begin, train_all
+from tests.support.worker_group import run_in_workers
+
+pytestmark = pytest.mark.distributed
+
+CLIP = 0.1
+STEPS = f"--train-iters 10 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1 --no-export-model"
+DISTRIBUTED, PIPELINE = "--use-distributed-optimizer", "--pipeline-model-parallel-size 2"
+ZERO_1, ZERO_2 = "--zero-1-memory-optimization", "--zero-2-memory-optimization"
+CASES = {
+    "lamb, data": ("unreached-4", f"--optimizer lamb {DISTRIBUTED}"),
+    "lamb, pipeline": ("gpt2-4-tied", f"--optimizer lamb {PIPELINE} {ZERO_2}"),
+    "adafactor, data": ("gpt2-4-tied", f"--optimizer adafactor {DISTRIBUTED} --ema-decay 0.9"),
+    "adafactor, pipeline": ("gpt2-4-tied", f"--optimizer adafactor {PIPELINE} {ZERO_1}"),
+    "muon, data": ("gpt2-4-tied", f"--optimizer muon {DISTRIBUTED}"),
+    "own, data": ("own-lamb", DISTRIBUTED),
+    "muon, frozen stage": ("frozen-8", f"--optimizer muon {PIPELINE} {ZERO_2}"),
+}
+"""(job, flags): four workers, and micro batches of one sample, so that gradients are accumulated."""
+SPLIT = (DISTRIBUTED, PIPELINE, ZERO_1, ZERO_2)
+
+RESUMED = "--train-iters 8 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3"
+CHAIN = ((f"{PIPELINE} {ZERO_2}", 3), (f"{DISTRIBUTED} --resume", 5), (f"{PIPELINE} {ZERO_1} --resume", 7))
+"""(flags, dies after this step)."""
+
+
+class OwnLamb(Lamb):
+    """Of a user: nobody knows what of a parameter its update needs."""
+
+
+class OwnOptimizer(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    def build_optimizer(self) -> OptimizerSpec:
+        return OptimizerSpec(OwnLamb, {"lr": 1e-3, "weight_decay": 0.1})
+
+
+def _orthogonalized(gradient: torch.Tensor, coefficients: tuple[float, ...], steps: int, eps: float) -> torch.Tensor:
+    """torch's iterations in the type of the gradient: in bfloat16 a last bit of a sum shows as a hundredth."""
+    a, b, c = coefficients
+    turned = gradient.T if gradient.size(0) > gradient.size(1) else gradient
+    turned = turned / turned.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = turned @ turned.T
+        turned = a * turned + (b * gram + c * gram @ gram) @ turned
+    return turned.T if gradient.size(0) > gradient.size(1) else turned
+
+
+@contextmanager
+def _precise() -> Iterator[None]:
+    iterations = mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _orthogonalized)
+    with iterations, mock.patch.dict(OTHERS, {"own-lamb": OwnOptimizer}):
+        yield
+
+
+def _cases(*, alone: bool) -> dict[str, tuple[str, bool, str]]:
+    cases = {}
+    for name, (job, flags) in CASES.items():
+        for words in SPLIT if alone else ():
+            flags = flags.replace(words, "")
+        cases[name] = (job, True, f"{STEPS} --micro-batch-size 1 {flags}")
+    return cases
+
+
+def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
+    with _precise():
+        runs = train_all(workers, folder, _cases(alone=False))
+    curve: list[tuple[float, float]] = []
+    for flags, dies_after in CHAIN:
+        words = f"{RESUMED} --optimizer adafactor --micro-batch-size 2 --no-export-model {flags}"
+        curve = [*curve[:-1], *begin("gpt2-4-tied", f"{folder}/chain", words, dies_after)]
+    return {**runs, "resumed": curve}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = str(tmp_path_factory.mktemp("whole-parameters"))
+    return {**run_in_workers(4, _four_workers, folder)[0], "folder": folder}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with _precise():
+        return train_all(None, str(tmp_path_factory.mktemp("alone")), _cases(alone=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_that_of_one_process(name: str, runs: Any, alone: Any) -> None:
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    found, wanted = (torch.tensor(run[name]["curve"], dtype=torch.float64) for run in (runs, alone))
+    assert len(wanted) == 10
+    assert (wanted[:, 1] > CLIP).all()
+    torch.testing.assert_close(found, wanted, **close)
+    assert runs[name]["weights"].keys() == alone[name]["weights"].keys()
+    for parameter, weight in alone[name]["weights"].items():
+        torch.testing.assert_close(runs[name]["weights"][parameter], weight, **close)
+
+
+def test_each_worker_has_a_share_of_the_state(runs: Any, alone: Any) -> None:
+    held, (whole,) = (r["lamb, data"]["summary"]["receipts"]["held_bytes_by_rank"] for r in (runs, alone))
+    shares = [worker["optimizer_state_bytes"] for worker in held]
+    assert sum(shares) == whole["optimizer_state_bytes"], "every parameter is updated once"
+    assert max(shares) < 0.5 * whole["optimizer_state_bytes"]
+
+
+def test_a_run_goes_on_in_any_layout_and_in_one_process(runs: Any, tmp_path: Path) -> None:
+    flags = f"{RESUMED} --optimizer adafactor --micro-batch-size"
+    whole = begin("gpt2-4-tied", str(tmp_path / "whole"), f"{flags} 8")
+    end = begin("gpt2-4-tied", f"{runs['folder']}/chain", f"{flags} 2 --resume")
+    curve = torch.tensor([*runs["resumed"][:-1], *end])
+    torch.testing.assert_close(curve, torch.tensor(whole), rtol=1e-5, atol=1e-6)
