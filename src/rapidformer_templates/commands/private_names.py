@@ -142,6 +142,8 @@ PRIVATE_NAMES = (
         "mixtures of transformers' own"),
     _of("transformers.utils.output_capturing", "_output_capturing_hooks_installed",
         "leaving a model without the hooks of a trial", "pipeline parallelism"),
+    _of("transformers.utils.output_capturing", "_active_collector",
+        "tracing the hooks that collect outputs", "graphs without breaks where hidden states are asked for"),
     _of("transformers.models.auto.auto_factory:_BaseAutoModelClass", "_model_mapping",
         "which heads an architecture has", "the message about a head that there is none of"),
     _of("transformers:PreTrainedModel", "_tp_plan", "how an architecture is divided",

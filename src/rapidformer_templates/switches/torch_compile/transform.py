@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +33,8 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     """
     plan = building.plan
     shapes = plan.engine_options["compile_shapes"]
-    parts = list(building.blocks.values()) or [model]
+    here = set(model.modules())  # the others are on other stages
+    parts = [block for block in building.blocks.values() if block in here] or [model]
     kinds = len({type(part) for part in parts})
     torch.compiler.reset()
     # Blocks are small enough: DDP need not cut their graphs where its buckets end, which no checkpointed one survives.
@@ -62,4 +66,24 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = self._training if torch.is_grad_enabled() else self._evaluating
-        return compiled(*args, **kwargs)
+        with _readable_collector():
+            return compiled(*args, **kwargs)
+
+
+@contextmanager
+def _readable_collector() -> Iterator[None]:
+    """While a graph is made or run, what transformers collects outputs in is a plain variable.
+
+    Its hooks on parts of a block look for it in a ContextVar, which no graph can hold, unless the whole model is
+    compiled. They are there once hidden states were asked for, and in a pipeline with several stages a worker.
+    """
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if getattr(collector, "compiling", True):  # compiled whole, or a version without
+        yield
+        return
+    assert collector is not None
+    collector.global_var, collector.compiling = collector.get(), True
+    try:
+        yield
+    finally:
+        collector.global_var, collector.compiling = None, False

@@ -1,0 +1,56 @@
+"""Compiled blocks in models that are divided over workers: one eager process in fp64, and graphs without a break."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.compiled_jobs import train_exactly
+from tests.support.warm_workers import Failure
+
+pytestmark = pytest.mark.distributed
+
+BASE = "--train-iters 3 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model --device cpu"
+STAGES = "--pipeline-model-parallel-size 2"
+CASES = {
+    "stages": ("stages", 2, STAGES),
+    "interleaved-checkpointed-seen": (
+        "seen-states",
+        2,
+        f"{STAGES} --virtual-pipeline-size 2 --checkpoint-activations",
+    ),
+}
+"""Job, workers and flags."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("layouts"))
+
+
+@cache
+def _reference(job: str, folder: str) -> Any:
+    return train_exactly(job, f"{BASE} --micro-batch-size 4", f"{folder}/eager-{job}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, folder: str) -> None:
+    job, workers, layout = CASES[name]
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {layout}"
+    runs = groups[workers].run(train_exactly, job, flags, f"{folder}/{name}")
+    for run in runs:
+        assert not isinstance(run, Failure), run.text
+    run, expected = runs[0], _reference(job, folder)
+    exact = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), **exact)
+    assert run["weights"].keys() == expected["weights"].keys()
+    for key, weight in expected["weights"].items():
+        torch.testing.assert_close(run["weights"][key], weight, **exact)
+    report = run["summary"]["receipts"]["compile"]
+    assert report["graphs"] > 0
+    assert not report["graph_breaks"]
+    assert not report["recompilations"]
+    assert not report["not_compiled"]
