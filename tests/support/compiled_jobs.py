@@ -57,6 +57,25 @@ class StagesJob(OneShape, parallel_jobs.JOBS["llama-4-tied"]):  # type: ignore[m
     """Enough blocks for two stages on each of two workers, and heads to divide."""
 
 
+class StagesGpt2Job(OneShape, parallel_jobs.JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    """Matrices that are stored the other way round, and biases."""
+
+
+class StagesBertJob(OneShape, parallel_jobs.JOBS["bert-4-tied"]):  # type: ignore[misc]
+    """Norms after the residual sums."""
+
+
+class DropoutStagesJob(StagesBertJob):
+    """Every layer draws."""
+
+    def make(self) -> nn.Module:
+        model = super().make()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+        return model
+
+
 class SeenStatesJob(StagesJob):
     """The loss has a term of the hidden states between two blocks, which transformers' hooks collect."""
 
@@ -129,6 +148,9 @@ OTHERS |= {
     "even-masked": EvenMaskedJob,
     "even-llama": EvenLlamaJob,
     "stages": StagesJob,
+    "stages-gpt2": StagesGpt2Job,
+    "stages-bert": StagesBertJob,
+    "stages-dropout": DropoutStagesJob,
     "seen-states": SeenStatesJob,
     "breaking": BreakingJob,
     "restless": RestlessJob,

@@ -50,6 +50,8 @@ PRIVATE_NAMES = (
         "putting a tensor, a module or a hook in another one's place", "every switch that changes the model"),
     _of("torch.utils._python_dispatch", "is_traceable_wrapper_subclass TorchDispatchMode",
         "seeing each operation, and the tensors inside of a tensor", "receipts and the planner"),
+    _of("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "whether a recomputation keeps products",
+        "--recompute-granularity selective with tensor parallelism"),
     _of("torch:Tensor", "_version", "noticing that a weight was set from outside",
         "--cpu-offload after a resume; 16-bit weights that a hook sets"),
     _of("torch:Tensor", "_base", "knowing a view of a weight as one", "--offload-activations"),
