@@ -51,7 +51,8 @@ def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, fo
         assert not isinstance(run, Failure), run.text
     run, expected = runs[0], _reference(job, folder)
     exact = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), **exact)
+    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, expected)]
+    torch.testing.assert_close(*curves, **exact)
     assert run["weights"].keys() == expected["weights"].keys()
     for key, weight in expected["weights"].items():
         torch.testing.assert_close(run["weights"][key], weight, **exact)
@@ -69,7 +70,8 @@ def test_dropout_breaks_graphs_and_draws_as_the_eager_layers_do(layout: str, gro
     eager = groups[2].run(train_exactly, "stages-dropout", flags, f"{place}-eager")[0]
     run = groups[2].run(train_exactly, "stages-dropout", f"{flags} --torch-compile aot_eager", place)[0]
     assert not isinstance(run, Failure), run.text
-    torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(eager["curve"]), rtol=1e-10, atol=1e-10)
+    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, eager)]
+    torch.testing.assert_close(*curves, rtol=1e-10, atol=1e-10)
     assert run["summary"]["receipts"]["compile"]["graph_breaks"]
 
 
