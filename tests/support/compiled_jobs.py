@@ -9,7 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates import Data
-from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, MaskedJob, _Job, _sequences
+from tests.support import parallel_jobs
+from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, MaskedJob, _Job, _sequences, train
 
 
 class LlamaJob(_Job):
@@ -50,6 +51,38 @@ class EvenMaskedJob(OneShape, MaskedJob):
 
 class EvenLlamaJob(OneShape, LlamaJob):
     pass
+
+
+class StagesJob(OneShape, parallel_jobs.JOBS["llama-4-tied"]):  # type: ignore[misc]
+    """Enough blocks for two stages on each of two workers, and heads to divide."""
+
+
+class StagesGpt2Job(OneShape, parallel_jobs.JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    """Matrices that are stored the other way round, and biases."""
+
+
+class StagesBertJob(OneShape, parallel_jobs.JOBS["bert-4-tied"]):  # type: ignore[misc]
+    """Norms after the residual sums."""
+
+
+class DropoutStagesJob(StagesBertJob):
+    """Every layer draws."""
+
+    def make(self) -> nn.Module:
+        model = super().make()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+        return model
+
+
+class SeenStatesJob(StagesJob):
+    """The loss has a term of the hidden states between two blocks, which transformers' hooks collect."""
+
+    def compute_loss(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        output = model(input_ids=batch["input_ids"], output_hidden_states=True)
+        loss = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        return loss + 0.1 * output.hidden_states[-2].square().mean()
 
 
 class Block(nn.Module):
@@ -114,7 +147,17 @@ OTHERS |= {
     "even-causal": EvenCausalJob,
     "even-masked": EvenMaskedJob,
     "even-llama": EvenLlamaJob,
+    "stages": StagesJob,
+    "stages-gpt2": StagesGpt2Job,
+    "stages-bert": StagesBertJob,
+    "stages-dropout": DropoutStagesJob,
+    "seen-states": SeenStatesJob,
     "breaking": BreakingJob,
     "restless": RestlessJob,
     "whole": WholeJob,
 }
+
+
+def train_exactly(job: str, flags: str, save: str) -> dict[str, Any]:
+    """A run in fp64; warm workers know the jobs of this module by it."""
+    return train(job, True, flags, save)

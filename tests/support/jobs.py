@@ -82,7 +82,7 @@ class _Job(Trainer):
         if not self.double:
             return super().compute_loss(model, batch)
         # transformers rounds the logits to fp32 before its losses.
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
         labels = batch["labels"]
         if self.shift:
             logits, labels = logits[:, :-1], labels[:, 1:]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-_KEPT = ContextVar("products are kept", default=False)
-
-
-@contextmanager
-def keeping_products() -> Iterator[None]:
-    """Around a forward whose products with weights are read again in its backward."""
-    before = _KEPT.set(True)
-    try:
-        yield
-    finally:
-        _KEPT.reset(before)
+_KEEPING = tuple(type(mode) for mode in create_selective_checkpoint_contexts([]))
 
 
 def products_are_kept() -> bool:
-    """Whether what a layer has just computed must be left as it is."""
-    return _KEPT.get()
+    """Whether what a layer has just computed must be left as it is.
+
+    A graph reuses memory by itself; and code that cannot become one runs inside of the same modes of torch.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return any(isinstance(mode, _KEEPING) for mode in _get_current_dispatch_mode_stack())

@@ -15,7 +15,7 @@ from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.blocks import find_blocks
-from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS, Checkpointed
+from rapidformer_templates.switches.checkpoint_activations.transform import PRODUCTS, Checkpointed, checkpointed_forward
 
 
 class SavedTensors(Receipt):
@@ -39,13 +39,9 @@ class SavedTensors(Receipt):
 
 
 def _checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
-    """Those of the blocks, also inside of what another switch has put around them."""
-    for block in find_blocks(model).values():
-        forward: Any = block.forward
-        while not isinstance(forward, Checkpointed) and hasattr(forward, "forward"):
-            forward = forward.forward
-        if isinstance(forward, Checkpointed):
-            yield forward
+    """Those of the blocks."""
+    found = (checkpointed_forward(block) for block in find_blocks(model).values())
+    return (forward for forward in found if forward is not None)
 
 
 WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from rapidformer_templates.engines.kept_products import keeping_products
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 
@@ -72,12 +71,15 @@ class Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.enabled or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        forward = self._keeping if self.keeps and not torch.compiler.is_compiling() else self.forward
-        output = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
+        output = checkpoint(self.forward, *args, use_reentrant=False, **self.keeps, **kwargs)
         if not torch.compiler.is_compiling():
             torch.clear_autocast_cache()  # the backward casts the weights again, and nobody else keeps these copies
         return output
 
-    def _keeping(self, *args: Any, **kwargs: Any) -> Any:
-        with keeping_products():
-            return self.forward(*args, **kwargs)
+
+def checkpointed_forward(block: nn.Module) -> Checkpointed | None:
+    """The one of a block, also inside of what another switch has put around it; None without one."""
+    forward: Any = block.forward
+    while not isinstance(forward, Checkpointed) and hasattr(forward, "forward"):
+        forward = forward.forward
+    return forward if isinstance(forward, Checkpointed) else None

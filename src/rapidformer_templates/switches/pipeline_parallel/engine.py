@@ -19,7 +19,7 @@ from rapidformer_templates.engines.parallel.engine import ParallelEngine
 from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.traces import kept_buffers
 from rapidformer_templates.models.placement import placement_of
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
 from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, with_transfers
 from rapidformer_templates.switches.pipeline_parallel.stage_forward import Passage
 from rapidformer_templates.switches.pipeline_parallel.stage_links import Links, Parcel
@@ -38,7 +38,7 @@ class PipelineEngine(ParallelEngine):
         parts = placement_of(model).parts
         assert parts is not None, "the pipeline switch cuts the model"
         self._parts = len(parts)
-        self._passage = Passage(model, ends=self.workers.ends_pipeline)
+        self._passage = Passage(model, begins=self.workers.pipeline_rank == 0, ends=self.workers.ends_pipeline)
         self._links = Links(self.workers, leaving=2 * self._parts)
         self._keeps_casts = not _computed_again(placement_of(model).blocks.values())
 
@@ -200,7 +200,7 @@ class _Step:
 
 def _computed_again(blocks: Iterable[nn.Module]) -> bool:
     """Whether the backward computes the activations of all blocks anew."""
-    return all(isinstance(block.forward, Checkpointed) for block in blocks)
+    return all(checkpointed_forward(block) is not None for block in blocks)
 
 
 @cache

@@ -32,13 +32,15 @@ class Passage:
 
     Args:
         model: cut by ``cut_into_stages``.
+        begins: whether the first local part has the beginning of the model.
         ends: whether the last local part has the end of the model.
     """
 
-    def __init__(self, model: nn.Module, *, ends: bool) -> None:
+    def __init__(self, model: nn.Module, *, begins: bool, ends: bool) -> None:
         placement = placement_of(model)
         assert placement.parts is not None, "the model was not cut"
         self.model, self.parts, self._ends = model, placement.parts, ends
+        self._begins, self._stands_in = begins, False
         self._skipped = {name: SkippedBlock(placement.form, block) for name, block in placement.blocks.items()}
         self._first: nn.Module | None = None
         self._last: nn.Module | None = None
@@ -76,11 +78,14 @@ class Passage:
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Around a forward through all local blocks, on zeros where another stage's output would be."""
+        self._stands_in = not self._begins and torch.is_grad_enabled()
         with self._open(None, None):
             try:
                 yield
             except LeaveStage:
                 return
+            finally:
+                self._stands_in = False
 
     @contextmanager
     def _open(self, part: int | None, hidden: torch.Tensor | None) -> Iterator[None]:
@@ -106,9 +111,10 @@ class Passage:
         self._entered += 1
         if self._entered > 1:
             raise twice()
-        if self._hidden is None:
-            return None
         given = hidden_of(args, kwargs)
+        if self._hidden is None:
+            # What stands for another stage's output has a gradient, as the real one: a graph is made for either.
+            return with_hidden(args, kwargs, given.detach().requires_grad_()) if self._stands_in else None
         if given.shape != self._hidden.shape:
             raise RapidformerError(
                 f"a hidden state of shape {tuple(self._hidden.shape)} came where the batch makes {tuple(given.shape)}",

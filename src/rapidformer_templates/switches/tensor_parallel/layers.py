@@ -7,7 +7,8 @@ region of divided layers begins and ends. So everything between layers is a plai
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +86,14 @@ class OnLocalParameters:
         self.partial = sorted(partial)
         self.peers = peers
 
+    def held(self) -> dict[str, torch.Tensor | None]:
+        """What this worker holds of each parameter."""
+        parameters = self.module._parameters.items()
+        return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in parameters}
+
     def parts(self) -> dict[str, torch.Tensor | None]:
         """What this worker holds of each parameter, with a graph through which gradients come back whole."""
-        held: dict[str, torch.Tensor | None] = {}
-        for key, parameter in self.module._parameters.items():
-            held[key] = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        held = self.held()
         if self.partial and torch.is_grad_enabled():
             whole = enter_all([part for key in self.partial if (part := held[key]) is not None], self.peers)
             held |= dict(zip(self.partial, whole, strict=True))
@@ -103,6 +107,30 @@ class OnLocalParameters:
             return self.forward(*args, **kwargs)
         finally:
             attributes["_parameters"] = parameters
+
+
+def divided_within(part: nn.Module) -> list[OnLocalParameters]:
+    """Those in a part of a model, also inside of what takes their places."""
+    found = []
+    for module in part.modules():
+        forward: Any = vars(module).get("forward")
+        while forward is not None and not isinstance(forward, OnLocalParameters):
+            forward = getattr(forward, "forward", None)
+        found += [forward] if forward is not None else []
+    return found
+
+
+@contextmanager
+def held_locally(layers: Sequence[OnLocalParameters]) -> Iterator[None]:
+    """While it is open their modules have this worker's parts of parameters, so that a graph sees plain tensors."""
+    before = [layer.module._parameters for layer in layers]
+    try:
+        for layer in layers:
+            layer.module.__dict__["_parameters"] = layer.held()
+        yield
+    finally:
+        for layer, parameters in zip(layers, before, strict=True):
+            layer.module.__dict__["_parameters"] = parameters
 
 
 class Divided:

@@ -17,6 +17,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from rapidformer_templates.system import accelerator
 
+OUTSIDE = "random numbers of divided layers come from a stream of this worker's own, which no graph can change to"
+"""Why graphs break where something is drawn."""
+
 
 def draws_random_numbers(model: nn.Module) -> bool:
     """Whether a forward in training may draw: a dropout layer, or a rate in the configuration, above zero."""
@@ -28,7 +31,7 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 
 def _is_rate(name: str) -> bool:
-    return "drop" in name or "jitter" in name
+    return ("drop" in name and not name.startswith("summary_")) or "jitter" in name  # a summary's is a layer
 
 
 class Streams:
@@ -46,8 +49,11 @@ class Streams:
         It may follow another one without :meth:`rejoin`: a computation that is repeated for the backward pass ends
         as soon as all that is needed is there, and torch puts its generators back then.
         """
-        if not self.active:
-            return
+        if self.active:
+            self._leave()
+
+    @torch.compiler.disable(reason=OUTSIDE)
+    def _leave(self) -> None:
         seed = int(torch.randint(2**32 - 2**16, ()))  # the same on all workers
         device = accelerator.in_use()
         self._shared = (torch.get_rng_state(), (device, accelerator.random_state(device)) if device else None)
@@ -64,6 +70,11 @@ class Streams:
 
     def rejoin(self) -> None:
         """Go back to the shared stream, where :meth:`diverge` left it."""
+        if self.active:
+            self._return()
+
+    @torch.compiler.disable(reason=OUTSIDE)
+    def _return(self) -> None:
         if self._shared is None:
             return
         host, device = self._shared

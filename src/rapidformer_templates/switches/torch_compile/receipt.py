@@ -49,13 +49,20 @@ class CompileRecords:
 
 
 class Compilation(Receipt):
-    """``compile``: what the records of the model's blocks say."""
+    """``compile``: what the records of the model's blocks say, of each number and reason the most on any worker."""
 
     compiles = True
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
         records: CompileRecords | None = vars(engine.model).get("compile_records")
-        return {"compile": records and records.measured()}
+        return {"compile": records and _most(engine.workers.gather(records.measured()))}
+
+
+def _most(of_workers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The greatest value of each entry: stages have blocks of their own, and copies of a block break alike."""
+    keys = dict.fromkeys(key for measured in of_workers for key in measured)
+    values = {key: [measured[key] for measured in of_workers if key in measured] for key in keys}
+    return {key: _most(each) if isinstance(each[0], dict) else max(each) for key, each in values.items()}
 
 
 def _counted(reasons: Counter[Any]) -> dict[str, int]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -10,6 +14,10 @@ import torch._dynamo
 from torch import nn
 
 from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
+from rapidformer_templates.switches.tensor_parallel.layers import OnLocalParameters, divided_within, held_locally
+from rapidformer_templates.switches.tensor_parallel.random_streams import draws_random_numbers
 from rapidformer_templates.switches.torch_compile.receipt import CompileRecords
 
 EVALUATION = 4
@@ -27,21 +35,57 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
 
     The compiler starts empty, and makes at most ``EVALUATION`` + one graph a shape, or ``AUTOMATIC``
     graphs, of a kind of block; what it meets beyond that runs as it is, and the report tells.
+
+    Raises:
+        ModelError: products of divided layers are to be kept, and the model has dropout.
     """
     plan = building.plan
     shapes = plan.engine_options["compile_shapes"]
-    parts = list(building.blocks.values()) or [model]
+    here = set(model.modules())  # the others are on other stages
+    parts = [block for block in building.blocks.values() if block in here] or [model]
     kinds = len({type(part) for part in parts})
     torch.compiler.reset()
     # Blocks are small enough: DDP need not cut their graphs where its buckets end, which no checkpointed one survives.
     torch._dynamo.config.optimize_ddp = False
+    # Divided layers have their parts of parameters while they run, and leave no trace that a repetition would need.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # Checkpointed blocks of all kinds run one piece of code, and share its limit.
     torch._dynamo.config.recompile_limit = limit = kinds * (shapes + EVALUATION if shapes else AUTOMATIC)
     backend = building.options.torch_compile
     for part in parts:
-        part.forward = Compiled(part.forward, backend, static=shapes > 0)
+        layers = divided_within(part)
+        if layers:
+            _check_recomputation(part, model)
+        _share_code(part)
+        part.forward = Compiled(part.forward, backend, static=shapes > 0, layers=layers)
     vars(model)["compile_records"] = CompileRecords(backend, regions=len(parts), limit=limit)
     return model
+
+
+def _check_recomputation(part: nn.Module, model: nn.Module) -> None:
+    """Refuse what torch cannot do: keep products of a block that is no graph, as where divided layers draw.
+
+    Raises:
+        ModelError: products are to be kept, and the model has dropout.
+    """
+    checkpointed = checkpointed_forward(part)
+    if checkpointed is not None and checkpointed.keeps and draws_random_numbers(model):
+        raise ModelError(
+            "dropout in divided layers breaks the graphs of blocks, and torch keeps products of whole graphs only",
+            where="--recompute-granularity selective with --torch-compile",
+            hint="use --recompute-granularity full, or a model without dropout",
+        )
+
+
+def _share_code(part: nn.Module) -> None:
+    """Let blocks share graphs whose modules were given other forwards, such as those of divided layers.
+
+    Of an object in the place of a ``forward`` a graph remembers which one it is, of a bound method only its code.
+    """
+    for module in part.modules():
+        forward = vars(module).get("forward")
+        if module is not part and forward is not None and not isinstance(forward, (MethodType, FunctionType)):
+            module.forward = forward.__call__
 
 
 class Compiled:
@@ -51,15 +95,37 @@ class Compiled:
         forward: a bound method, or an object that stands for one.
         backend: name of the compiler.
         static: a graph for each shape in training; otherwise one for all of them, from the second on.
+        layers: those of its layers that have parts of parameters.
     """
 
-    def __init__(self, forward: Any, backend: str, *, static: bool) -> None:
+    def __init__(self, forward: Any, backend: str, *, static: bool, layers: Sequence[OnLocalParameters]) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
+        self._layers = layers
         self._training = torch.compile(forward, backend=backend, dynamic=False if static else None)
         # Evaluations pad as they like, whatever the shapes of training are.
         self._evaluating = torch.compile(forward, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = self._training if torch.is_grad_enabled() else self._evaluating
-        return compiled(*args, **kwargs)
+        with held_locally(self._layers), _readable_collector():
+            return compiled(*args, **kwargs)
+
+
+@contextmanager
+def _readable_collector() -> Iterator[None]:
+    """While a graph is made or run, what transformers collects outputs in is a plain variable.
+
+    Its hooks on parts of a block look for it in a ContextVar, which no graph can hold, unless the whole model is
+    compiled. They are there once hidden states were asked for, and in a pipeline with several stages a worker.
+    """
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if getattr(collector, "compiling", True):  # compiled whole, or a version without
+        yield
+        return
+    assert collector is not None
+    collector.global_var, collector.compiling = collector.get(), True
+    try:
+        yield
+    finally:
+        collector.global_var, collector.compiling = None, False

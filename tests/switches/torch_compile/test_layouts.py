@@ -1,0 +1,82 @@
+"""Compiled blocks in models that are divided over workers: one eager process in fp64, and graphs without a break."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.compiled_jobs import train_exactly
+from tests.support.warm_workers import Failure
+
+pytestmark = pytest.mark.distributed
+
+BASE = "--train-iters 3 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model --device cpu"
+STAGES = "--pipeline-model-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2"
+AGAIN = "--checkpoint-activations"
+PRODUCTS = f"{AGAIN} --recompute-granularity selective"
+CASES = {
+    "stages": ("stages", 2, STAGES),
+    "interleaved-checkpointed-seen": ("seen-states", 2, f"{STAGES} --virtual-pipeline-size 2 {AGAIN}"),
+    "tensor": ("stages", 2, TENSOR),
+    "sequence-products": ("stages", 2, f"{TENSOR} --sequence-parallel {PRODUCTS}"),
+    "gpt2-fused": ("stages-gpt2", 2, f"{TENSOR} --fused-linear-cross-entropy"),
+    "bert-sequence": ("stages-bert", 2, f"{TENSOR} --sequence-parallel {AGAIN}"),
+    "3d": ("stages", 4, f"{STAGES} {TENSOR} --sequence-parallel {AGAIN} --virtual-pipeline-size 2"),
+    "tensor-zero-2": ("stages", 4, f"{TENSOR} --zero-2-memory-optimization"),
+    "stages-distributed": ("stages", 4, f"{STAGES} --use-distributed-optimizer {PRODUCTS}"),
+}
+"""Job, workers and flags."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("layouts"))
+
+
+@cache
+def _reference(job: str, folder: str) -> Any:
+    return train_exactly(job, f"{BASE} --micro-batch-size 4", f"{folder}/eager-{job}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, folder: str) -> None:
+    job, workers, layout = CASES[name]
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {layout}"
+    runs = groups[workers].run(train_exactly, job, flags, f"{folder}/{name}")
+    for run in runs:
+        assert not isinstance(run, Failure), run.text
+    run, expected = runs[0], _reference(job, folder)
+    exact = {"rtol": 1e-10, "atol": 1e-10}
+    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, expected)]
+    torch.testing.assert_close(*curves, **exact)
+    assert run["weights"].keys() == expected["weights"].keys()
+    for key, weight in expected["weights"].items():
+        torch.testing.assert_close(run["weights"][key], weight, **exact)
+    report = run["summary"]["receipts"]["compile"]
+    assert report["graphs"] > 0
+    assert not report["graph_breaks"]
+    assert not report["recompilations"]
+    assert not report["not_compiled"]
+
+
+@pytest.mark.parametrize("layout", [TENSOR, f"{TENSOR} --sequence-parallel {AGAIN}"], ids=["plain", "sequence"])
+def test_dropout_breaks_graphs_and_draws_as_the_eager_layers_do(layout: str, groups: Any, folder: str) -> None:
+    flags = f"{BASE} --micro-batch-size 4 {layout}"
+    place = f"{folder}/dropout-{len(layout)}"
+    eager = groups[2].run(train_exactly, "stages-dropout", flags, f"{place}-eager")[0]
+    run = groups[2].run(train_exactly, "stages-dropout", f"{flags} --torch-compile aot_eager", place)[0]
+    assert not isinstance(run, Failure), run.text
+    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, eager)]
+    torch.testing.assert_close(*curves, rtol=1e-10, atol=1e-10)
+    assert run["summary"]["receipts"]["compile"]["graph_breaks"]
+
+
+def test_products_of_broken_graphs_are_refused(groups: Any, folder: str) -> None:
+    flags = f"{BASE} --micro-batch-size 4 {TENSOR} {PRODUCTS} --torch-compile aot_eager"
+    found = groups[2].run(train_exactly, "stages-dropout", flags, f"{folder}/refused")[0]
+    assert isinstance(found, Failure)
+    assert "use --recompute-granularity full" in found.text
