@@ -25,7 +25,7 @@ class ContextShards(SequenceShards):
 
     Attributes:
         kind: ``all-to-all`` or ``ring``: how attention sees them.
-        attended: calls of attention that were divided.
+        attended: whether a call of attention was divided; a number would be another one for each compiled graph.
     """
 
     key = "_context_length"
@@ -36,7 +36,7 @@ class ContextShards(SequenceShards):
         super().__init__(peers, streams)
         self.kind = kind
         self.ends = ends
-        self.attended = 0
+        self.attended = False
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def intervals(self, length: int) -> Intervals:
