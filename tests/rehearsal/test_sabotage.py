@@ -1,0 +1,170 @@
+"""Each line without which an accelerator would give other numbers is taken out once: the rehearsed run notices.
+
+On streams that are late: those that copy, or those that compute, whichever the line waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from rapidformer_templates.data.loader import on_device
+from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.switches.offload_activations import offloader
+from tests.support import stand_in
+from tests.support.jobs import result_of, weights_apart
+from tests.support.parallel_jobs import JOBS
+from tests.support.sabotage import without
+from tests.support.stand_in import late
+from tests.support.worker_group import run_in_workers
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.SKIP)]
+STEPS = (
+    "--train-iters 2 --global-batch-size 8 --micro-batch-size 4 --lr 1e-3 --clip-grad 0.1 --weight-decay 0.1"
+    " --log-interval 1 --no-export-model --device standin"
+)
+PACKAGE = "rapidformer_templates."
+
+
+class Line(NamedTuple):
+    """A line of the product, and a run that needs it.
+
+    Attributes:
+        module, line, instead: see :func:`without`.
+        flags: of the run.
+        main, side: how late streams are, in seconds.
+    """
+
+    module: str
+    line: str
+    instead: str = "pass"
+    flags: str = ""
+    main: float = 0.0
+    side: float = 0.0
+
+
+OFFLOADED = "--offload-activations"
+SAVED = "--async-save --save-interval 2 --keep-checkpoints 1"
+HALF = "--mixed-precision fp16"
+LINES = {
+    "values on the host are waited for": Line("system.host_copy", "self._event.synchronize()", main=0.002),
+    "tensors are made before they are sent": Line(
+        "switches.offload_activations.host",
+        "stream.wait_stream(torch.accelerator.current_stream(self._device))",
+        flags=OFFLOADED,
+        main=0.002,
+    ),
+    "copies are waited for": Line(
+        "switches.offload_activations.host",
+        "return lambda: torch.accelerator.current_stream(self._device).wait_event(copied)",
+        "return lambda: None",
+        OFFLOADED,
+        side=0.01,
+    ),
+    "a checkpoint's copy is waited for": Line(
+        "run.checkpoint.async_save", "accelerator.synchronize(self._workers.device)", flags=SAVED, main=0.002
+    ),
+    "gradients on the host are waited for": Line(
+        "engines.host_optimizer",
+        "torch.accelerator.synchronize()  # the copies to the host run behind",
+        flags="--cpu-offload",
+        main=0.002,
+    ),
+    "gradients are divided by the loss scale": Line(
+        "engines.local",
+        "divisor = self.loss_scale.scale if self.loss_scale is not None else None",
+        "divisor = None",
+        HALF,
+    ),
+    "their norm is divided by the loss scale": Line(
+        "engines.parallel.engine",
+        "return norm if self.loss_scale is None else norm / self.loss_scale.scale",
+        "return norm",
+        HALF,
+    ),
+}
+"""What each is for."""
+
+
+class Silent(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
+    """Reads nothing of the device itself: nobody waits for it who need not."""
+
+    curve = ()
+
+    def on_step_end(self, step: int, result: Any) -> None:
+        pass
+
+
+def _train(flags: str, place: str) -> dict[str, Any]:
+    """What a run leaves in its folder."""
+    with mock.patch.object(offloader, "LEAST_BYTES", 0):  # these models are small
+        run = result_of(Silent([*f"{STEPS} {flags}".split(), "--save", place]), place)
+    lines = [line for line in read_metrics(Path(place) / "metrics.jsonl") if "loss" in line]
+    return {"weights": run["weights"], "curve": [(line["loss"], line["grad_norm"]) for line in lines]}
+
+
+def _as_it_is(workers: Any, folder: str) -> dict[str, Any]:
+    return {flags: _train(flags, f"{folder}/{i}") for i, flags in enumerate({line.flags for line in LINES.values()})}
+
+
+def _sabotaged(workers: Any, folder: str, name: str) -> dict[str, Any]:
+    line = LINES[name]
+    with late(main=line.main, side=line.side), without(PACKAGE + line.module, line.line, line.instead):
+        return _train(line.flags, folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs as they are, by their flags; that late streams change nothing in them, test_runs.py shows."""
+    found: dict[str, Any] = run_in_workers(1, _as_it_is, str(tmp_path_factory.mktemp("whole")), device=stand_in.NAME)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_line_is_there(name: str) -> None:
+    line = LINES[name]
+    with without(PACKAGE + line.module, line.line, line.instead):
+        pass
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_run_without_it_is_another(name: str, whole: dict[str, Any], tmp_path: Path) -> None:
+    wanted = whole[LINES[name].flags]
+    try:
+        found = run_in_workers(1, _sabotaged, str(tmp_path), name, device=stand_in.NAME)[0]
+    except (ProcessExitedException, ProcessRaisedException):  # over a token that is none, for instance
+        return
+    curves = [torch.tensor(run["curve"], dtype=torch.float64).nan_to_num(1e9) for run in (wanted, found)]
+    apart = weights_apart(found["weights"], wanted["weights"])
+    assert not torch.allclose(*curves, rtol=1e-4, atol=0) or math.isnan(apart) or apart > 1e-4
+
+
+ARRIVAL = "computes.wait_event(moved)"
+HELD = "leaf.record_stream(computes)  # its memory is the side stream's, which must not take it back too early"
+
+
+def _sums(workers: Any, line: str | None, *, main: float, side: float) -> list[float]:
+    """The sums of batches that are let go as soon as the host has asked for them."""
+    batches = [SimpleNamespace(batch={"x": torch.full((1000,), float(i)).pin_memory()}) for i in range(6)]
+    (torch.ones(1000, device=stand_in.NAME) * 2).sum()  # what takes long the first time
+    with late(main=main, side=side), without(PACKAGE + "data.loader", line) if line else nullcontext():
+        moved: Any = on_device(batches, torch.device(stand_in.NAME, 0), ahead=1)  # type: ignore[arg-type]
+        found = [(microbatch.batch.pop("x") * 2).sum() for microbatch in moved]
+        return torch.stack(found).nan_to_num(-1).tolist()
+
+
+@pytest.mark.parametrize(("line", "main", "side"), [(ARRIVAL, 0.0, 0.1), (HELD, 0.05, 0.0)], ids=["arrival", "memory"])
+def test_batches_are_waited_for_and_kept(line: str, main: float, side: float) -> None:
+    """Of the loader itself: in a run the copies of a batch are there long before its step."""
+    for taken_out in (None, line):
+        found = run_in_workers(1, partial(_sums, main=main, side=side), taken_out, device=stand_in.NAME)[0]
+        assert (found == [2000.0 * i for i in range(6)]) == (taken_out is None)
