@@ -30,6 +30,8 @@ CASES = {
     "stages-distributed": ("stages", 4, f"{STAGES} --use-distributed-optimizer {PRODUCTS}"),
 }
 """Job, workers and flags."""
+EXPERTS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
+MIXTURES = [f"{STAGES} {AGAIN}", f"{TENSOR} --sequence-parallel {AGAIN}", TENSOR]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @cache
-def _reference(job: str, folder: str) -> Any:
-    return train_exactly(job, f"{BASE} --micro-batch-size 4", f"{folder}/eager-{job}")
+def _reference(job: str, folder: str, more: str = "") -> Any:
+    flags = f"{BASE} --micro-batch-size 4 {more}"
+    return train_exactly(job, flags, f"{folder}/eager-{job}-{len(more)}")
+
+
+def _assert_follows(run: Any, expected: Any) -> None:
+    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, expected)]
+    torch.testing.assert_close(*curves, rtol=1e-10, atol=1e-10)
+    assert run["weights"].keys() == expected["weights"].keys()
+    for key, weight in expected["weights"].items():
+        torch.testing.assert_close(run["weights"][key], weight, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,13 +60,8 @@ def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, fo
     runs = groups[workers].run(train_exactly, job, flags, f"{folder}/{name}")
     for run in runs:
         assert not isinstance(run, Failure), run.text
-    run, expected = runs[0], _reference(job, folder)
-    exact = {"rtol": 1e-10, "atol": 1e-10}
-    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, expected)]
-    torch.testing.assert_close(*curves, **exact)
-    assert run["weights"].keys() == expected["weights"].keys()
-    for key, weight in expected["weights"].items():
-        torch.testing.assert_close(run["weights"][key], weight, **exact)
+    run = runs[0]
+    _assert_follows(run, _reference(job, folder))
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] > 0
     assert not report["graph_breaks"]
@@ -70,8 +76,7 @@ def test_dropout_breaks_graphs_and_draws_as_the_eager_layers_do(layout: str, gro
     eager = groups[2].run(train_exactly, "stages-dropout", flags, f"{place}-eager")[0]
     run = groups[2].run(train_exactly, "stages-dropout", f"{flags} --torch-compile aot_eager", place)[0]
     assert not isinstance(run, Failure), run.text
-    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, eager)]
-    torch.testing.assert_close(*curves, rtol=1e-10, atol=1e-10)
+    _assert_follows(run, eager)
     assert run["summary"]["receipts"]["compile"]["graph_breaks"]
 
 
@@ -80,3 +85,17 @@ def test_products_of_broken_graphs_are_refused(groups: Any, folder: str) -> None
     found = groups[2].run(train_exactly, "stages-dropout", flags, f"{folder}/refused")[0]
     assert isinstance(found, Failure)
     assert "use --recompute-granularity full" in found.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MIXTURES)
+def test_only_mixtures_break_graphs_of_blocks_with_experts(layout: str, groups: Any, folder: str) -> None:
+    """Also of blocks that are recomputed, of which torch would compile nothing."""
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {EXPERTS} {layout}"
+    run = groups[2].run(train_exactly, "stages-gpt2", flags, f"{folder}/mixture-{len(layout)}")[0]
+    assert not isinstance(run, Failure), run.text
+    _assert_follows(run, _reference("stages-gpt2", folder, EXPERTS))
+    report = run["summary"]["receipts"]["compile"]
+    assert report["graphs"] >= 2  # before a gate, and behind it
+    assert all("torch.compiler.disable()" in reason for reason in report["graph_breaks"])
+    assert not report["not_compiled"]

@@ -94,10 +94,11 @@ def _what_is_missing(request: Request) -> str | None:
 
 
 def _checkpointed_experts(request: Request) -> list[Finding]:
-    if not request.active.keys() >= set(WHOLE):
+    selective = request.config.get("recompute_granularity") == "selective"
+    if not selective or not request.active.keys() >= set(WHOLE):
         return []
     names = ("torch-compile", *WHOLE)
-    message = "checkpointed blocks with experts cannot be compiled"
+    message = "products of compiled blocks with experts cannot be kept"
     return [Finding(message, request.asked_for(*names), switches=names)]
 
 
@@ -159,12 +160,15 @@ SWITCHES = (
             ),
             Rule(
                 "RF106",
-                "torch.compile needs checkpointed blocks that are one graph: no experts in them.",
-                "the gate of a mixture breaks the graph of its block, and torch leaves checkpointed blocks with a "
-                "break as they are",
+                "Selective recomputation of compiled blocks needs blocks that are one graph: no experts in them.",
+                "the gate of a mixture breaks the graph of its block, and torch keeps products of whole graphs only; "
+                "full recomputation works",
                 "[torch]",
                 _checkpointed_experts,
-                Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations"),
+                Example(
+                    "--torch-compile aot_eager --num-experts 8 --checkpoint-activations "
+                    "--recompute-granularity selective"
+                ),
             ),
         ),
     ),

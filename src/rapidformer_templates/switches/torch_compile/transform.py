@@ -15,7 +15,7 @@ from torch import nn
 
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed, checkpointed_forward
 from rapidformer_templates.switches.tensor_parallel.layers import OnLocalParameters, divided_within, held_locally
 from rapidformer_templates.switches.tensor_parallel.random_streams import draws_random_numbers
 from rapidformer_templates.switches.torch_compile.receipt import CompileRecords
@@ -37,7 +37,7 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     graphs, of a kind of block; what it meets beyond that runs as it is, and the report tells.
 
     Raises:
-        ModelError: products of divided layers are to be kept, and the model has dropout.
+        ModelError: products are to be kept of blocks that do not become one graph.
     """
     plan = building.plan
     shapes = plan.engine_options["compile_shapes"]
@@ -54,27 +54,36 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     backend = building.options.torch_compile
     for part in parts:
         layers = divided_within(part)
-        if layers:
-            _check_recomputation(part, model)
+        place = _breaking_checkpointed(part, draws=bool(layers) and draws_random_numbers(model)) or part
         _share_code(part)
-        part.forward = Compiled(part.forward, backend, static=shapes > 0, layers=layers)
+        place.forward = Compiled(place.forward, backend, static=shapes > 0, layers=layers)
     vars(model)["compile_records"] = CompileRecords(backend, regions=len(parts), limit=limit)
     return model
 
 
-def _check_recomputation(part: nn.Module, model: nn.Module) -> None:
-    """Refuse what torch cannot do: keep products of a block that is no graph, as where divided layers draw.
+def _breaking_checkpointed(part: nn.Module, *, draws: bool) -> Checkpointed | None:
+    """The recomputation of a block that is known not to become one graph; its pieces are compiled inside of that.
+
+    torch would leave a recomputation with a break in it as it is.
+
+    Args:
+        part: the block.
+        draws: whether it has divided layers in a model with dropout.
 
     Raises:
-        ModelError: products are to be kept, and the model has dropout.
+        ModelError: products are to be kept, which torch does of whole graphs only.
     """
     checkpointed = checkpointed_forward(part)
-    if checkpointed is not None and checkpointed.keeps and draws_random_numbers(model):
+    apart = draws or any(hasattr(type(module).forward, "_torchdynamo_disable") for module in part.modules())
+    if checkpointed is None or not apart:
+        return None
+    if checkpointed.keeps:
         raise ModelError(
-            "dropout in divided layers breaks the graphs of blocks, and torch keeps products of whole graphs only",
+            "experts, and dropout in divided layers, break graphs, and torch keeps products of whole graphs only",
             where="--recompute-granularity selective with --torch-compile",
-            hint="use --recompute-granularity full, or a model without dropout",
+            hint="use --recompute-granularity full",
         )
+    return checkpointed
 
 
 def _share_code(part: nn.Module) -> None:
