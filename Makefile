@@ -32,8 +32,8 @@ test: $(VENV)/.installed-dev  ## lint, format, types and all tests
 	$(LINT)
 	$(PYTEST)
 
-docs: $(VENV)/.installed  ## write docs/switches.md and the schema of YAML files anew from the declarations
-	$(BIN)/python -m rapidformer_templates.commands.catalogue docs/switches.md
+docs: $(VENV)/.installed  ## write docs/switches.md, a table of docs/parallelism.md and the schema of YAML files anew
+	$(BIN)/python -m rapidformer_templates.commands.catalogue docs/switches.md docs/parallelism.md
 	$(BIN)/rapidformer schema > examples/rapidformer.schema.json
 
 site: $(VENV)/.installed-dev  ## build the manual as a site into build/site

@@ -26,6 +26,7 @@ QUESTIONS = {
     "planner": "memory that a plan predicts, beside real steps",
     "offload": "the same with activations on the host",
     "context": "the same of long sequences that several workers share",
+    "layouts": "losses of eighteen layouts of up to eight workers, beside one process",
     "longest": "a sequence that several workers share, in memory in which one cannot hold it",
     "states": "bytes a parameter that each way to share them out holds",
     "moe": "a mixture of experts beside the dense model",

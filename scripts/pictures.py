@@ -12,9 +12,10 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from rapidformer_templates.commands.main import main as rapidformer  # noqa: E402
+from rapidformer_templates.planning.plan import Sizes  # noqa: E402
+from rapidformer_templates.planning.worker_groups import groups_of  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
 WIDTH = 100  # columns of a terminal; longer lines go on in the next
@@ -116,22 +119,31 @@ def _number(cell: str) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-def bars(chart: Chart, page: str) -> str:
-    """The chart as an SVG that is readable on a light and on a dark page: it brings its own ground."""
+@contextlib.contextmanager
+def drawn(width: float, height: float) -> Iterator[tuple[Any, io.StringIO]]:
+    """A figure to draw on, and what has its SVG in the end, the same on every machine."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    labels, values = zip(*[(label.replace("`", ""), value) for label, value in rows(chart, page)], strict=True)
+    out = io.StringIO()
     settings = {"svg.fonttype": "none", "svg.hashsalt": "docs", "font.family": "sans-serif", "font.size": 11}
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(8.6, 0.9 + 0.38 * len(labels)), layout="constrained", facecolor="#f6f8fa")
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="#f6f8fa")
         FigureCanvasSVG(figure)
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+        yield figure, out
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def bars(chart: Chart, page: str) -> str:
+    """The chart as an SVG that is readable on a light and on a dark page: it brings its own ground."""
+    labels, values = zip(*[(label.replace("`", ""), value) for label, value in rows(chart, page)], strict=True)
+    with drawn(8.6, 0.9 + 0.38 * len(labels)) as (figure, out):
         axes = figure.subplots()
         own = [re.search(chart.ours, label) for label in labels]
-        drawn = axes.barh(labels, values, color=["#3f51b5" if mine else "#9aa5b1" for mine in own], height=0.66)
-        axes.bar_label(drawn, labels=[f"{value:,.5g}" for value in values], padding=4)
+        bars_drawn = axes.barh(labels, values, color=["#3f51b5" if mine else "#9aa5b1" for mine in own], height=0.66)
+        axes.bar_label(bars_drawn, labels=[f"{value:,.5g}" for value in values], padding=4)
         figure.suptitle(chart.title, x=0.015, ha="left", fontsize=11.5, fontweight="bold")
         axes.invert_yaxis()
         axes.margins(x=0.14)
@@ -139,15 +151,58 @@ def bars(chart: Chart, page: str) -> str:
         axes.spines[:].set_visible(False)
         axes.axvline(0, color="#57606a", linewidth=0.8)
         axes.tick_params(length=0, labelbottom=False)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()
+
+
+WORKERS = Sizes(world=16, local_world=16, tensor=2, context=2, data=2, pipeline=2)
+"""Sixteen workers, two in each dimension."""
+COLOURS = {"tensor": "#3f51b5", "context": "#00897b", "data": "#c77700", "pipeline": "#ad1457"}
+BENT = {"tensor": 0.0, "context": 0.0, "data": 0.34, "pipeline": -0.22}
+"""How far the line between two workers bends, as a share of its length."""
+
+
+def workers() -> str:
+    """Who exchanges what with whom: the groups of :data:`WORKERS` as the plan has them."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import FancyArrowPatch
+
+    groups = {group.name: group for group in groups_of(WORKERS)}
+    places = [_place(rank, {name: rank // group.stride % 2 for name, group in groups.items()}) for rank in range(16)]
+    with drawn(8.6, 4.9) as (figure, out):
+        axes = figure.subplots()
+        for name, group in groups.items():
+            for first in (rank for rank in range(16) if rank // group.stride % 2 == 0):
+                ends = places[first], places[first + group.stride]
+                line = FancyArrowPatch(*ends, arrowstyle="-", connectionstyle=f"arc3,rad={BENT[name]}", zorder=1)
+                line.set(color=COLOURS[name], linewidth=2.2 if name == "tensor" else 1.6)
+                axes.add_patch(line)
+        for rank, (x, y) in enumerate(places):
+            box = {"boxstyle": "round,pad=0.42", "facecolor": "#ffffff", "edgecolor": "#57606a"}
+            axes.text(x, y, f"{rank}", ha="center", va="center", bbox=box, zorder=2)
+        for replica, y in enumerate((3.5, 0.5)):
+            axes.text(-1.0, y, f"replica {replica}", rotation=90, ha="center", va="center", fontweight="bold")
+        for stage, x in enumerate((0.6, 5.0)):
+            axes.text(x, 4.75, f"stage {stage}", ha="center", fontweight="bold")
+        lines = [
+            Line2D([], [], color=COLOURS[name], linewidth=2, label=f"{name}: {groups[name].exchanges}")
+            for name in COLOURS
+        ]
+        axes.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0.02), ncols=2, frameon=False, fontsize=10)
+        axes.set(xlim=(-1.3, 6.4), ylim=(-0.9, 5.1))
+        axes.axis("off")
+    return out.getvalue()
+
+
+def _place(rank: int, at: Mapping[str, int]) -> tuple[float, float]:
+    """Stages side by side, replicas one below the other; in each of them tensor goes across and context down."""
+    return at["pipeline"] * 4.4 + at["tensor"] * 1.2, 4.0 - at["data"] * 3.0 - at["context"] * 1.0
 
 
 def pictures() -> Iterator[tuple[str, str]]:
     """The name and the text of each picture that is made from output and figures."""
     for name, command in TERMINAL.items():
         yield f"{name}.svg", terminal(command)
+    yield "workers.svg", workers()
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for chart in CHARTS:
         yield f"{chart.section}.svg", bars(chart, page)

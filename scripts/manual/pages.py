@@ -13,13 +13,8 @@ from typing import Any
 
 import rapidformer_templates
 from rapidformer_templates.commands import catalogue
-from rapidformer_templates.commands.catalogue import (
-    MATRIX_MACHINE,
-    compatibility,
-    explain,
-    table,
-    with_additions,
-)
+from rapidformer_templates.commands.catalogue import explain, table
+from rapidformer_templates.commands.compatibility import MATRIX_MACHINE, compatibility, with_additions
 from rapidformer_templates.commands.main import PlanFlags
 from rapidformer_templates.planning.changes import spell
 from rapidformer_templates.planning.config import RunConfig, build_parser, spelling
@@ -79,7 +74,7 @@ def switch_page(switch: Switch) -> str:
 
 def example_command(switch: Switch) -> str:
     """A plan with the switch, and with what it requires, on the plainest job that takes it."""
-    additions = with_additions(_alone(switch), REGISTRY) or []
+    additions = with_additions(_alone(switch), REGISTRY)[0]
     values = {**switch.on, **{name: value for change in additions for name, value in change.values.items()}}
     for job in JOBS:
         config = REGISTRY.complete(RunConfig()).replace("manual", **job, **values)
@@ -148,7 +143,7 @@ def _cells(switch: Switch) -> Iterator[tuple[Switch, str]]:
 
 @functools.cache
 def _pairs() -> Sequence[Sequence[str]]:
-    return list(compatibility(REGISTRY))
+    return [[pair.cell for pair in row] for row in compatibility(REGISTRY)]
 
 
 def _receipt(switch: Switch) -> str:
@@ -164,7 +159,7 @@ def _receipt(switch: Switch) -> str:
 def _prediction(switch: Switch) -> str:
     """What `plan --auto-strategy` makes of it."""
     alone = _alone(switch)
-    unknown = switch.predicts.unknown(apply(alone, with_additions(alone, REGISTRY) or [], REGISTRY))
+    unknown = switch.predicts.unknown(apply(alone, with_additions(alone, REGISTRY)[0], REGISTRY))
     rows = [
         (KINDS[kind], _text(switch.predicts.predicted.get(kind, "")) or f"not predicted: {_text(unknown[kind])}")
         for kind in FORECAST

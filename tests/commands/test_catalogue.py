@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer_templates.commands import catalogue as document
+from rapidformer_templates.commands.compatibility import Together, compatibility, refused_pairs, whose
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY, switch_options
@@ -58,6 +59,7 @@ ADAPTERS = [
 TUNING = [
     "--context-parallel-kind",
     "--context-parallel-size",
+    "--expert-model-parallel-size",
     "--expert-parallel",
     "--fsdp-reduce-dtype",
     "--fsdp-reshard-after-forward",
@@ -113,22 +115,39 @@ def test_each_code_is_one_rule() -> None:
     assert len({rule.code for rule in rules}) == len({id(rule) for rule in rules})
 
 
-@pytest.mark.slow
-def test_markdown_is_up_to_date() -> None:
-    written = (ROOT / "docs/switches.md").read_text(encoding="utf-8")
-    assert written == document.markdown(REGISTRY), (
-        "run python -m rapidformer_templates.commands.catalogue docs/switches.md"
-    )
+@pytest.fixture(scope="module")
+def pairs() -> list[list[Together]]:
+    return list(compatibility(REGISTRY))
 
 
 @pytest.mark.slow
-def test_matrix_agrees_with_the_rules() -> None:
+def test_generated_documents_are_up_to_date(pairs: list[list[Together]]) -> None:
+    page = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
+    for name, made in (
+        ("switches.md", document.markdown(REGISTRY, pairs)),
+        ("parallelism.md", document.filled(page, REGISTRY, pairs)),
+    ):
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == made, f"docs/{name}: run make docs"
+
+
+@pytest.mark.slow
+def test_matrix_agrees_with_the_rules(pairs: list[list[Together]]) -> None:
     names = [switch.name for switch in REGISTRY.switches]
-    rows = dict(zip(names, document.compatibility(REGISTRY), strict=True))
+    rows = {name: [pair.cell for pair in row] for name, row in zip(names, pairs, strict=True)}
     assert rows["zero-3"][names.index("fsdp")] == "–"
     assert rows["tf32"][names.index("tf32")] == "TPF"
     assert rows["zero-1"][names.index("tensor-parallel")] == "T"
     assert rows["nvme-offload"][names.index("nvme-offload")] == "T+"
+
+
+@pytest.mark.slow
+def test_every_pair_that_is_refused_has_a_rule_and_whose_it_is(pairs: list[list[Together]]) -> None:
+    refused = [(rules, names) for rules, names in refused_pairs(REGISTRY, pairs)]
+    assert sum(len(names) for _, names in refused) == sum(not pair.templates for row in pairs for pair in row)
+    reasons = {name: {whose(rule) for rule in rules} for rules, names in refused for name in names}
+    assert reasons["tensor-parallel × fsdp"] == {"documented"}
+    assert reasons["context-parallel × onnx-runtime"] == {"own"}
+    assert reasons["onnx-runtime × fsdp"] == {"of a package"}
 
 
 @pytest.mark.parametrize("rule", REGISTRY.all_rules, ids=lambda rule: rule.code)

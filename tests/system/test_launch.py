@@ -35,6 +35,8 @@ class Job(ClassJob):
 
 Job.main(lr=1e-3, micro_batch_size=2, log_interval=1, save_interval=2)
 print("what follows")
+if "AGAIN" in os.environ:
+    print(Job(lr=1e-3, micro_batch_size=2, train_iters=2).fit()["steps"], "more steps")
 """
 
 
@@ -124,12 +126,14 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(
         [*command, "--train-iters", "4", "--save", str(folder)],
+        env={**os.environ, "AGAIN": "1"},  # torchrun's store remembers where the workers of the first run met
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 more steps") == 2
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
     again = subprocess.run(
         [*command, "--train-iters", "4", "--save", str(folder), "--nproc-per-node", "2"],

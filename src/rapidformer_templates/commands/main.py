@@ -333,6 +333,7 @@ def _groups(plan: Plan) -> Table:
 
 def _switches(words: list[str]) -> int:
     from rapidformer_templates.commands import catalogue as _document
+    from rapidformer_templates.commands.compatibility import compatibility
 
     parser = argparse.ArgumentParser(prog="rapidformer switches", add_help=False)
     parser.add_argument("--markdown", action="store_true")
@@ -340,7 +341,7 @@ def _switches(words: list[str]) -> int:
     if unknown:
         raise ConfigError(f"unexpected argument '{unknown[0]}'", hint="rapidformer switches [--markdown]")
     if given.markdown:
-        print(_document.markdown(REGISTRY), end="")
+        print(_document.markdown(REGISTRY, list(compatibility(REGISTRY))), end="")
     else:
         _document.show(REGISTRY)
     return 0

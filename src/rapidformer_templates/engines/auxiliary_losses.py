@@ -15,12 +15,33 @@ ATTRIBUTE = "auxiliary_losses"
 """Of a model that has such losses: an :class:`AuxiliaryLosses`."""
 
 
+class DividedSequences(Protocol):
+    """Sequences of which each worker has a stretch, inside of the blocks of a model.
+
+    Attributes:
+        length: tokens of the whole sequence inside of a block, None elsewhere.
+    """
+
+    length: int | None
+
+    def stretch(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This worker's part of a whole tensor along ``dim``; what fills the last stretch up is zeros."""
+
+    def gather(self, stretch: torch.Tensor, length: int) -> torch.Tensor:
+        """[B, ``length``, …] of stretches [B, S, …]; every worker that shares the sequences must ask for it."""
+
+
 class AuxiliaryLosses(Protocol):
     """Losses that layers add to the gradient in their backward; the user's hook knows nothing of them.
 
     The gradient of a step is that of the mean of the user's loss over the targets of the global batch, plus
     that of the mean of these losses over its tokens.
+
+    Attributes:
+        sequences: what divides the sequences that the layers see; None where they see whole ones.
     """
+
+    sequences: DividedSequences | None
 
     def begin_step(self, microbatches: Sequence[MicroBatch], workers: Workers) -> None:
         """Look at the micro batches of this rank; every rank must call it."""

@@ -98,7 +98,7 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("pipeline-parallel-size pipeline-parallel pp pp-size", "--pipeline-model-parallel-size", ""),
     ("num-layers-per-virtual-pipeline-stage", "--virtual-pipeline-size", "parts of the model a worker"),
     ("expert-parallel-size ep ep-size", "--expert-model-parallel-size", "inside groups of data-parallel workers"),
-    ("context-parallel-size cp", "", "context parallelism is not in this version"),
+    ("context-parallel context-parallel-degree cp cp-size", "--context-parallel-size", ""),
     ("num-processes num-gpus gpus devices ngpus n-gpu gpus-per-node num-proc", "--nproc-per-node", ""),
     ("num-machines num-nodes nnodes node-rank machine-rank", "", _NODES),
     ("main-process-port", "--master-port", ""),

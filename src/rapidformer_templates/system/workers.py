@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from rapidformer_templates.errors import WorkerFailed
 from rapidformer_templates.planning.plan import Sizes
@@ -188,6 +189,9 @@ def _mesh(device: torch.device, sizes: Sizes) -> DeviceMesh | None:
     return init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "copies", "tensor"))
 
 
+PATIENCE = timedelta(minutes=30)
+"""How long workers wait for each other."""
+
 OPENED_AT_ONCE = ("cuda", "xpu")
 """Kinds whose backend connects when it is told its device, and not at the first exchange."""
 
@@ -195,7 +199,12 @@ OPENED_AT_ONCE = ("cuda", "xpu")
 def _open_group(device: torch.device) -> None:
     named = device if device.type in OPENED_AT_ONCE else None
     try:
-        dist.init_process_group(accelerator.backend_of(device), timeout=timedelta(minutes=30), device_id=named)
+        store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
+        # That of torchrun outlives a group: the next one must not meet what the last one wrote there.
+        turn = store.add(f"rapidformer/groups/{rank}", 1)
+        store = torch._C._distributed_c10d.PrefixStore(f"rapidformer/{turn}", store)
+        backend = accelerator.backend_of(device)
+        dist.init_process_group(backend, None, PATIENCE, world, rank, store, device_id=named)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise WorkerFailed(

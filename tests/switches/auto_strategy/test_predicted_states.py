@@ -184,6 +184,8 @@ TOGETHER: list[Case] = [
     ("experts, pipeline, sharded over data", 4, "Trainer",
      {"num_experts": 4, **PIPELINE, "use_distributed_optimizer": True}),
     ("experts, tensor, pipeline", 4, "Trainer", {"num_experts": 4, **TENSOR, **PIPELINE, "sequence_parallel": True}),
+    ("experts, context, tensor, zero-2", 4, "Trainer",
+     {"num_experts": 4, "context_parallel_size": 2, **TENSOR, "zero_2_memory_optimization": True}),
     ("experts, muon", 1, "Trainer", {"num_experts": 4, "optimizer": "muon"}),
     ("experts, adafactor", 1, "Trainer", {"num_experts": 4, "optimizer": "adafactor"}),
     ("pipeline, adafactor", 2, "Trainer", {**PIPELINE, "optimizer": "adafactor"}),

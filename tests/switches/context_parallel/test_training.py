@@ -122,7 +122,7 @@ def test_receipts_show_the_stretches(runs: Any) -> None:
         receipts = runs[name]["summary"]["receipts"]
         held, whole = receipts["context_tokens"]
         assert held == -(-whole // size)
-        assert receipts["context_attention"] > 0
+        assert receipts["context_attention"] is True
         assert receipts["context_kind"] == "all-to-all"
     assert runs["ring2-tp2"]["summary"]["receipts"]["context_kind"] == "ring"  # one head on each worker
 

@@ -299,7 +299,7 @@ def test_twenty_steps_are_those_without(job: str, double: bool, references: Any,
 def test_the_receipt_would_see_whole_logits(tmp_path: Path) -> None:
     """Break the switch on purpose: the receipt must not say what it says when it works."""
 
-    def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: Recipe) -> Any:
+    def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: Recipe, words: Any) -> Any:
         return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
 
     with mock.patch("rapidformer_templates.switches.fused_loss.logits.linear_cross_entropy", whole):

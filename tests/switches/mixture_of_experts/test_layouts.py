@@ -24,7 +24,11 @@ PLAIN = f"{STEPS} --no-export-model"
 OURS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
 CAPACITY = f"{OURS} --moe-capacity-factor 1.0"
 THEIRS = "--moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"
-PIPELINE, TENSOR = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+CONTEXT, PIPELINE, TENSOR = (
+    "--context-parallel-size",
+    "--pipeline-model-parallel-size 2",
+    "--tensor-model-parallel-size 2",
+)
 JOBS = {  # name: (job, flags of the mixture)
     "gpt2": ("gpt2-4-tied", CAPACITY),
     "llama": ("llama-4-untied", f"{OURS} --moe-layer-interval 2"),
@@ -40,6 +44,12 @@ LAYOUTS = {  # name: (job, flags of the layout)
     ),
     "shards": ("gpt2", f"{TENSOR} --micro-batch-size 2 --zero-2-memory-optimization"),
     "stretches": ("bert", f"{TENSOR} --sequence-parallel --micro-batch-size 3"),
+    "context": ("gpt2", f"{CONTEXT} 4 --micro-batch-size 2 --checkpoint-activations --zero-2-memory-optimization"),
+    "context in a ring, in stages": (
+        "llama",
+        f"{CONTEXT} 2 --context-parallel-kind ring {PIPELINE} --micro-batch-size 2 --use-distributed-optimizer",
+    ),
+    "context and stretches": ("qwen3", f"{CONTEXT} 2 {TENSOR} --sequence-parallel --micro-batch-size 4"),
     "groups": ("gpt2", "--expert-model-parallel-size 2 --micro-batch-size 1 --checkpoint-activations"),
     "stages and shards": ("mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3"),
     "stages and stretches": (

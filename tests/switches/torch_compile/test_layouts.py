@@ -16,6 +16,7 @@ pytestmark = pytest.mark.distributed
 BASE = "--train-iters 3 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model --device cpu"
 STAGES = "--pipeline-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2"
+CONTEXT = "--context-parallel-size 2"
 AGAIN = "--checkpoint-activations"
 PRODUCTS = f"{AGAIN} --recompute-granularity selective"
 CASES = {
@@ -27,6 +28,9 @@ CASES = {
     "bert-sequence": ("stages-bert", 2, f"{TENSOR} --sequence-parallel {AGAIN}"),
     "3d": ("stages", 4, f"{STAGES} {TENSOR} --sequence-parallel {AGAIN} --virtual-pipeline-size 2"),
     "tensor-zero-2": ("stages", 4, f"{TENSOR} --zero-2-memory-optimization"),
+    "context": ("stages", 2, CONTEXT),
+    "context-ring-recomputed": ("stages-gpt2", 2, f"{CONTEXT} --context-parallel-kind ring {AGAIN}"),
+    "context-sequence": ("stages", 4, f"{CONTEXT} {TENSOR} --sequence-parallel {PRODUCTS}"),
     "stages-distributed": ("stages", 4, f"{STAGES} --use-distributed-optimizer {PRODUCTS}"),
 }
 """Job, workers and flags."""
@@ -64,20 +68,24 @@ def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, fo
     _assert_follows(run, _reference(job, folder))
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] > 0
-    assert not report["graph_breaks"]
+    # What goes round in a ring is on its way while scores are computed, which no graph can hold.
+    outside = ["Skip calling `torch.compiler.disable()`d function"] if "ring" in name else []
+    assert list(report["graph_breaks"]) == outside
     assert not report["recompilations"]
     assert not report["not_compiled"]
 
 
 @pytest.mark.parametrize("layout", [TENSOR, f"{TENSOR} --sequence-parallel {AGAIN}"], ids=["plain", "sequence"])
-def test_dropout_breaks_graphs_and_draws_as_the_eager_layers_do(layout: str, groups: Any, folder: str) -> None:
+def test_dropout_draws_as_the_eager_layers_do(layout: str, groups: Any, folder: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 {layout}"
     place = f"{folder}/dropout-{len(layout)}"
     eager = groups[2].run(train_exactly, "stages-dropout", flags, f"{place}-eager")[0]
     run = groups[2].run(train_exactly, "stages-dropout", f"{flags} --torch-compile aot_eager", place)[0]
     assert not isinstance(run, Failure), run.text
     _assert_follows(run, eager)
-    assert run["summary"]["receipts"]["compile"]["graph_breaks"]
+    report = run["summary"]["receipts"]["compile"]
+    assert report["graphs"] > 0
+    assert bool(report["graph_breaks"]) == ("sequence" not in layout)  # a stretch draws all by itself
 
 
 def test_products_of_broken_graphs_are_refused(groups: Any, folder: str) -> None:

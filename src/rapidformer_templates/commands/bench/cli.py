@@ -11,8 +11,9 @@ from pathlib import Path
 from rapidformer_templates.errors import ConfigError, RapidformerError
 
 EVIDENCE = (
-    "adapters", "faults", "fused-loss", "graph", "moe", "offload", "optimizers", "overhead", "packing", "padding",
-    "peers", "planner", "precision", "preprocess", "reading", "saving", "states", "streaming",
+    "adapters", "context", "faults", "fused-loss", "graph", "layouts", "longest", "moe", "offload",
+    "optimizers", "overhead", "packing", "padding", "peers", "planner", "precision", "preprocess", "reading", "saving",
+    "states", "streaming",
 )  # fmt: skip
 """Questions that ``python -m benchmarks`` answers in a checkout of the repository."""
 

@@ -90,7 +90,7 @@ def attention(
     within = ALL_ATTENTION_FUNCTIONS[inner]
     if shards is None or shards.length is None:
         return within(module, query, key, value, attention_mask, *args, **kwargs)
-    shards.attended += 1
+    shards.attended = True
     if shards.kind == "ring":
         return _by_ring(module, shards, query, key, value, attention_mask, *args, **kwargs), None
     peers, length = shards.peers, shards.length

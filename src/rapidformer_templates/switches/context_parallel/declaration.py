@@ -24,7 +24,7 @@ from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT
 
 CONTEXT, KIND = "context_parallel_size", "context_parallel_kind"
 
-NOT_WITH = ("graph", "mixture-of-experts")
+NOT_WITH = ("onnx-runtime", "expert-parallel")
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ SWITCHES = (
             ),
             Rule(
                 "RF232",
-                "Sequences are not divided in captured graphs, or in mixtures of experts.",
-                "what is captured or balanced there is of whole sequences",
+                "Sequences are not divided in graphs of ONNX Runtime, or beside divided experts.",
+                "a graph is captured of whole sequences, and experts that are divided take tokens of whole ones",
                 "[rapidformer_templates]",
                 excludes("context-parallel", NOT_WITH, TOGETHER_REVERSED),
-                Example("--context-parallel-size 2 --num-experts 4 --world-size 2"),
+                Example("--context-parallel-size 2 --onnx-runtime-training --world-size 2"),
             ),
         ),
     ),

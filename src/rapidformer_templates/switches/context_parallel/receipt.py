@@ -10,7 +10,7 @@ from rapidformer_templates.switches.context_parallel.stretches import ContextSha
 
 
 class Stretches(Receipt):
-    """``context_tokens``: [of a sequence on this worker, in all]; ``context_attention``: calls that were divided;
+    """``context_tokens``: [of a sequence on this worker, in all]; ``context_attention``: whether it was divided;
     ``context_kind``: how.
     """
 

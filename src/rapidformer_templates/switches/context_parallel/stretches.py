@@ -25,7 +25,7 @@ class ContextShards(SequenceShards):
 
     Attributes:
         kind: ``all-to-all`` or ``ring``: how attention sees them.
-        attended: calls of attention that were divided.
+        attended: whether a call of attention was divided; a number would be another one for each compiled graph.
     """
 
     key = "_context_length"
@@ -36,7 +36,7 @@ class ContextShards(SequenceShards):
         super().__init__(peers, streams)
         self.kind = kind
         self.ends = ends
-        self.attended = 0
+        self.attended = False
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def intervals(self, length: int) -> Intervals:
@@ -45,7 +45,7 @@ class ContextShards(SequenceShards):
 
     def divide(self, hidden: torch.Tensor) -> torch.Tensor:
         self._cut.clear()
-        return self._stretch(hidden, DIM)
+        return self.stretch(hidden, DIM)
 
     def arguments(self, arguments: dict[str, Any], length: int) -> dict[str, Any]:
         cut = {
@@ -78,10 +78,10 @@ class ContextShards(SequenceShards):
         if tensor.ndim < -dim or tensor.shape[dim] != length:
             return tensor
         if id(tensor) not in self._cut:
-            self._cut[id(tensor)] = tensor, self._stretch(tensor, dim)
+            self._cut[id(tensor)] = tensor, self.stretch(tensor, dim)
         return self._cut[id(tensor)][1]
 
-    def _stretch(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def stretch(self, tensor: torch.Tensor, dim: int = DIM) -> torch.Tensor:
         """This worker's intervals, filled up with zeros; not a view, which would keep the whole."""
         dim %= tensor.ndim
         intervals = self.intervals(tensor.shape[dim])

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from rapidformer_templates.engines.auxiliary_losses import auxiliary_losses_of
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.context_parallel.attention import attend_over_context, check_attention
@@ -47,6 +48,9 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     if divided is not None and divided.head is not None:
         head = divided.head.module
         head.forward = OnRows(head.forward)
+    losses = auxiliary_losses_of(model)
+    if losses is not None:
+        losses.sequences = shards
     model.context_shards = shards  # type: ignore[assignment]
     return model
 

@@ -20,14 +20,12 @@ class Routing:
     """Where the tokens of a batch go. Shapes: B rows, T tokens each, N experts, K choices.
 
     Attributes:
-        logits: [B, T, N].
         chosen: [B, T, K], experts in the order of their probability.
         weights: [B, T, K], how much of each chosen expert's output is taken; zero where it is not visited.
         kept: [B, T, K], False where the choice is not carried out: padding, or an expert that is full.
             None where all are carried out.
     """
 
-    logits: torch.Tensor
     chosen: torch.Tensor
     weights: torch.Tensor
     kept: torch.Tensor | None
@@ -49,18 +47,22 @@ class Gate(nn.Module):
         self.top_k = top_k
         self.capacity_factor = capacity_factor
 
-    def forward(self, rows: torch.Tensor, mask: torch.Tensor | None) -> Routing:
-        """The routing of ``rows`` [B, T, hidden]; ``mask`` [B, T] is False where a row is padded."""
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, T, N], the logits of ``rows`` [B, T, hidden]."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         with torch.autocast(rows.device.type, enabled=False):
-            logits = F.linear(rows.to(wide), self.weight.to(wide))
+            return F.linear(rows.to(wide), self.weight.to(wide))
+
+    def route(self, logits: torch.Tensor, mask: torch.Tensor | None) -> Routing:
+        """The routing by ``logits`` [B, T, N] of whole samples; ``mask`` [B, T] is False where a row is padded."""
+        with torch.autocast(logits.device.type, enabled=False):
             weights, chosen = choose(logits, self.top_k)
         kept = None if mask is None else mask.unsqueeze(-1).expand_as(chosen)
         if self.capacity_factor is not None:
             kept = within_capacity(chosen, kept, logits.shape[-1], self.capacity_factor)
         if kept is not None:
             weights = weights * kept
-        return Routing(logits, chosen, weights, kept)
+        return Routing(chosen, weights, kept)
 
 
 def choose(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,11 +37,14 @@ class SparseFeedForward(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, T, hidden] to the same shape; zeros where there is padding."""
         rows = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
-        mask = self._losses.mask_of(rows)
-        routing = self.gate(rows, mask)
-        weights = self._losses.attach(routing.weights, routing.logits, routing.chosen, routing.kept, mask, self._layer)
-        kept = None if routing.kept is None else routing.kept.flatten(0, 1)
-        grouped = group_by_expert(rows.flatten(0, 1), routing.chosen.flatten(0, 1), kept, len(self.gate.weight))
+        losses = self._losses
+        logits = losses.whole(self.gate(rows))
+        mask = losses.mask_of(logits)
+        routing = self.gate.route(logits, mask)
+        weights = losses.attach(routing.weights, logits, routing.chosen, routing.kept, mask, self._layer)
+        weights, chosen = losses.here(weights), losses.here(routing.chosen)
+        kept = None if routing.kept is None else losses.here(routing.kept).flatten(0, 1)
+        grouped = group_by_expert(rows.flatten(0, 1), chosen.flatten(0, 1), kept, len(self.gate.weight))
         outputs = self.experts(grouped.tokens, grouped.counts, all_taken=kept is None)
         output = ungroup(outputs, grouped, weights.flatten(0, 1)).to(hidden.dtype).view_as(hidden)
         return output if self.dropout is None else self.dropout(output)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.data.loader import MicroBatch
-from rapidformer_templates.engines.auxiliary_losses import ATTRIBUTE
+from rapidformer_templates.engines.auxiliary_losses import ATTRIBUTE, DividedSequences
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system.workers import Workers
 
@@ -79,6 +79,7 @@ class BalanceLosses:
         self.experts = experts
         self.balance = balance
         self.z = z
+        self.sequences: DividedSequences | None = None
         self._mask: Any = None
         self._shape: tuple[int, ...] = ()
         self._tokens: float = 1.0  # of the global batch
@@ -108,9 +109,25 @@ class BalanceLosses:
         return token_mask(self._mask, rows.shape[:2])
 
     def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, T, N] of what a router puts out for all tokens, [B · T, N]; one row if it is not known how many."""
+        """[B, T, N] of what a router puts out for the tokens here, [B · S, N]; one row if it is not known how many."""
+        if self._divided:
+            return self.whole(tokens.unflatten(0, (self._shape[0], -1)))
         fits = len(self._shape) == 2 and self._shape[0] * self._shape[1] == len(tokens)
         return tokens.unflatten(0, self._shape) if fits else tokens.unsqueeze(0)
+
+    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, T, …] of what is known of the tokens here, [B, S, …]: of sequences that are divided, all stretches."""
+        divided = self._divided
+        return rows if divided is None else divided.gather(rows, divided.length or 0)
+
+    def here(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, S, …] of what is known of all tokens, [B, T, …]."""
+        return rows if self._divided is None else self._divided.stretch(rows)
+
+    @property
+    def _divided(self) -> DividedSequences | None:
+        """What divides the sequences that a layer sees now."""
+        return None if self.sequences is None or self.sequences.length is None else self.sequences
 
     def attach(
         self,
@@ -178,8 +195,9 @@ class BalanceLosses:
         self._mask, self._shape = seen
 
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
-        # Each layer is on one stage, and seen by all workers that share its matrices.
-        step = workers.sum_tensor(self._step.to(workers.device) * (workers.tensor_rank == 0))
+        # Each layer is on one stage, and seen whole by all workers that share its matrices or its sequences.
+        counts = workers.tensor_rank == 0 and workers.context_rank == 0
+        step = workers.sum_tensor(self._step.to(workers.device) * counts)
         self._run = self._run.to(step.device) + step
         load = _load(step)
         return {

@@ -83,7 +83,7 @@ class _Attached:
         logits, weights, chosen = output
         rows = self.losses.rows_of(logits)
         mask = self.losses.mask_of(rows)
-        attached = self.losses.attach(weights, rows, chosen.view(*rows.shape[:2], -1), None, mask, self.layer)
+        attached = self.losses.attach(weights, rows, self.losses.rows_of(chosen), None, mask, self.layer)
         return logits, attached, chosen
 
 

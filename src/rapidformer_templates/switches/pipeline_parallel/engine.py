@@ -195,7 +195,7 @@ class _Step:
             engine._auxiliary.recall(self._seen.pop((stage, number)))
             if stage != engine.last_stage:
                 scale = engine.loss_scale.scale if engine.loss_scale else torch.ones((), device=engine.workers.device)
-                engine._auxiliary.follow_without_loss(self.microbatches[number], scale)
+                engine._auxiliary.follow_without_loss(self.microbatches[number], scale * engine._averages_over)
 
 
 def _computed_again(blocks: Iterable[nn.Module]) -> bool:

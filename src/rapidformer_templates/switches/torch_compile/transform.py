@@ -15,7 +15,9 @@ from torch import nn
 
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed, checkpointed_forward
+from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
+from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
 from rapidformer_templates.switches.tensor_parallel.layers import OnLocalParameters, divided_within, held_locally
 from rapidformer_templates.switches.tensor_parallel.random_streams import draws_random_numbers
 from rapidformer_templates.switches.torch_compile.receipt import CompileRecords
@@ -54,36 +56,46 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     backend = building.options.torch_compile
     for part in parts:
         layers = divided_within(part)
-        place = _breaking_checkpointed(part, draws=bool(layers) and draws_random_numbers(model)) or part
+        owner = _owner(part, breaks=_breaks(model, divided=bool(layers)))
         _share_code(part)
-        place.forward = Compiled(place.forward, backend, static=shapes > 0, layers=layers)
+        owner.forward = Compiled(owner.forward, backend, static=shapes > 0, layers=layers)
     vars(model)["compile_records"] = CompileRecords(backend, regions=len(parts), limit=limit)
     return model
 
 
-def _breaking_checkpointed(part: nn.Module, *, draws: bool) -> Checkpointed | None:
-    """The recomputation of a block that is known not to become one graph; its pieces are compiled inside of that.
+def _breaks(model: nn.Module, *, divided: bool) -> bool:
+    """Whether each block of a model has a part that no graph can hold: other random numbers, or a ring."""
+    shards: ContextShards | None = vars(model).get("context_shards")
+    rings = shards is not None and shards.kind == "ring"
+    return rings or ((divided or shards is not None) and draws_random_numbers(model))
 
-    torch would leave a recomputation with a break in it as it is.
+
+def _owner(part: nn.Module, *, breaks: bool) -> Any:
+    """What gets a compiled ``forward``: a block, or the innermost of what was put around the forward of one.
+
+    That is for blocks that are known not to become one graph: of a recomputation, and of what tidies up behind a
+    forward, torch compiles nothing where there is a break within.
 
     Args:
         part: the block.
-        draws: whether it has divided layers in a model with dropout.
+        breaks: whether every block of its model has something that no graph can hold.
 
     Raises:
         ModelError: products are to be kept, which torch does of whole graphs only.
     """
+    if not breaks and not any(isinstance(module, SparseFeedForward) for module in part.modules()):
+        return part
     checkpointed = checkpointed_forward(part)
-    apart = draws or any(hasattr(type(module).forward, "_torchdynamo_disable") for module in part.modules())
-    if checkpointed is None or not apart:
-        return None
-    if checkpointed.keeps:
+    if checkpointed is not None and checkpointed.keeps:
         raise ModelError(
-            "experts, and dropout in divided layers, break graphs, and torch keeps products of whole graphs only",
+            "experts, rings, and dropout in divided layers break graphs, and torch keeps products of whole graphs only",
             where="--recompute-granularity selective with --torch-compile",
             hint="use --recompute-granularity full",
         )
-    return checkpointed
+    owner: Any = part
+    while hasattr(owner.forward, "forward"):
+        owner = owner.forward
+    return owner
 
 
 def _share_code(part: nn.Module) -> None:

@@ -1,0 +1,141 @@
+"""What goes with what: every pair of switches, and by which rules pairs are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rapidformer_templates.planning.changes import ADD
+from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.environment import OPTIONAL_PACKAGES, Environment
+from rapidformer_templates.planning.registry import REGISTRY, Registry
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.planning.suggest import apply
+from rapidformer_templates.planning.switch import TEMPLATES, Change, Request, Rule, Switch
+
+# The matrix asks which switches go together, not what this machine has: eight GPUs and every package.
+MATRIX_MACHINE = Environment(
+    world_size=8,
+    local_world_size=8,
+    device="cuda",
+    compute_capability=(8, 0),
+    packages=dict.fromkeys(OPTIONAL_PACKAGES, "any"),
+)
+
+DOCUMENTED = ("R", "B", "M", "S", "D")
+"""Sources of rules that the documents of switches.md lay down; others are names of packages."""
+OWN = "rapidformer_templates"
+
+
+@dataclass(frozen=True)
+class Together:
+    """How switches go together.
+
+    Attributes:
+        templates: the first letters of those that take them.
+        added: whether what one of them requires is added.
+        refusals: of the template that takes them with the fewest rules broken; none where any takes them.
+    """
+
+    templates: str
+    added: bool
+    refusals: tuple[Rule, ...]
+
+    @property
+    def cell(self) -> str:
+        return (self.templates + "+" * self.added) or "–"
+
+
+def together(registry: Registry, *switches: Switch) -> Together:
+    """Ask the rules for a run with these switches, in every template."""
+    values = {name: value for switch in switches for name, value in switch.on.items()}
+    config = registry.complete(RunConfig()).replace("matrix", **values)
+    letters, added, refusals = "", False, []
+    for template in TEMPLATES:
+        environment = dataclasses.replace(MATRIX_MACHINE, template=template)
+        additions, rules = with_additions(build_request(config, environment, registry.switches), registry)
+        if rules:
+            refusals.append(rules)
+        else:
+            letters += template[0]
+            added |= bool(additions)
+    return Together(letters, added, () if letters else min(refusals, key=len))
+
+
+def with_additions(request: Request, registry: Registry) -> tuple[list[Change], tuple[Rule, ...]]:
+    """What must be added before the request is accepted, and the rules that are broken even so."""
+    added: list[Change] = []
+    while refusals := registry.refusals(apply(request, added, registry)):
+        change = next((c for _, finding in refusals for c in finding.changes if c.cost == ADD and c not in added), None)
+        if change is None:
+            return added, tuple({rule.code: rule for rule, _ in refusals}.values())
+        added.append(change)
+    return added, ()
+
+
+Pairs = Sequence[Sequence[Together]]
+"""For each switch of a registry those with each switch up to itself."""
+
+
+def compatibility(registry: Registry) -> Iterator[list[Together]]:
+    """For each switch: how it goes together with each switch up to itself."""
+    for i, switch in enumerate(registry.switches):
+        yield [together(registry, switch, other) for other in registry.switches[: i + 1]]
+
+
+def whose(rule: Rule) -> str:
+    """Whose reason a rule is: of the documents, of packages that the product builds on, or its own."""
+    sources = rule.source.strip("[]").split(", ")
+    if any(source in DOCUMENTED for source in sources):
+        return "documented"
+    return "own" if sources == [OWN] else "of a package"
+
+
+def refused_pairs(registry: Registry, pairs: Pairs) -> list[tuple[tuple[Rule, ...], list[str]]]:
+    """The pairs that no template takes, by the rules that refuse them, most pairs first."""
+    rules: dict[tuple[str, ...], tuple[Rule, ...]] = {}
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for (i, row), switch in zip(enumerate(pairs), registry.switches, strict=True):
+        for other, pair in zip(registry.switches[:i], row, strict=False):
+            if pair.refusals:
+                codes = tuple(rule.code for rule in pair.refusals)
+                rules[codes] = pair.refusals
+                found[codes].append(f"{other.name} × {switch.name}")
+    order = sorted(found, key=lambda codes: (-len(found[codes]), codes))
+    return [(rules[codes], found[codes]) for codes in order]
+
+
+def _makes_groups(switch: Switch) -> bool:
+    """Whether a switch divides the workers into groups."""
+    undivided = next(field.default for field in dataclasses.fields(Switch) if field.name == "dimensions")
+    return bool(switch.sizes) or switch.dimensions is not undivided
+
+
+def beside_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:
+    """A table: each switch beside those that divide a model, samples or sequences over groups of workers of their own.
+
+    A cell is how they go together, or the codes of the rules by which they do not.
+    """
+    dividing = [(i, switch) for i, switch in enumerate(registry.switches) if _makes_groups(switch)]
+    table = [["", *(switch.name for _, switch in dividing)]]
+    for i, switch in enumerate(registry.switches):
+        beside = [pairs[max(i, j)][min(i, j)] for j, _ in dividing]
+        codes = [" ".join(rule.code for rule in pair.refusals) for pair in beside]
+        names = ["" if i == j else code or "yes" for (j, _), code in zip(dividing, codes, strict=True)]
+        table.append([switch.name, *names])
+    return table
+
+
+def accepted(registry: Registry, size: int) -> tuple[int, int]:
+    """(accepted, all) combinations of so many switches."""
+    verdicts = [bool(together(registry, *some).templates) for some in itertools.combinations(registry.switches, size)]
+    return sum(verdicts), len(verdicts)
+
+
+if __name__ == "__main__":
+    for count in (2, 3):
+        some, of_all = accepted(REGISTRY, count)
+        print(f"{some:,} of {of_all:,} combinations of {count} switches are accepted")
