@@ -49,12 +49,12 @@ def _reference(job: str, folder: str, more: str = "") -> Any:
     return train_exactly(job, flags, f"{folder}/eager-{job}-{len(more)}")
 
 
-def _assert_follows(run: Any, expected: Any) -> None:
+def _assert_follows(run: Any, expected: Any, limit: float = 1e-10) -> None:
     curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, expected)]
-    torch.testing.assert_close(*curves, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*curves, rtol=limit, atol=limit)
     assert run["weights"].keys() == expected["weights"].keys()
     for key, weight in expected["weights"].items():
-        torch.testing.assert_close(run["weights"][key], weight, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(run["weights"][key], weight, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,6 +73,28 @@ def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, fo
     assert list(report["graph_breaks"]) == outside
     assert not report["recompilations"]
     assert not report["not_compiled"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("more", ["", PRODUCTS], ids=["plain", "products"])
+def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str, groups: Any, folder: str) -> None:
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization {more}"
+    run = groups[2].run(train_exactly, "stages", flags, f"{folder}/zero-3-{len(more)}")[0]
+    assert not isinstance(run, Failure), run.text
+    _assert_follows(run, _reference("stages", folder), 1e-5)  # DeepSpeed's partitions are in fp32
+    report = run["summary"]["receipts"]["compile"]
+    assert report["graphs"] > 0
+    assert not report["graph_breaks"]
+    assert not report["not_compiled"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(("job", "why"), [("frozen-8", "partly frozen"), ("whole", "no repeated blocks")])
+def test_zero_3_refuses_what_it_would_not_gather(job: str, why: str, groups: Any, folder: str) -> None:
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization"
+    found = groups[2].run(train_exactly, job, flags, f"{folder}/not-{job}")[0]
+    assert isinstance(found, Failure)
+    assert why in found.text
 
 
 @pytest.mark.parametrize("layout", [TENSOR, f"{TENSOR} --sequence-parallel {AGAIN}"], ids=["plain", "sequence"])

@@ -8,7 +8,6 @@ from typing import Any
 
 from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.changes import replace
-from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.environment import compile_backends
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -27,6 +26,7 @@ from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes
 
 DEFAULT = "inductor"
 WHOLE = ("mixture-of-experts", "checkpoint-activations")
+FREEZING = ("lora", "frozen-parameters")
 # Backends that torch lists, but that are packages of their own: the module, and what to install.
 PACKAGES = {
     "tvm": ("tvm", "pip install apache-tvm"),
@@ -102,6 +102,15 @@ def _checkpointed_experts(request: Request) -> list[Finding]:
     return [Finding(message, request.asked_for(*names), switches=names)]
 
 
+def _frozen_in_shards(request: Request) -> list[Finding]:
+    frozen = [name for name in FREEZING if name in request.active]
+    if not frozen or not {"torch-compile", "zero-3"} <= request.active.keys():
+        return []
+    names = ("torch-compile", "zero-3", *frozen)
+    message = "blocks with frozen parameters cannot be compiled under ZeRO-3"
+    return [Finding(message, request.asked_for(*names), switches=names)]
+
+
 def _acted(measured: Measured) -> str | None:
     compiled = measured.all("compile")
     if any(records["graphs"] for records in compiled):
@@ -151,12 +160,11 @@ SWITCHES = (
             ),
             Rule(
                 "RF084",
-                "torch.compile needs whole blocks: no ZeRO-3.",
-                "DeepSpeed gathers and frees parameters in hooks on the modules inside of a block, and each of them "
-                "breaks the block's graph",
+                "torch.compile under ZeRO-3 needs blocks whose parameters are all trained.",
+                "the backward of a block's graph meets frozen parameters that DeepSpeed has freed and not gathered again",
                 "[deepspeed, torch]",
-                excludes("torch-compile", "zero-3"),
-                Example("--torch-compile --zero-3-memory-optimization --world-size 2"),
+                _frozen_in_shards,
+                Example("--torch-compile aot_eager --zero-3-memory-optimization --lora-rank 8 --world-size 2"),
             ),
             Rule(
                 "RF106",

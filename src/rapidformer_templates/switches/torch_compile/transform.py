@@ -54,6 +54,8 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     # Checkpointed blocks of all kinds run one piece of code, and share its limit.
     torch._dynamo.config.recompile_limit = limit = kinds * (shapes + EVALUATION if shapes else AUTOMATIC)
     backend = building.options.torch_compile
+    if "zero-3" in plan.switches:
+        _gather_whole(parts, model)
     for part in parts:
         layers = divided_within(part)
         owner = _owner(part, breaks=_breaks(model, divided=bool(layers)))
@@ -61,6 +63,30 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
         owner.forward = Compiled(owner.forward, backend, static=shapes > 0, layers=layers)
     vars(model)["compile_records"] = CompileRecords(backend, regions=len(parts), limit=limit)
     return model
+
+
+def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
+    """Have DeepSpeed gather and free all parameters of a block in hooks on the block, outside of its graph.
+
+    Raises:
+        ModelError: there are no blocks, so that it would gather the whole model, or blocks are partly frozen.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    if parts[0] is model:
+        raise ModelError(
+            "a compiled model is gathered block by block, and this one has no repeated blocks",
+            where="--torch-compile with --zero-3-memory-optimization",
+            hint="keep the blocks in an nn.ModuleList, or use --zero-2-memory-optimization",
+        )
+    if any(not parameter.requires_grad for part in parts for parameter in part.parameters()):
+        raise ModelError(
+            "blocks are partly frozen, and the backward of their graphs meets parameters that are not gathered",
+            where="--torch-compile with --zero-3-memory-optimization",
+            hint="use --zero-2-memory-optimization or --fsdp-memory-optimization, or leave --torch-compile out",
+        )
+    for part in parts:
+        set_z3_leaf_module(part, True)
 
 
 def _breaks(model: nn.Module, *, divided: bool) -> bool:
