@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,13 @@ TENSOR = "--tensor-model-parallel-size 2"
 CONTEXT = "--context-parallel-size 2"
 AGAIN = "--checkpoint-activations"
 PRODUCTS = f"{AGAIN} --recompute-granularity selective"
+MODELS = {
+    "stages": "llama",
+    "stages-gpt2": "gpt2",
+    "stages-bert": "bert",
+    "seen-states": "llama, hidden states asked for",
+}
+GUIDE = Path(__file__).parents[3] / "docs" / "compile.md"
 CASES = {
     "stages": ("stages", 2, STAGES),
     "interleaved-checkpointed-seen": ("seen-states", 2, f"{STAGES} --virtual-pipeline-size 2 {AGAIN}"),
@@ -57,6 +65,13 @@ def _assert_follows(run: Any, expected: Any, limit: float = 1e-10) -> None:
         torch.testing.assert_close(run["weights"][key], weight, rtol=limit, atol=limit)
 
 
+def _assert_documented(job: str, layout: str, workers: int, report: Any) -> None:
+    """The table of docs/compile.md has what was measured."""
+    counts = (report["graphs"], sum(report["graph_breaks"].values()), sum(report["recompilations"].values()))
+    row = f"| {MODELS[job]} | `{layout}` | {workers} | {' | '.join(map(str, counts))} |"
+    assert row in GUIDE.read_text(encoding="utf-8").splitlines()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, folder: str) -> None:
     job, workers, layout = CASES[name]
@@ -73,6 +88,18 @@ def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, fo
     assert list(report["graph_breaks"]) == outside
     assert not report["recompilations"]
     assert not report["not_compiled"]
+    _assert_documented(job, layout, workers, report)
+
+
+@pytest.mark.slow
+def test_inductor_computes_divided_layers(groups: Any, folder: str) -> None:
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile {TENSOR} --sequence-parallel {AGAIN}"
+    run = groups[2].run(train_exactly, "stages", flags, f"{folder}/inductor")[0]
+    assert not isinstance(run, Failure), run.text
+    _assert_follows(run, _reference("stages", folder), 1e-6)  # its norms are in fp32, in another order
+    report = run["summary"]["receipts"]["compile"]
+    assert (report["backend"], report["graphs"]) == ("inductor", 1)
+    assert not report["graph_breaks"]
 
 
 @pytest.mark.deepspeed
@@ -86,6 +113,7 @@ def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str, groups: 
     assert report["graphs"] > 0
     assert not report["graph_breaks"]
     assert not report["not_compiled"]
+    _assert_documented("stages", f"--zero-3-memory-optimization {more}".strip(), 2, report)
 
 
 @pytest.mark.deepspeed
@@ -129,3 +157,4 @@ def test_only_mixtures_break_graphs_of_blocks_with_experts(layout: str, groups: 
     assert report["graphs"] >= 2  # before a gate, and behind it
     assert all("torch.compiler.disable()" in reason for reason in report["graph_breaks"])
     assert not report["not_compiled"]
+    _assert_documented("stages-gpt2", f"{EXPERTS} {layout}", 2, report)
