@@ -161,7 +161,7 @@ SWITCHES = (
             Rule(
                 "RF084",
                 "torch.compile under ZeRO-3 needs blocks whose parameters are all trained.",
-                "the backward of a block's graph meets frozen parameters that DeepSpeed has freed and not gathered again",
+                "the backward of a block's graph meets frozen parameters that DeepSpeed has not gathered again",
                 "[deepspeed, torch]",
                 _frozen_in_shards,
                 Example("--torch-compile aot_eager --zero-3-memory-optimization --lora-rank 8 --world-size 2"),
