@@ -54,20 +54,6 @@ def test_a_backend_names_what_it_needs(backend: str, place: Environment, missing
     assert first == f"error[RF083]: the backend {backend} needs {missing}"
 
 
-def test_zero_3_cuts_what_is_to_be_compiled() -> None:
-    place = on(CPU, packages={"deepspeed": "any"})
-    assert refusal("--torch-compile --zero-3-memory-optimization", place) == exactly(
-        """
-        error[RF084]: torch-compile does not work together with zero-3
-          why    DeepSpeed gathers and frees parameters in hooks on the modules inside of a block, and each of them \
-breaks the block's graph  [deepspeed, torch]
-          asked  --torch-compile inductor (command line), --zero-3-memory-optimization (command line)
-          works  --fsdp-memory-optimization  shards the same three states
-          more   rapidformer explain RF084
-        """
-    )
-
-
 def test_flash_attention_on_a_cpu_has_no_dropout() -> None:
     assert refusal("--use-flash-attn --dropout 0.1", CPU) == exactly(
         """

@@ -43,7 +43,8 @@ PAIRS = {
 def leave_no_trace() -> Iterator[None]:
     """The compiler's settings belong to the process."""
     settings = torch._dynamo.config
-    with settings.patch(optimize_ddp=settings.optimize_ddp, recompile_limit=settings.recompile_limit):
+    names = ("optimize_ddp", "recompile_limit", "skip_fwd_side_effects_in_bwd_under_checkpoint")
+    with settings.patch(**{name: getattr(settings, name) for name in names}):
         yield
     torch.compiler.reset()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,13 @@ TENSOR = "--tensor-model-parallel-size 2"
 CONTEXT = "--context-parallel-size 2"
 AGAIN = "--checkpoint-activations"
 PRODUCTS = f"{AGAIN} --recompute-granularity selective"
+MODELS = {
+    "stages": "llama",
+    "stages-gpt2": "gpt2",
+    "stages-bert": "bert",
+    "seen-states": "llama, hidden states asked for",
+}
+GUIDE = Path(__file__).parents[3] / "docs" / "compile.md"
 CASES = {
     "stages": ("stages", 2, STAGES),
     "interleaved-checkpointed-seen": ("seen-states", 2, f"{STAGES} --virtual-pipeline-size 2 {AGAIN}"),
@@ -34,6 +42,8 @@ CASES = {
     "stages-distributed": ("stages", 4, f"{STAGES} --use-distributed-optimizer {PRODUCTS}"),
 }
 """Job, workers and flags."""
+EXPERTS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
+MIXTURES = [f"{STAGES} {AGAIN}", f"{TENSOR} --sequence-parallel {AGAIN}", TENSOR]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +52,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @cache
-def _reference(job: str, folder: str) -> Any:
-    return train_exactly(job, f"{BASE} --micro-batch-size 4", f"{folder}/eager-{job}")
+def _reference(job: str, folder: str, more: str = "") -> Any:
+    flags = f"{BASE} --micro-batch-size 4 {more}"
+    return train_exactly(job, flags, f"{folder}/eager-{job}-{len(more)}")
+
+
+def _assert_follows(run: Any, expected: Any, limit: float = 1e-10) -> None:
+    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, expected)]
+    torch.testing.assert_close(*curves, rtol=limit, atol=limit)
+    assert run["weights"].keys() == expected["weights"].keys()
+    for key, weight in expected["weights"].items():
+        torch.testing.assert_close(run["weights"][key], weight, rtol=limit, atol=limit)
+
+
+def _assert_documented(job: str, layout: str, workers: int, report: Any) -> None:
+    """The table of docs/compile.md has what was measured."""
+    counts = (report["graphs"], sum(report["graph_breaks"].values()), sum(report["recompilations"].values()))
+    row = f"| {MODELS[job]} | `{layout}` | {workers} | {' | '.join(map(str, counts))} |"
+    assert row in GUIDE.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,13 +79,8 @@ def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, fo
     runs = groups[workers].run(train_exactly, job, flags, f"{folder}/{name}")
     for run in runs:
         assert not isinstance(run, Failure), run.text
-    run, expected = runs[0], _reference(job, folder)
-    exact = {"rtol": 1e-10, "atol": 1e-10}
-    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, expected)]
-    torch.testing.assert_close(*curves, **exact)
-    assert run["weights"].keys() == expected["weights"].keys()
-    for key, weight in expected["weights"].items():
-        torch.testing.assert_close(run["weights"][key], weight, **exact)
+    run = runs[0]
+    _assert_follows(run, _reference(job, folder))
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] > 0
     # What goes round in a ring is on its way while scores are computed, which no graph can hold.
@@ -67,18 +88,54 @@ def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, fo
     assert list(report["graph_breaks"]) == outside
     assert not report["recompilations"]
     assert not report["not_compiled"]
+    _assert_documented(job, layout, workers, report)
+
+
+@pytest.mark.slow
+def test_inductor_computes_divided_layers(groups: Any, folder: str) -> None:
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile {TENSOR} --sequence-parallel {AGAIN}"
+    run = groups[2].run(train_exactly, "stages", flags, f"{folder}/inductor")[0]
+    assert not isinstance(run, Failure), run.text
+    _assert_follows(run, _reference("stages", folder), 1e-6)  # its norms are in fp32, in another order
+    report = run["summary"]["receipts"]["compile"]
+    assert (report["backend"], report["graphs"]) == ("inductor", 1)
+    assert not report["graph_breaks"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("more", ["", PRODUCTS], ids=["plain", "products"])
+def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str, groups: Any, folder: str) -> None:
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization {more}"
+    run = groups[2].run(train_exactly, "stages", flags, f"{folder}/zero-3-{len(more)}")[0]
+    assert not isinstance(run, Failure), run.text
+    _assert_follows(run, _reference("stages", folder), 1e-5)  # DeepSpeed's partitions are in fp32
+    report = run["summary"]["receipts"]["compile"]
+    assert report["graphs"] > 0
+    assert not report["graph_breaks"]
+    assert not report["not_compiled"]
+    _assert_documented("stages", f"--zero-3-memory-optimization {more}".strip(), 2, report)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(("job", "why"), [("frozen-8", "partly frozen"), ("whole", "no repeated blocks")])
+def test_zero_3_refuses_what_it_would_not_gather(job: str, why: str, groups: Any, folder: str) -> None:
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization"
+    found = groups[2].run(train_exactly, job, flags, f"{folder}/not-{job}")[0]
+    assert isinstance(found, Failure)
+    assert why in found.text
 
 
 @pytest.mark.parametrize("layout", [TENSOR, f"{TENSOR} --sequence-parallel {AGAIN}"], ids=["plain", "sequence"])
-def test_dropout_breaks_graphs_and_draws_as_the_eager_layers_do(layout: str, groups: Any, folder: str) -> None:
+def test_dropout_draws_as_the_eager_layers_do(layout: str, groups: Any, folder: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 {layout}"
     place = f"{folder}/dropout-{len(layout)}"
     eager = groups[2].run(train_exactly, "stages-dropout", flags, f"{place}-eager")[0]
     run = groups[2].run(train_exactly, "stages-dropout", f"{flags} --torch-compile aot_eager", place)[0]
     assert not isinstance(run, Failure), run.text
-    curves = [torch.tensor(each["curve"], dtype=torch.float64) for each in (run, eager)]
-    torch.testing.assert_close(*curves, rtol=1e-10, atol=1e-10)
-    assert run["summary"]["receipts"]["compile"]["graph_breaks"]
+    _assert_follows(run, eager)
+    report = run["summary"]["receipts"]["compile"]
+    assert report["graphs"] > 0
+    assert bool(report["graph_breaks"]) == ("sequence" not in layout)  # a stretch draws all by itself
 
 
 def test_products_of_broken_graphs_are_refused(groups: Any, folder: str) -> None:
@@ -86,3 +143,18 @@ def test_products_of_broken_graphs_are_refused(groups: Any, folder: str) -> None
     found = groups[2].run(train_exactly, "stages-dropout", flags, f"{folder}/refused")[0]
     assert isinstance(found, Failure)
     assert "use --recompute-granularity full" in found.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MIXTURES)
+def test_only_mixtures_break_graphs_of_blocks_with_experts(layout: str, groups: Any, folder: str) -> None:
+    """Also of blocks that are recomputed, of which torch would compile nothing."""
+    flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {EXPERTS} {layout}"
+    run = groups[2].run(train_exactly, "stages-gpt2", flags, f"{folder}/mixture-{len(layout)}")[0]
+    assert not isinstance(run, Failure), run.text
+    _assert_follows(run, _reference("stages-gpt2", folder, EXPERTS))
+    report = run["summary"]["receipts"]["compile"]
+    assert report["graphs"] >= 2  # before a gate, and behind it
+    assert all("torch.compiler.disable()" in reason for reason in report["graph_breaks"])
+    assert not report["not_compiled"]
+    _assert_documented("stages-gpt2", f"{EXPERTS} {layout}", 2, report)

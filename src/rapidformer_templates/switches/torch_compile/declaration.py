@@ -8,7 +8,6 @@ from typing import Any
 
 from rapidformer_templates.errors import alike
 from rapidformer_templates.planning.changes import replace
-from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.environment import compile_backends
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -27,6 +26,7 @@ from rapidformer_templates.switches.dynamic_shape.declaration import max_shapes
 
 DEFAULT = "inductor"
 WHOLE = ("mixture-of-experts", "checkpoint-activations")
+FREEZING = ("lora", "frozen-parameters")
 # Backends that torch lists, but that are packages of their own: the module, and what to install.
 PACKAGES = {
     "tvm": ("tvm", "pip install apache-tvm"),
@@ -94,10 +94,20 @@ def _what_is_missing(request: Request) -> str | None:
 
 
 def _checkpointed_experts(request: Request) -> list[Finding]:
-    if not request.active.keys() >= set(WHOLE):
+    selective = request.config.get("recompute_granularity") == "selective"
+    if not selective or not request.active.keys() >= set(WHOLE):
         return []
     names = ("torch-compile", *WHOLE)
-    message = "checkpointed blocks with experts cannot be compiled"
+    message = "products of compiled blocks with experts cannot be kept"
+    return [Finding(message, request.asked_for(*names), switches=names)]
+
+
+def _frozen_in_shards(request: Request) -> list[Finding]:
+    frozen = [name for name in FREEZING if name in request.active]
+    if not frozen or not {"torch-compile", "zero-3"} <= request.active.keys():
+        return []
+    names = ("torch-compile", "zero-3", *frozen)
+    message = "blocks with frozen parameters cannot be compiled under ZeRO-3"
     return [Finding(message, request.asked_for(*names), switches=names)]
 
 
@@ -150,21 +160,23 @@ SWITCHES = (
             ),
             Rule(
                 "RF084",
-                "torch.compile needs whole blocks: no ZeRO-3.",
-                "DeepSpeed gathers and frees parameters in hooks on the modules inside of a block, and each of them "
-                "breaks the block's graph",
+                "torch.compile under ZeRO-3 needs blocks whose parameters are all trained.",
+                "the backward of a block's graph meets frozen parameters that DeepSpeed has not gathered again",
                 "[deepspeed, torch]",
-                excludes("torch-compile", "zero-3"),
-                Example("--torch-compile --zero-3-memory-optimization --world-size 2"),
+                _frozen_in_shards,
+                Example("--torch-compile aot_eager --zero-3-memory-optimization --lora-rank 8 --world-size 2"),
             ),
             Rule(
                 "RF106",
-                "torch.compile needs checkpointed blocks that are one graph: no experts in them.",
-                "the gate of a mixture breaks the graph of its block, and torch leaves checkpointed blocks with a "
-                "break as they are",
+                "Selective recomputation of compiled blocks needs blocks that are one graph: no experts in them.",
+                "the gate of a mixture breaks the graph of its block, and torch keeps products of whole graphs only; "
+                "full recomputation works",
                 "[torch]",
                 _checkpointed_experts,
-                Example("--torch-compile aot_eager --num-experts 8 --checkpoint-activations"),
+                Example(
+                    "--torch-compile aot_eager --num-experts 8 --checkpoint-activations "
+                    "--recompute-granularity selective"
+                ),
             ),
         ),
     ),

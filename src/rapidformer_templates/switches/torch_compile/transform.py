@@ -16,6 +16,8 @@ from torch import nn
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
+from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
 from rapidformer_templates.switches.tensor_parallel.layers import OnLocalParameters, divided_within, held_locally
 from rapidformer_templates.switches.tensor_parallel.random_streams import draws_random_numbers
 from rapidformer_templates.switches.torch_compile.receipt import CompileRecords
@@ -37,7 +39,7 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     graphs, of a kind of block; what it meets beyond that runs as it is, and the report tells.
 
     Raises:
-        ModelError: products of divided layers are to be kept, and the model has dropout.
+        ModelError: products are to be kept of blocks that do not become one graph.
     """
     plan = building.plan
     shapes = plan.engine_options["compile_shapes"]
@@ -52,29 +54,74 @@ def compile_blocks(model: nn.Module, building: Building) -> nn.Module:
     # Checkpointed blocks of all kinds run one piece of code, and share its limit.
     torch._dynamo.config.recompile_limit = limit = kinds * (shapes + EVALUATION if shapes else AUTOMATIC)
     backend = building.options.torch_compile
+    if "zero-3" in plan.switches:
+        _gather_whole(parts, model)
     for part in parts:
         layers = divided_within(part)
-        if layers:
-            _check_recomputation(part, model)
+        owner = _owner(part, breaks=_breaks(model, divided=bool(layers)))
         _share_code(part)
-        part.forward = Compiled(part.forward, backend, static=shapes > 0, layers=layers)
+        owner.forward = Compiled(owner.forward, backend, static=shapes > 0, layers=layers)
     vars(model)["compile_records"] = CompileRecords(backend, regions=len(parts), limit=limit)
     return model
 
 
-def _check_recomputation(part: nn.Module, model: nn.Module) -> None:
-    """Refuse what torch cannot do: keep products of a block that is no graph, as where divided layers draw.
+def _gather_whole(parts: Sequence[nn.Module], model: nn.Module) -> None:
+    """Have DeepSpeed gather and free all parameters of a block in hooks on the block, outside of its graph.
 
     Raises:
-        ModelError: products are to be kept, and the model has dropout.
+        ModelError: there are no blocks, so that it would gather the whole model, or blocks are partly frozen.
     """
-    checkpointed = checkpointed_forward(part)
-    if checkpointed is not None and checkpointed.keeps and draws_random_numbers(model):
+    from deepspeed.utils import set_z3_leaf_module
+
+    if parts[0] is model:
         raise ModelError(
-            "dropout in divided layers breaks the graphs of blocks, and torch keeps products of whole graphs only",
-            where="--recompute-granularity selective with --torch-compile",
-            hint="use --recompute-granularity full, or a model without dropout",
+            "a compiled model is gathered block by block, and this one has no repeated blocks",
+            where="--torch-compile with --zero-3-memory-optimization",
+            hint="keep the blocks in an nn.ModuleList, or use --zero-2-memory-optimization",
         )
+    if any(not parameter.requires_grad for part in parts for parameter in part.parameters()):
+        raise ModelError(
+            "blocks are partly frozen, and the backward of their graphs meets parameters that are not gathered",
+            where="--torch-compile with --zero-3-memory-optimization",
+            hint="use --zero-2-memory-optimization or --fsdp-memory-optimization, or leave --torch-compile out",
+        )
+    for part in parts:
+        set_z3_leaf_module(part, True)
+
+
+def _breaks(model: nn.Module, *, divided: bool) -> bool:
+    """Whether each block of a model has a part that no graph can hold: other random numbers, or a ring."""
+    shards: ContextShards | None = vars(model).get("context_shards")
+    rings = shards is not None and shards.kind == "ring"
+    return rings or ((divided or shards is not None) and draws_random_numbers(model))
+
+
+def _owner(part: nn.Module, *, breaks: bool) -> Any:
+    """What gets a compiled ``forward``: a block, or the innermost of what was put around the forward of one.
+
+    That is for blocks that are known not to become one graph: of a recomputation, and of what tidies up behind a
+    forward, torch compiles nothing where there is a break within.
+
+    Args:
+        part: the block.
+        breaks: whether every block of its model has something that no graph can hold.
+
+    Raises:
+        ModelError: products are to be kept, which torch does of whole graphs only.
+    """
+    if not breaks and not any(isinstance(module, SparseFeedForward) for module in part.modules()):
+        return part
+    checkpointed = checkpointed_forward(part)
+    if checkpointed is not None and checkpointed.keeps:
+        raise ModelError(
+            "experts, rings, and dropout in divided layers break graphs, and torch keeps products of whole graphs only",
+            where="--recompute-granularity selective with --torch-compile",
+            hint="use --recompute-granularity full",
+        )
+    owner: Any = part
+    while hasattr(owner.forward, "forward"):
+        owner = owner.forward
+    return owner
 
 
 def _share_code(part: nn.Module) -> None:

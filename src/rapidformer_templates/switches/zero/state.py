@@ -381,11 +381,15 @@ class PartitionedParameters(ZeroState):
     def route(self) -> Route | None:
         if self.workers.world == 1:
             return None
-        modules = {n: m for n, m in self.model.named_modules() if any(True for _ in m.parameters(recurse=False))}
-        trained = {
-            name: [canonical_name(f"{name}.{n}") for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-            for name, module in modules.items()
-        }
+        from deepspeed.utils import z3_leaf_module
+
+        within = {part: m for m in self.model.modules() if z3_leaf_module(m) for part in m.modules() if part is not m}
+        modules, trained = {}, {}
+        for name, module in self.model.named_modules():
+            own = dict(module.named_parameters(recurse=z3_leaf_module(module)))
+            if own and module not in within:
+                modules[name] = module
+                trained[name] = [canonical_name(f"{name}.{n}") for n, p in own.items() if p.requires_grad]
         return Route(modules, trained, self.workers, "ZeRO-3")
 
     def _whole(self, parameter: Any) -> torch.Tensor:
