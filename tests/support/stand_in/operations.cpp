@@ -489,7 +489,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
     auto& queue = current_queue(to.device().index());
     if (non_blocking && is_pinned(self.storage().data_ptr().get())) {  // read when the copy is made, and not before
       Alias a(self);
-      queue.add([a, b] {
+      queue.add([a, b, held = held_pinned(self.storage().data_ptr().get())] {
         Opened opened({b.base});
         Below below;
         b.on_cpu().copy_(a.on_cpu());
@@ -509,7 +509,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   auto& queue = current_queue(self.device().index());
   if (non_blocking && is_pinned(to.storage().data_ptr().get())) {
     Alias b(to);
-    queue.add([a, b] {
+    queue.add([a, b, held = held_pinned(to.storage().data_ptr().get())] {
       Opened opened({a.base});
       Below below;
       b.on_cpu().copy_(a.on_cpu());

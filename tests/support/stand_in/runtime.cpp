@@ -180,9 +180,20 @@ struct DeviceAllocator final : c10::Allocator {
   }
 };
 
+// A block of page-locked memory is held by its tensor and by each copy that is on its way, as that of CUDA is.
+struct PinnedBlock {
+  size_t bytes;
+  std::shared_ptr<void> memory;
+};
 struct Pinned {
   std::mutex mutex;
-  std::map<const char*, size_t> blocks;
+  std::map<const char*, PinnedBlock> blocks;
+  auto find(const void* pointer) {
+    auto place = blocks.upper_bound(static_cast<const char*>(pointer));
+    if (place == blocks.begin()) return blocks.end();
+    --place;
+    return static_cast<const char*>(pointer) < place->first + std::max<size_t>(place->second.bytes, 1) ? place : blocks.end();
+  }
 };
 Pinned& pinned() {
   static auto* all = new Pinned;
@@ -193,18 +204,12 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto* base = static_cast<char*>(std::aligned_alloc(64, (bytes + 64) / 64 * 64));
     std::lock_guard<std::mutex> lock(pinned().mutex);
-    pinned().blocks[base] = bytes;
+    pinned().blocks[base] = {bytes, std::shared_ptr<void>(base, std::free)};
     return {base, base, &free, c10::Device(c10::DeviceType::CPU)};
   }
   static void free(void* base) {
-    {
-      std::lock_guard<std::mutex> lock(pinned().mutex);
-      pinned().blocks.erase(static_cast<char*>(base));
-    }
-    // Its copies may still be on their way; those of CUDA keep it, too, until they have arrived.
-    for (int device = 0; device < DEVICES; ++device)
-      for (auto* queue : queues_of(static_cast<c10::DeviceIndex>(device))) queue->wait();
-    std::free(base);
+    std::lock_guard<std::mutex> lock(pinned().mutex);
+    pinned().blocks.erase(static_cast<char*>(base));
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free; }
   void copy_data(void* to, const void* from, size_t count) const override { std::memcpy(to, from, count); }
@@ -376,11 +381,12 @@ c10::Allocator* pinned_allocator() {
   return all;
 }
 bool is_pinned(const void* pointer) {
+  return held_pinned(pointer) != nullptr;
+}
+std::shared_ptr<void> held_pinned(const void* pointer) {
   std::lock_guard<std::mutex> lock(pinned().mutex);
-  auto place = pinned().blocks.upper_bound(static_cast<const char*>(pointer));
-  if (place == pinned().blocks.begin()) return false;
-  --place;
-  return static_cast<const char*>(pointer) < place->first + std::max<size_t>(place->second, 1);
+  auto place = pinned().find(pointer);
+  return place == pinned().blocks.end() ? nullptr : place->second.memory;
 }
 void record_stream(const void* pointer, c10::DeviceIndex, c10::StreamId id) {
   if (pointer) memory().record(pointer, id);

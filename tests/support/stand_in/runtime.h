@@ -92,6 +92,7 @@ struct Figures {
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
+std::shared_ptr<void> held_pinned(const void* pointer);  // the block that a copy needs; null where it is none
 void record_stream(const void* pointer, c10::DeviceIndex device, c10::StreamId id);
 Figures figures(c10::DeviceIndex device);
 void reset_peak(c10::DeviceIndex device);
