@@ -67,6 +67,11 @@ for name, module in json.loads(sys.argv[1]).items():
             facts["cuda"] = torch.version.cuda
             facts["gpus"] = [[p.name, f"{p.major}.{p.minor}", p.total_memory] for p in
                              map(torch.cuda.get_device_properties, gpus)]
+            found = torch.accelerator.current_accelerator(check_available=True)
+            if found is not None:
+                called = getattr(torch.get_device_module(found), "get_device_name", None)
+                facts["accelerator"] = {"kind": found.type, "count": torch.accelerator.device_count(),
+                                        "name": called and called(0)}
         tell(end=name, error=None, gone=[[gone, entry.without] for gone, entry in missing(name)], **facts)
     except BaseException as error:
         lines = str(error).strip().splitlines() or [""]
@@ -158,6 +163,7 @@ def _machine(torch: dict[str, Any]) -> dict[str, Any]:
         "rapidformer_templates": _version("rapidformer_templates"),
         "torch_cuda": torch.get("cuda"),
         "gpus": gpus,
+        "accelerator": torch.get("accelerator"),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory / 2**30, 1),
     }
@@ -299,7 +305,7 @@ def show(report: dict[str, Any]) -> None:
     about = Table(title="Machine", title_justify="left", show_header=False)
     about.add_row("python", machine["python"])
     about.add_row("rapidformer_templates", machine["rapidformer_templates"])
-    about.add_row("device", "\n".join(gpus) or f"CPU (torch is {cuda})")
+    about.add_row("device", "\n".join(gpus) or _other_device(machine["accelerator"]) or f"CPU (torch is {cuda})")
     about.add_row("cores", str(machine["cores"]))
     about.add_row("memory", f"{machine['memory_gb']} GB")
     console = Console()
@@ -309,6 +315,14 @@ def show(report: dict[str, Any]) -> None:
     if parts["folder"]:
         console.print(_table("DeepSpeed's compiled parts", parts["parts"]))
         print(f"in {parts['folder']}")
+
+
+def _other_device(accelerator: dict[str, Any] | None) -> str:
+    """An accelerator that is no GPU of Nvidia's; empty without one."""
+    if accelerator is None:
+        return ""
+    name = f" ({accelerator['name']})" if accelerator["name"] else ""
+    return f"{accelerator['count']} × {accelerator['kind']}{name}"
 
 
 def _table(title: str, findings: Sequence[dict[str, Any]]) -> Any:
