@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
@@ -32,7 +33,7 @@ def without(module: str, line: str, instead: str = "pass") -> Iterator[None]:
     code = compile("\n".join(changed), str(live.__file__), "exec")
     name, other = _outermost(code, number)
     function: Any = reduce(getattr, name.split("."), live)
-    function = getattr(function, "__wrapped__", function)
+    function = inspect.unwrap(function)  # torch wraps the steps of optimizers, of some twice
     kept = function.__code__
     function.__code__ = other
     try:

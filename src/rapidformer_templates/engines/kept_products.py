@@ -6,7 +6,12 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-_KEEPING = tuple(type(mode) for mode in create_selective_checkpoint_contexts([]))
+
+class KeepsProducts:
+    """Of a dispatch mode of our own around a forward whose products are read again in its backward."""
+
+
+_KEEPING: tuple[type, ...] = (KeepsProducts, *(type(mode) for mode in create_selective_checkpoint_contexts([])))
 
 
 def products_are_kept() -> bool:
