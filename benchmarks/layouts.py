@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -46,10 +47,18 @@ WAYS = {"fp64": "", "fp32": "", "compiled": "--torch-compile"}
 
 VOCABULARY, LENGTH, SAMPLES = 96, 32, 64
 
+
+def _ways(word: str) -> list[str]:
+    ways = word.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise argparse.ArgumentTypeError(f"no {', '.join(unknown)} among {', '.join(WAYS)}")
+    return ways
+
+
 FLAGS = (
     Flag("steps", 100, "optimizer steps"),
     Flag("workers", 8, "most worker processes"),
-    Flag("ways", ",".join(WAYS), "how each layout is trained", kind=str),
+    Flag("ways", ",".join(WAYS), "how each layout is trained", kind=_ways),
 )
 
 COLUMNS: Columns = {
@@ -65,7 +74,7 @@ COLUMNS: Columns = {
 
 
 def answer(options: argparse.Namespace) -> Answer:
-    ways = [way for way in WAYS if way in options.ways.split(",")]
+    ways = options.ways
     layouts = [layout for layout in LAYOUTS if _workers(layout) <= options.workers]
     rows: list[Row] = []
     with progress("layouts", len(layouts)) as advance:
@@ -83,10 +92,7 @@ def _count(found: int | None) -> str:
 
 
 def _workers(layout: Mapping[str, int]) -> int:
-    count = 1
-    for size in layout.values():
-        count *= size
-    return count
+    return math.prod(layout.values())
 
 
 def _name(layout: Mapping[str, int]) -> str:

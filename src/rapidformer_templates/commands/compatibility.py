@@ -110,8 +110,7 @@ def refused_pairs(registry: Registry, pairs: Pairs) -> list[tuple[tuple[Rule, ..
 
 def _makes_groups(switch: Switch) -> bool:
     """Whether a switch divides the workers into groups."""
-    undivided = next(field.default for field in dataclasses.fields(Switch) if field.name == "dimensions")
-    return bool(switch.sizes) or switch.dimensions is not undivided
+    return bool(switch.sizes) or switch.dimensions is not Switch.dimensions
 
 
 def beside_groups(registry: Registry, pairs: Pairs) -> list[list[str]]:

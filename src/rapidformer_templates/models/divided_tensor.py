@@ -104,6 +104,13 @@ def with_a_number(function: Any, divided: Any, other: Any) -> Any:
     return divided.with_local(function(divided.local, other))
 
 
+def is_by_index(logits: Any, target: Any, size_average: Any, reduce: Any) -> bool:
+    """Whether a cross-entropy is of logits (rows, words) or (words,) and the indices of targets, without old flags."""
+    if size_average is not None or reduce is not None or not isinstance(target, torch.Tensor):
+        return False
+    return not target.is_floating_point() and target.ndim == logits.ndim - 1 < 2
+
+
 _HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys((_T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.register_hook), of_the_graph),
     **dict.fromkeys(

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from rapidformer_templates.models.divided_tensor import DividedTensor, Handler
+from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, is_by_index
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.switches.context_parallel.exchange import total
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
@@ -205,9 +205,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """``torch.nn.functional.cross_entropy`` of logits (rows, words) or (words,) and the indices of targets."""
-    old = size_average is not None or reduce is not None
-    by_index = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.ndim == input.ndim - 1
-    if old or not by_index or input.ndim > 2 or not isinstance(input, DividedRows):
+    if not isinstance(input, DividedRows) or not is_by_index(input, target, size_average, reduce):
         return NotImplemented
     targets = target.reshape(-1)
     losses = function(

@@ -117,8 +117,9 @@ class BalanceLosses:
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, T, …] of what is known of the tokens here, [B, S, …]: of sequences that are divided, all stretches."""
-        divided = self._divided
-        return rows if divided is None else divided.gather(rows, divided.length or 0)
+        if self.sequences is None or self.sequences.length is None:
+            return rows
+        return self.sequences.gather(rows, self.sequences.length)
 
     def here(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, S, …] of what is known of all tokens, [B, T, …]."""

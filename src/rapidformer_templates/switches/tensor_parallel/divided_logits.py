@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from rapidformer_templates.errors import DataError
-from rapidformer_templates.models.divided_tensor import DividedTensor, Handler
+from rapidformer_templates.models.divided_tensor import DividedTensor, Handler, is_by_index
 from rapidformer_templates.models.logits_shape import flattens_rows, rows_of_view, selects_rows
 from rapidformer_templates.models.vocabulary_loss import Words, losses_and_slope
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers, gather, sum_partial
@@ -100,9 +100,8 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """``torch.nn.functional.cross_entropy`` of logits (samples, tokens) or (tokens,) and the indices of targets."""
-    old = size_average is not None or reduce is not None
-    by_index = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.ndim == input.ndim - 1
-    if old or weight is not None or not by_index or input.ndim > 2 or not isinstance(input, DividedLogits):
+    by_index = isinstance(input, DividedLogits) and is_by_index(input, target, size_average, reduce)
+    if weight is not None or not by_index:
         return NotImplemented
     local = input.local
     # Autocast computes every cross-entropy in fp32.
