@@ -46,6 +46,7 @@ FLAGS = (Flag("workers", 4, "most worker processes"),)
 
 LORA = "--lora-rank 8"
 FUSED = "--fused-linear-cross-entropy"
+EXPERTS = "--num-experts 4"
 
 GOAL_MEDIAN, GOAL_WORST = 0.03, 0.10
 """Errors of the peak, as shares."""
@@ -92,13 +93,16 @@ class Case:
         layout = self.layout
         sizes = f"{layout.tensor}·{layout.pipeline}·{layout.data}"
         ways = [f"context {layout.context}"] if layout.context > 1 else []
+        ways += [f"virtual {layout.virtual}"] if layout.virtual > 1 else []
         ways += [layout.partitioned] if layout.partitioning != "none" else []
         ways += {"none": [], "full": ["recompute"], "selective": ["selective"]}[layout.recompute]
         ways += ["sequence"] if layout.sequence_parallel else []
         ways += [self.precision] if self.precision != "fp32" else []
         ways += ["sums"] if self.narrow_sums else []
         ways += [f"stages {','.join(map(str, layout.stages))}"] if layout.stages else []
-        adapters = self.adapters.replace("--lora-rank", "rank").replace("--quantize-base ", "")
+        adapters = (
+            self.adapters.replace("--lora-rank", "rank").replace(EXPERTS, "experts").replace("--quantize-base ", "")
+        )
         ways += [adapters.replace(FUSED, "fused")] if adapters else []
         return f"{sizes}  {layout.micro_batch}×{layout.accumulation}  {' '.join(ways)}".rstrip()
 
@@ -147,6 +151,12 @@ CASES = (
     ),
     *(Case("llama", Layout(pipeline=stages, micro_batch=2, accumulation=8), "bf16", FUSED) for stages in (1, 2, 4)),
     Case("llama", Layout(pipeline=4, micro_batch=2, accumulation=8, stages=(1, 2, 3, 2)), "bf16"),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, virtual=2)),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=8, virtual=4, recompute="full"), "bf16"),
+    Case("llama", Layout(pipeline=4, micro_batch=2, accumulation=8, virtual=2), "bf16"),
+    Case("gpt2", Layout(pipeline=2, micro_batch=2, accumulation=4, virtual=3)),
+    Case("bert", Layout(pipeline=2, data=2, micro_batch=2, accumulation=4, virtual=2, partitioning="zero-2"), "bf16"),
+    Case("gpt2", Layout(pipeline=2, data=2, micro_batch=2, accumulation=4, virtual=3, partitioning="zero-1")),
     Case("llama", Layout(data=2, micro_batch=2, partitioning="fsdp", recompute="selective"), "bf16"),
     Case("llama", Layout(data=4, micro_batch=2, partitioning="fsdp", recompute="full")),
     Case("gpt2", Layout(data=4, micro_batch=4, partitioning="fsdp", shard_size=2)),
@@ -163,6 +173,14 @@ CASES = (
     Case("llama", Layout(context=4, micro_batch=2)),
     Case("gpt2", Layout(context=2, data=2, micro_batch=2, partitioning="fsdp")),
     Case("llama", Layout(context=4, micro_batch=2, partitioning="fsdp", recompute="full"), "bf16"),
+    Case("llama", Layout(micro_batch=2), adapters=EXPERTS),
+    Case("llama", Layout(data=2, micro_batch=2, partitioning="distributed-optimizer"), "bf16", EXPERTS),
+    Case("gpt2", Layout(data=2, micro_batch=2, accumulation=2, partitioning="zero-2"), adapters=EXPERTS),
+    Case("llama", Layout(tensor=2, micro_batch=2, sequence_parallel=True), adapters=EXPERTS),
+    Case("llama", Layout(pipeline=2, micro_batch=2, accumulation=4, recompute="full"), "bf16", EXPERTS),
+    Case("llama", Layout(context=2, micro_batch=2), adapters=EXPERTS),
+    Case("llama", Layout(pipeline=2, context=2, micro_batch=2, accumulation=4, virtual=2), adapters=EXPERTS),
+    Case("gpt2", Layout(tensor=2, context=2, micro_batch=2, partitioning="zero-2"), adapters=EXPERTS),
     Case("llama", Layout(micro_batch=2), adapters=LORA),
     Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", LORA),
     Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),

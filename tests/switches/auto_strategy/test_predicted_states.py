@@ -16,13 +16,12 @@ from rapidformer_templates import Data, Pretrainer, Trainer
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS, TORCH_ADAM
-from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import resolve
 from rapidformer_templates.planning.suggest import nearest
 from rapidformer_templates.planning.switch import FORECAST, Switch
-from rapidformer_templates.switches.auto_strategy.layouts import PARTITIONINGS, Layout
+from rapidformer_templates.switches.auto_strategy.layouts import layout_of
 from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
 from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
@@ -142,6 +141,7 @@ FOUR_BITS = CODED | ({"quantize_base": "int4"} if _installed("peft") else {})
 NF4 = FOUR_BITS | ({"quantize_base": "nf4"} if _installed("peft") and _installed("bitsandbytes") else {})
 AVERAGE = {"ema_decay": 0.9, "layerwise_lr_decay": 0.5}
 PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
+INTERLEAVED = {**PIPELINE, "virtual_pipeline_size": 2}
 NARROW = {"mixed_precision": "bf16"}
 SHARDED = {"use_distributed_optimizer": True}
 MASTERS: list[Case] = [
@@ -161,6 +161,8 @@ MASTERS: list[Case] = [
     ("masters, pipeline, zero-1", 4, "Trainer", {**NARROW, **PIPELINE, "zero_1_memory_optimization": True}),
     ("masters, pipeline, zero-2", 4, "Trainer", {**NARROW, **PIPELINE, "zero_2_memory_optimization": True}),
     ("masters, tensor, zero-2", 4, "Trainer", {**NARROW, **TENSOR, "zero_2_memory_optimization": True}),
+    ("masters, interleaved", 2, "Trainer", {**NARROW, **INTERLEAVED}),
+    ("masters, interleaved, zero-2", 4, "Trainer", {**NARROW, **INTERLEAVED, "zero_2_memory_optimization": True}),
 ]  # fmt: skip
 """Weights of 16 bits, with fp32 masters."""
 
@@ -217,6 +219,8 @@ TOGETHER: list[Case] = [
     ("frozen, fsdp", 2, "Trainer", {"freeze": "mlp", "fsdp_memory_optimization": True}),
     ("frozen, zero-2", 2, "Trainer", {"freeze": "mlp", "zero_2_memory_optimization": True}),
     ("tensor, pipeline", 4, "Trainer", {**TENSOR, **PIPELINE, "sequence_parallel": True}),
+    ("interleaved, adafactor, zero-1", 4, "Trainer",
+     {**INTERLEAVED, "zero_1_memory_optimization": True, "optimizer": "adafactor"}),
 ]  # fmt: skip
 CASES = [*SWITCHES, *BY_OPTIMIZER, *TOGETHER, *MASTERS]
 QUICK = {
@@ -274,29 +278,12 @@ def run_all(workers: Any, folder: str, names: list[str]) -> dict[str, list[Held]
     return {case[0]: run(case, folder) for case in CASES if case[0] in names}
 
 
-def _layout_of(plan: Plan) -> Layout:
-    """The layout of a resolved run."""
-    sizes = plan.sizes
-    return Layout(
-        sizes.tensor,
-        sizes.pipeline,
-        sizes.data,
-        sizes.micro_batch,
-        sizes.accumulation,
-        next((name for name in PARTITIONINGS if name in plan.switches), "none"),
-        recompute="full" if "checkpoint-activations" in plan.switches else "none",
-        sequence_parallel="sequence-parallel" in plan.switches,
-        shard_size=plan.engine_options.get("fsdp_shard_size"),
-        context=sizes.context,
-    )
-
-
 def predicted(case: Case) -> list[Held]:
     _, workers, template, values = case
     job = JOBS[template]([*words(values, "run"), "--nproc-per-node", str(workers)])
     plan = resolve(job.config, detect(template, "test", device="cpu", world_size=workers))
     of_model = shapes(job.config, plan)
-    return held_by_worker(of_model, _layout_of(plan), setting_of(plan, of_model.width))
+    return held_by_worker(of_model, layout_of(plan), setting_of(plan, of_model.width))
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ class Layout:
         sequence_parallel: norms and dropout are divided along the sequence, too.
         shard_size: workers of a group that FSDP divides a copy of the states over; None: all replicas.
         stages: blocks of each stage; empty where they follow from the parameters.
+        virtual: stages that each worker of the pipeline has; above one they are interleaved.
         context: workers that share each sequence.
         offload: what the blocks keep goes to host memory.
     """
@@ -56,6 +57,7 @@ class Layout:
     shard_size: int | None = None
     context: int = 1
     offload: bool = False
+    virtual: int = 1
 
     @property
     def replicas(self) -> int:
@@ -78,6 +80,11 @@ class Layout:
         return f"{self.partitioning} / {self.shard_size}" if self.shard_size else self.partitioning
 
     @property
+    def pipelined(self) -> str:
+        """The pipeline in a table: ``4 · 2`` of four workers with two stages each."""
+        return f"{self.pipeline} · {self.virtual}" if self.virtual > 1 else str(self.pipeline)
+
+    @property
     def world(self) -> int:
         return self.tensor * self.pipeline * self.replicas
 
@@ -94,8 +101,15 @@ class Layout:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a pipeline's worker waits: (p - 1) / (m + p - 1) (Narayanan et al., 2021)."""
-        return (self.pipeline - 1) / (self.accumulation + self.pipeline - 1)
+        """Share of the step in which a pipeline's worker waits: (p - 1) / (v m + p - 1) (Narayanan et al., 2021)."""
+        return (self.pipeline - 1) / (self.virtual * self.accumulation + self.pipeline - 1)
+
+    @property
+    def largest_share(self) -> float:
+        """Of the blocks, those of the worker that has most."""
+        if not self.stages:
+            return 1 / self.pipeline
+        return max(sum(self.stages[rank :: self.pipeline]) for rank in range(self.pipeline)) / sum(self.stages)
 
     def values(self) -> dict[str, Any]:
         """The fields of the configuration that ask for this layout; those that are off are among them."""
@@ -103,6 +117,7 @@ class Layout:
         return {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_size": self.virtual,
             "context_parallel_size": self.context,
             "sequence_parallel": self.sequence_parallel,
             "micro_batch_size": self.micro_batch,
@@ -148,4 +163,5 @@ def layout_of(plan: Plan) -> Layout:
         shard_size=plan.engine_options.get("fsdp_shard_size"),
         context=sizes.context,
         offload="offload-activations" in plan.switches,
+        virtual=values.get(spelling("virtual_pipeline_size"), {}).get("value") or 1,
     )

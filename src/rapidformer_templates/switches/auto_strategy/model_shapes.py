@@ -81,14 +81,13 @@ class Coordinates(NamedTuple):
     """A worker's part of a replica: its stage, and its rank among those who share each block's matrices.
 
     Attributes:
-        begin, end: the stage's blocks, from one number up to the other.
+        parts: its runs of blocks, each from one number up to the other; several where stages are interleaved.
     """
 
     tensor: int
     pipeline: int
     stage: int
-    begin: int
-    end: int
+    parts: tuple[tuple[int, int], ...]
     peer: int = 0
 
 
@@ -98,11 +97,13 @@ class Exchanged(NamedTuple):
     Attributes:
         narrow: whether its parameters are of 16 bits, with masters.
         is_tied: whether other stages have copies of them.
+        part: of the worker's parts the one whose backward completes it.
     """
 
     window: Window
     narrow: bool
     is_tied: bool
+    part: int
 
     @property
     def first(self) -> int:
@@ -387,12 +388,24 @@ class ModelShapes:
         end = "first" if rank == 0 else "last" if rank == coordinates.pipeline - 1 else "middle"
 
         def is_here(name: str) -> bool:
-            block = self.block_of(name)
-            if block is None:
+            if self.block_of(name) is None:
                 return end in self.ends_of(name)
-            return coordinates.begin <= self.blocks[block][1] < coordinates.end
+            return self._part_in(coordinates, name) is not None
 
         return {name: facts for name, facts in local.items() if is_here(name)}
+
+    def _part_in(self, coordinates: Coordinates, name: str) -> int | None:
+        """The part of a worker that a block's parameter is in."""
+        block = self.block_of(name)
+        number = None if block is None else self.blocks[block][1]
+        parts = enumerate(coordinates.parts)
+        return next((part for part, (begin, end) in parts if number is not None and begin <= number < end), None)
+
+    def part_of(self, coordinates: Coordinates, name: str) -> int:
+        """Of a worker's parts the one that has a parameter of this worker; the first of several."""
+        if coordinates.pipeline > 1 and self.block_of(name) is None:
+            return len(coordinates.parts) - 1 if self.ends_of(name) == {"last"} else 0
+        return self._part_in(coordinates, name) or 0
 
     def windows(self, coordinates: Coordinates, data: int, *, masters: bool, whole: bool = False) -> list[Exchanged]:
         """What a worker of a stage exchanges at a time with the other replicas, in the order in which it leaves.
@@ -406,15 +419,16 @@ class ModelShapes:
         key, limit = (coordinates, data, masters, whole), window_for(self.width)
         if key not in self._windows:
             own = list(self.stage_parameters(coordinates).items())
-            kinds: dict[tuple[bool, frozenset[str]], list[tuple[int, int]]] = {}
+            kinds: dict[tuple[bool, frozenset[str], int], list[tuple[int, int]]] = {}
             for index, (name, facts) in reversed(list(enumerate(own))):
                 ends = self.ends_of(name) if coordinates.pipeline > 1 else frozenset[str]()
-                kind = (masters and facts.narrows, ends if len(ends) > 1 else frozenset[str]())
+                shared = ends if len(ends) > 1 else frozenset[str]()
+                kind = (masters and facts.narrows, shared, self.part_of(coordinates, name))
                 kinds.setdefault(kind, []).append((index, facts.count))
-            for sizes in (sizes for (_, ends), sizes in kinds.items() if ends):
+            for sizes in (sizes for (_, ends, _), sizes in kinds.items() if ends):
                 sizes.sort(key=lambda size: own[size[0]][0])
             of_kinds = windows_of_kinds(kinds, data, limit, whole=whole, is_tied=lambda kind: bool(kind[1]))
-            found = [Exchanged(window, narrow, bool(ends)) for window, (narrow, ends) in of_kinds.items()]
+            found = [Exchanged(window, narrow, bool(ends), part) for window, (narrow, ends, part) in of_kinds.items()]
             self._windows[key] = sorted(found, key=lambda each: (each.is_tied, -each.first))
         return self._windows[key]
 

@@ -197,8 +197,10 @@ class Search:
                     continue
                 data = world // divides
                 for partitioning in self._partitionings(data * context):
-                    for recompute, shard_size in product(
-                        self._recomputed(), self._shard_sizes(partitioning, data * context)
+                    for recompute, shard_size, virtual in product(
+                        self._recomputed(),
+                        self._shard_sizes(partitioning, data * context),
+                        self._virtual_sizes(pipeline),
                     ):
                         yield Layout(
                             tensor,
@@ -210,6 +212,7 @@ class Search:
                             shard_size=shard_size,
                             context=context,
                             offload=offload,
+                            virtual=virtual,
                         )
 
     def _recomputed(self) -> list[str]:
@@ -235,6 +238,12 @@ class Search:
         local = self.environment.local_world_size
         in_nodes = partitioning == "fsdp" and 1 < local < data and data % local == 0
         return [None, local] if in_nodes else [None]
+
+    def _virtual_sizes(self, pipeline: int) -> list[int]:
+        """Stages of each worker: as many as cut the blocks evenly; one, where they are to be cut by memory."""
+        each, rest = divmod(self.subject.facts.blocks, pipeline)
+        interleaves = pipeline > 1 and rest == 0 and not self.by_memory
+        return self._allowed("virtual_pipeline_size", _divisors(each) if interleaves else [1])
 
     def _setting(self, layout: Layout) -> Setting | str:
         """What else a layout's memory depends on, or the first rule that the layout breaks."""
@@ -329,6 +338,7 @@ class Search:
                 list(PARTITIONINGS).index(layout.partitioning),
                 RECOMPUTED.index(layout.recompute),
                 layout.pipeline,
+                layout.virtual,
                 layout.tensor if in_a_node else -layout.tensor,
                 layout.micro_batch if not in_a_node else 0,
                 candidate.needed_gb,

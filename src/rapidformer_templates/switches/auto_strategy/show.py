@@ -36,6 +36,7 @@ def _sizes(layout: Layout) -> dict[str, Any]:
     return {
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
+        "virtual": layout.virtual,
         "data": layout.data,
         "context": layout.context,
         "micro_batch_size": layout.micro_batch,
@@ -102,7 +103,7 @@ def _table(result: SearchResult) -> Table:
     for candidate in result.layouts[:SHOWN]:
         layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
         table.add_row(
-            *map(str, (layout.tensor, layout.pipeline, *([layout.context] if divides else []))),
+            *map(str, (layout.tensor, layout.pipelined, *([layout.context] if divides else []))),
             *map(str, (layout.data, layout.micro_batch, layout.accumulation)),
             str(layout.global_batch),
             layout.partitioned,
@@ -159,6 +160,7 @@ def _comparisons(result: SearchResult) -> list[str]:
     for name, words in (
         ("tensor", "tensor size"),
         ("pipeline", "pipeline size"),
+        ("virtual", "number of stages a worker"),
         ("micro_batch", "micro batch"),
         ("recompute", "recomputation"),
         ("partitioned", "partitioning"),
@@ -181,7 +183,7 @@ def _show_rejected(result: SearchResult, console: Console) -> None:
         example = next(r for r in result.rejected if r.constraint.partition(":")[0] == kind)
         sizes = example.layout
         context = f"context {sizes.context} × " if sizes.context > 1 else ""
-        where = f"tensor {sizes.tensor} × {context}pipeline {sizes.pipeline} × data {sizes.data}, {sizes.partitioned}"
+        where = f"tensor {sizes.tensor} × {context}pipeline {sizes.pipelined} × data {sizes.data}, {sizes.partitioned}"
         table.add_row(str(count), example.constraint, where)
     console.print(table)
 

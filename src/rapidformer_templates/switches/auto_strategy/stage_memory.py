@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -11,27 +11,11 @@ from rapidformer_templates.engines.parallel.windows import Window, turns, window
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import Coordinates, Exchanged, ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.optimizer_states import BF16, FP32, Facts
+from rapidformer_templates.switches.auto_strategy.passes import Pass, passes
 from rapidformer_templates.switches.auto_strategy.setting import NarrowWeights, Setting
+from rapidformer_templates.switches.auto_strategy.stage_parts import Part
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
-from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
-
-SENT = 2
-"""Transfers in each direction that a stage holds until they have surely arrived."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A micro batch's forward and backward, as far as others matter to what it needs.
-
-    Attributes:
-        beside: bytes of the other micro batches that are on their way, and of what travels between stages.
-        adds: whether gradients of earlier ones are there, to which its own are added.
-        exchanges: whether its gradients go to other replicas during its backward.
-    """
-
-    beside: int
-    adds: bool
-    exchanges: bool
+from rapidformer_templates.switches.auto_strategy.trace import Phase
 
 
 @dataclass(frozen=True)
@@ -77,15 +61,18 @@ class Stage:
     ) -> None:
         """``blocks``: from one number up to the other; by default as the layout is cut."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
-        begin, end = blocks or self._own_blocks()
-        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, begin, end, peer)
+        parts = (blocks,) if blocks else tuple(self._own_blocks())
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, parts, peer)
 
-    def _own_blocks(self) -> tuple[int, int]:
-        if self.layout.pipeline == 1:
-            return 0, sum(self.model.depths.values())
-        sizes = self.layout.stages or self.model.stage_sizes(self.layout.pipeline)
-        begin = sum(sizes[: self.rank])
-        return begin, begin + sizes[self.rank]
+    def _own_blocks(self) -> Iterator[tuple[int, int]]:
+        layout = self.layout
+        if layout.pipeline == 1:
+            yield 0, sum(self.model.depths.values())
+            return
+        sizes = layout.stages or self.model.stage_sizes(layout.pipeline * layout.virtual)
+        ends = list(accumulate(sizes))
+        for stage in range(self.rank, len(sizes), layout.pipeline):
+            yield ends[stage] - sizes[stage], ends[stage]
 
     @property
     def is_first(self) -> bool:
@@ -105,14 +92,14 @@ class Stage:
         return self.model.stage_parameters(self.coordinates)
 
     @property
-    def blocks(self) -> int:
-        """How many it has."""
-        return self.coordinates.end - self.coordinates.begin
+    def blocks(self) -> tuple[int, ...]:
+        """How many each of its parts has."""
+        return tuple(end - begin for begin, end in self.coordinates.parts)
 
     @property
-    def in_flight(self) -> int:
-        """Micro batches whose activations it holds at a time: 1F1B (Narayanan et al., 2021, section 2.2)."""
-        return min(self.layout.pipeline - self.rank, self.layout.accumulation)
+    def _passes(self) -> tuple[Pass, ...]:
+        layout = self.layout
+        return passes(layout.pipeline, self.rank, layout.virtual, layout.accumulation)
 
     def held(self, replica: int | None = None) -> Held:
         """The states of a replica's worker, by default of the largest; gradients when the last backward has ended."""
@@ -155,9 +142,21 @@ class Stage:
         """Bytes of a number, which are ``width`` for a parameter of 16 bits."""
         return width if narrows and self._has_masters else FP32
 
-    def _bytes(self, width: int) -> int:
-        """Of all trained parameters, or of their gradients; of those of 16 bits at ``width`` bytes a number."""
-        return sum(self._width(facts.narrows, width) * facts.count for facts in self.parameters.values())
+    def _bytes(self, width: int, part: int | None = None) -> int:
+        """Of all trained parameters, or of their gradients; of those of 16 bits at ``width`` bytes a number.
+
+        Args:
+            part: the one of its parts whose parameters are meant; None: all.
+        """
+        of_part = self.parameters.values() if part is None else self._parameters_of_parts[part]
+        return sum(self._width(facts.narrows, width) * facts.count for facts in of_part)
+
+    @cached_property
+    def _parameters_of_parts(self) -> list[list[Facts]]:
+        parts: list[list[Facts]] = [[] for _ in self.blocks]
+        for name, facts in self.parameters.items():
+            parts[self.model.part_of(self.coordinates, name)].append(facts)
+        return parts
 
     @property
     def _is_sharded(self) -> bool:
@@ -170,104 +169,97 @@ class Stage:
         return self.layout.partitioning == "zero-2" and self.layout.replicas > 1
 
     def moments(self, variant: Variant, *, exact: bool) -> list[Moment]:
-        """What lies beside the states, phase by phase, when most micro batches are in flight, and after them."""
-        trace = self._trace(variant, exact=exact)
-        given = 0 if self.is_first else trace.hidden  # it came in the place of the embedding
-        if not variant.offload:  # else what an embedding leaves is no longer there
-            given -= 0 if self.is_first else trace.phases[0].end
-        corrections, beside = self._corrections(trace.phases), self._in_flight_beside(trace)
-        moments: list[Moment] = []
-        left = 0
-        for number, phase in enumerate(trace.phases):
-            if self._has(trace.phases, number):
-                alone = phase.peak_without_gradients + given + corrections[number]
-                leaving = self._complete(phase.finished - self._of_others(trace.phases))
-                moments += [self._moment(phase, alone, each, left, leaving) for each in beside]
+        """What lies beside the states, phase by phase of each forward and backward of a step, and after them."""
+        parts = self._parts(variant, exact=exact)
+        found: list[Moment] = []
+        for each in self._passes:
+            part, left = parts[each.part], 0
+            beside = self._beside(parts, each)
+            for phase, alone in part.phases(forward=each.is_forward):
+                leaving = self._complete(phase.finished - part.of_others, each.part)
+                found.append(self._moment(phase, alone + beside, each, left, leaving))
                 left = leaving
-        return [*moments, *self._after(max(each.beside for each in beside))]
+        return [*found, *self._after(max(self._beside(parts, each) for each in self._passes))]
 
     def sent(self, variant: Variant, *, exact: bool) -> int:
         """Bytes of its micro batches in flight that are on the host at a time."""
-        trace = self._trace(variant, exact=exact)
-        last = trace.kept_by_last if variant.offload and self.in_flight > 1 else 0  # goes where another forward comes
-        return self.in_flight * (trace.sent + last)
+        parts = self._parts(variant, exact=exact)
+        most = 0
+        for each in self._passes:
+            alive = dict(each.others)
+            alive[each.part] = alive.get(each.part, 0) + 1
+            several = sum(alive.values()) > 1  # then what the last block keeps goes where another forward comes
+            of_parts = (parts[part].trace.sent + several * parts[part].kept_by_last for part in alive)
+            most = max(most, sum(count * sent for count, sent in zip(alive.values(), of_parts, strict=True)))
+        return most
 
-    def _trace(self, variant: Variant, *, exact: bool) -> Trace:
-        return self.model.trace(variant, self.blocks if self.layout.pipeline > 1 else None, exact=exact)
+    def _parts(self, variant: Variant, *, exact: bool) -> list[Part]:
+        cut = self.layout.pipeline > 1
+        return [
+            Part(
+                self.model.trace(variant, blocks if cut else None, exact=exact),
+                is_first=self.is_first and number == 0,
+                is_last=self.is_last and number == len(self.blocks) - 1,
+                tied_bytes=self._tied_bytes,
+                shares_casts=cut and self.layout.recompute == "none",
+                offloads=self.setting.offloads_activations,
+            )
+            for number, blocks in enumerate(self.blocks)
+        ]
 
-    @property
-    def _offloads(self) -> bool:
-        return self.setting.offloads_activations
-
-    def _in_flight_beside(self, trace: Trace) -> list[Pass]:
-        """The passes of micro batches that may need most."""
-        layout = self.layout
-        last = Pass(0, adds=layout.accumulation > 1, exchanges=layout.replicas > 1)
-        if layout.pipeline == 1:
-            return [Pass(0, adds=True, exchanges=self._sums_early), last] if last.adds else [last]
-        kept = trace.kept - (trace.casts if self._shares_casts else 0)
-        if not self.is_last:
-            kept -= trace.hidden  # the values that it sends it does not keep
-        if not self.is_first:
-            kept += trace.hidden - trace.phases[0].kept
-        sent = min(SENT, layout.accumulation)
-        travel = (0 if self.is_last else sent) + (0 if self.is_first else sent + 1)
-        arriving = travel * trace.hidden
-        if layout.accumulation == 1:
-            return [replace(last, beside=arriving)]
-        # Of those on their way only the newest forward's last block has not been sent to the host yet.
-        here = trace.kept_by_last if self._offloads else 0
-        waiting = (self.in_flight - 1) * kept - max(self.in_flight - 2, 0) * here
-        first = Pass(waiting + arriving, adds=False, exchanges=self._sums_early)
-        # The first backward leaves gradients behind. After it one micro batch more comes in, if there is one.
-        others = min(self.in_flight, layout.accumulation - 1) - 1
-        later = Pass(others * kept - max(others - 1, 0) * here + arriving, adds=True, exchanges=self._sums_early)
-        return [first, later, replace(last, beside=arriving)]
-
-    @property
-    def _shares_casts(self) -> bool:
-        """Whether all micro batches of a step have one copy of the weights by autocast."""
-        return self.layout.pipeline > 1 and self.layout.recompute == "none"
-
-    def _corrections(self, phases: Sequence[Phase]) -> list[int]:
-        """For each phase, bytes by which a stage differs from the whole model in one micro batch."""
-        made = {phase.stack: phase.casts for phase in phases if phase.name == "forward"}
-        given_up, corrections = 0, []
-        for phase in phases:
-            goes_back = phase.name in ("reduce", "backward", "end") and self.layout.pipeline > 1
-            corrections.append(given_up - (self._tied_bytes if goes_back else 0))
-            if phase.name == "backward" and self._shares_casts:
-                given_up += made[phase.stack]
-        return corrections
+    def _beside(self, parts: Sequence[Part], each: Pass) -> int:
+        """Bytes of other micro batches that are on their way, and of what travels between stages, in a pass."""
+        waiting = sum(count * parts[part].kept for part, count in each.others)
+        if each.newest is not None:  # the others' last blocks have gone to the host
+            sent = sum(count * parts[part].kept_by_last for part, count in each.others)
+            waiting -= sent - parts[each.newest].kept_by_last
+        waiting += sum(parts[part].casts for part in each.begun - {each.part})
+        return waiting + each.travelling * parts[0].trace.hidden
 
     @cached_property
     def _tied_bytes(self) -> int:
         """Gradients that in a whole model wait for those of the embedding; its stages have a copy each."""
-        shared = (name for name in self.parameters if len(self.model.names_of(name)) > 1)
-        tied = (self.parameters[name] for name in shared if len(self.model.ends_of(name)) > 1)
+        if self.layout.pipeline == 1:
+            return 0
+        everything = self.model.local_parameters(self.layout.tensor, self.coordinates.peer)
+        shared = (name for name, facts in everything.items() if facts.is_trained and len(self.model.names_of(name)) > 1)
+        tied = (everything[name] for name in shared if len(self.model.ends_of(name)) > 1)
         return sum(self._width(facts.narrows, BF16) * facts.count for facts in tied)
 
-    def _moment(self, phase: Phase, activations: int, of: Pass, left: int, leaving: int) -> Moment:
+    def _moment(self, phase: Phase, activations: int, each: Pass, left: int, leaving: int) -> Moment:
         """A phase of a pass.
 
         Args:
-            activations: without those of other micro batches.
-            left, leaving: windows that are complete when the phase begins, and when it ends.
+            left, leaving: windows of the part that are complete when the phase begins, and when it ends.
         """
-        unfinished = phase.peak - phase.peak_without_gradients
-        if not of.exchanges:
-            gradients = self._bytes(self._types.accumulate) if of.adds else unfinished
-            return self._beside_states(activations + of.beside, gradients, 0)
-        gone, begun = self._windows[:left], self._windows[:leaving]
-        summed = of.adds and not self._sums_early
-        gradients = self._bytes(self._types.accumulate) if summed else unfinished
+        others = sum(self._added_up(part, each) for part in each.added - {each.part})
+        own, unfinished = self._bytes(self._types.accumulate, each.part), phase.peak - phase.peak_without_gradients
+        adds = each.part in each.added
+        if each.is_forward or not self._exchanges(each):
+            gradients = self._added_up(each.part, each) if adds else unfinished
+            return self._beside_states(activations, others + gradients, 0)
+        windows = self._windows_of(each.part)
+        gone, begun = windows[:left], windows[:leaving]
+        summed = adds and not self._sums_early
+        gradients = own if summed else unfinished
         if self._is_sharded:  # what is packed is given up, and what was not added to others is of 16 bits
-            waiting = max(0, gradients - sum(self._sum_of(each) for each in gone))
+            waiting = max(0, gradients - sum(self._sum_of(window) for window in gone))
             if not summed:
                 waiting = waiting * self._bytes(BF16) // self._bytes(self._types.accumulate)
-            gradients = waiting + self._shares(self._windows if of.adds and self._sums_early else begun)
-        flights = (1 if gone else 0) + (1 if leaving > left else 0)
-        return self._beside_states(activations + of.beside, gradients, self._on_their_way(begun, flights))
+            gradients = waiting + self._shares(windows if adds and self._sums_early else begun)
+        flights = (1 if gone or each.summed else 0) + (1 if leaving > left else 0)
+        before = [window for part in each.summed for window in self._windows_of(part)]
+        return self._beside_states(activations, others + gradients, self._on_their_way([*before, *begun], flights))
+
+    def _exchanges(self, each: Pass) -> bool:
+        """Whether the gradients of a backward go to other replicas during it."""
+        return self._sums_early or (each.is_last and self.layout.replicas > 1)
+
+    def _added_up(self, part: int, each: Pass) -> int:
+        """Bytes of the gradients that a part has of earlier micro batches: of shares where they have been summed."""
+        if self._is_sharded and (self._sums_early or part in each.summed):
+            return self._shares(self._windows_of(part))
+        return self._bytes(self._types.accumulate, part)
 
     def _after(self, others: int) -> list[Moment]:
         """After the last gradient of a pass, and in the update; ``others``: bytes of other micro batches."""
@@ -310,6 +302,9 @@ class Stage:
         whole = self._is_sharded and not self.setting.updates_elements
         return self.model.windows(self.coordinates, self.layout.replicas, masters=self._has_masters, whole=whole)
 
+    def _windows_of(self, part: int) -> list[Exchanged]:
+        return [each for each in self._windows if each.part == part]
+
     def _packed(self, each: Exchanged) -> int:
         """Bytes of a window's gradients on their way."""
         return self._width(each.narrow, self._types.reduce) * each.window.packed
@@ -330,9 +325,9 @@ class Stage:
         """Elements that lie beside the weights when a window's updated ones are sent."""
         return window.packed if window.owner is not None else window.share + window.packed
 
-    def _complete(self, finished: int) -> int:
-        """How many windows have all their gradients, of which so many bytes are finished."""
-        ends = accumulate(self._sum_of(each) for each in self._windows if not each.is_tied)
+    def _complete(self, finished: int, part: int) -> int:
+        """How many windows of a part have all their gradients, of which so many bytes are finished."""
+        ends = accumulate(self._sum_of(each) for each in self._windows_of(part) if not each.is_tied)
         return sum(end <= finished for end in ends)
 
     def _on_their_way(self, begun: Sequence[Exchanged], count: int) -> int:
@@ -340,20 +335,3 @@ class Stage:
         largest = sorted((self._packed(each) for each in begun), reverse=True)[:count]
         shares = self._sums_early and self.setting.updates_elements  # else a whole parameter's owner sums in place
         return sum(size + (size // self.layout.replicas if shares else 0) for size in largest)
-
-    def _of_others(self, phases: Sequence[Phase]) -> int:
-        """Bytes of gradients in a trace that are finished before those of this stage are: those of the head."""
-        if self.is_last:
-            return 0
-        first = next((i for i, phase in enumerate(phases) if phase.name == "backward"), 0)
-        return phases[first - 1].finished if first else 0
-
-    def _has(self, phases: Sequence[Phase], number: int) -> bool:
-        """Whether a phase of the whole model is one of this stage, too: head and loss are the last one's alone."""
-        name = phases[number].name
-        if name in ("begin", "end"):
-            return self.is_first
-        if name in ("head", "turn"):
-            return self.is_last
-        backwards = [index for index, phase in enumerate(phases) if phase.name == "backward"]
-        return self.is_last or name != "reduce" or not backwards or number > backwards[0]

@@ -82,11 +82,10 @@ def predict_seconds(
     share = layout.tensor * layout.pipeline
     width = 4 if hardware.precision == "fp32" else 2
     computed = trace.flops / (hardware.tflops * 1e12) + trace.traffic / (hardware.memory_bandwidth * GB)
-    largest = max(layout.stages) / sum(layout.stages) if layout.stages else 1 / layout.pipeline
+    largest = layout.largest_share
     computed *= largest  # the others wait for the largest stage
     near, far = hardware.intra_node * GB, hardware.inter_node * GB
-    whole_bytes = layout.micro_batch * facts.tokens * facts.hidden * width
-    hidden_bytes = whole_bytes / layout.context
+    hidden_bytes = layout.micro_batch * facts.tokens * facts.hidden * width / layout.context
 
     # Two sums over the tensor group a block in the forward, two in the backward; recomputation repeats the forward's.
     exchanges = (4 if layout.recompute == "none" else 6) * facts.blocks * largest
@@ -98,10 +97,10 @@ def predict_seconds(
     tensor += 2 * exchanges * sent / beside
 
     neighbours = near if layout.world <= local_world else far
-    transfer = 2 * whole_bytes / neighbours if layout.pipeline > 1 else 0.0
+    transfer = 2 * layout.virtual * hidden_bytes / neighbours if layout.pipeline > 1 else 0.0
 
     turn = computed + tensor + transfer
-    waiting = (layout.pipeline - 1) * turn
+    waiting = (layout.pipeline - 1) * turn / layout.virtual
     inside = near if _in_a_node(layout, local_world) else far
     between = near if layout.world <= local_world else far
     sums, gathered = _data_seconds(layout, setting, facts, width, inside, between)

@@ -81,10 +81,12 @@ class Trace:
 
     Attributes:
         hidden: bytes of what a block passes on.
+        kept_output: bytes of what the last block passes on that are alive when the backward begins.
     """
 
     phases: tuple[Phase, ...]
     hidden: int = 0
+    kept_output: int = 0
 
     @property
     def peak(self) -> int:
@@ -137,16 +139,14 @@ class Trace:
             traced: samples of this trace and of ``other``.
         """
         first, second = traced
-        phases = []
-        for a, b in zip(self.phases, other.phases, strict=True):
-            amounts = {
-                name: getattr(a, name)
-                + (getattr(b, name) - getattr(a, name)) * (micro_batch - first) // (second - first)
-                for name in ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "casts", "sent")
-            }
-            phases.append(replace(a, **amounts))
-        hidden = self.hidden + (other.hidden - self.hidden) * (micro_batch - first) // (second - first)
-        return Trace(tuple(phases), hidden)
+
+        def between(one: object, other: object, names: Sequence[str]) -> dict[str, Any]:
+            pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
+            return {name: a + (b - a) * (micro_batch - first) // (second - first) for name, (a, b) in pairs.items()}
+
+        amounts = ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "casts", "sent")
+        phases = [replace(a, **between(a, b, amounts)) for a, b in zip(self.phases, other.phases, strict=True)]
+        return replace(self, phases=tuple(phases), **between(self, other, ("hidden", "kept_output")))
 
     def deepened(self, depths: Mapping[str, int], gradients: Mapping[str, int]) -> Trace:
         """This trace with more blocks: as many in each stack as ``depths`` says.
@@ -161,7 +161,7 @@ class Trace:
         phases = self.phases
         for stack, depth in depths.items():
             phases = _deepened(phases, stack, depth, gradients[stack])
-        return Trace(phases, self.hidden)
+        return replace(self, phases=phases)
 
 
 def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int) -> tuple[Phase, ...]:
@@ -184,7 +184,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
         times = 1
         if i in (middle, backward[1]):  # it stands for itself and for those that are missing
             alive, times = kept, 1 + missing
-            finished = max(gradients - kept, 0) if i == backward[1] else 0
+            finished = max(gradients - kept, 0) if i == backward[1] and missing > 0 else 0
         deeper.append(
             replace(
                 phase,
@@ -222,7 +222,8 @@ class _Watch(LiveStorages):
         super().__init__([*model.parameters(), *model.buffers()])
         self._known = frozenset(self._sizes)
         self.finished = 0
-        self.hidden = 0
+        self.hidden = self.kept_output = 0
+        self._output: int | None = None
         self.counts = Counts()
         self._sent = 0
         self._dense = dense
@@ -281,6 +282,12 @@ class _Watch(LiveStorages):
             casts[phase] += self._sizes[key] if key in self._casts else 0
         self.enter("turn")
         self.phases = [replace(phase, kept=kept[i], casts=casts[i]) for i, phase in enumerate(self.phases)]
+        self.kept_output = self._sizes.get(self._output, 0) if self._output is not None else 0
+
+    def passes_on(self, hidden: torch.Tensor) -> None:
+        """What a block puts out."""
+        hidden = local_part(hidden)
+        self.hidden, self._output = hidden.nbytes, id(hidden.untyped_storage())
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         super()._watch(storage, size)
@@ -289,6 +296,8 @@ class _Watch(LiveStorages):
     def _forget(self, key: int) -> None:
         super()._forget(key)
         del self._made_in[key]
+        if key == self._output:  # another storage may get its number
+            self._output = None
         self._casts.discard(key)
 
     def finish(self, parameter: nn.Parameter) -> None:
@@ -397,7 +406,7 @@ def trace(
         watch.enter("done")
     for parameter in model.parameters():
         parameter.grad = None
-    return Trace(tuple(watch.phases), watch.hidden)
+    return Trace(tuple(watch.phases), watch.hidden, watch.kept_output)
 
 
 @contextlib.contextmanager
@@ -430,7 +439,7 @@ def _watch_blocks(model: nn.Module, watch: _Watch, stack: contextlib.ExitStack, 
             if position[1] == final[position[0]]:
                 watch.enter("head")
             hidden = next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad)
-            watch.hidden = local_part(hidden).nbytes
+            watch.passes_on(hidden)
             hidden.register_hook(lambda gradient: watch.enter("backward", position))
 
         stack.callback(block.register_forward_pre_hook(enter).remove)

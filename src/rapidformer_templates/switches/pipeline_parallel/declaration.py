@@ -10,13 +10,11 @@ from rapidformer_templates.planning.changes import drop, replace
 from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
-    FORECAST,
     Example,
     Finding,
     Measured,
     Precedence,
     Prediction,
-    Reasons,
     Request,
     Rule,
     Switch,
@@ -105,13 +103,6 @@ def _predicted_stages(request: Request) -> list[Finding]:
     return found
 
 
-def _interleaved(request: Request) -> Reasons:
-    if request.config.get("virtual_pipeline_size") == 1:
-        return {}
-    why = "each worker is taken to have one stage, and --virtual-pipeline-size gives it several"
-    return dict.fromkeys(FORECAST, why)
-
-
 def _one_run_of_blocks(request: Request) -> list[Finding]:
     if request.config.training.task != "seq2seq_lm":
         return []
@@ -145,7 +136,6 @@ SWITCHES = (
                 "activations": "of as many micro batches as are on their way",
                 "time": "the bubble, and what stages send",
             },
-            _interleaved,
         ),
         templates=("Trainer",),
         sizes={"pipeline": "pipeline_model_parallel_size"},
@@ -167,7 +157,7 @@ SWITCHES = (
             Rule(
                 "RF220",
                 "Stages by memory are one a worker, of a block or more.",
-                "they follow from predicted bytes, and of interleaved stages none are predicted",
+                "a worker's one run of blocks is weighed beside those of the others; several would be weighed at once",
                 "[rapidformer_templates]",
                 _predicted_stages,
                 Example(

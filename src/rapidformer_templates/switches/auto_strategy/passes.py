@@ -1,0 +1,101 @@
+"""The forwards and backwards of a pipeline's worker in a step, and what it holds beside each. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import NamedTuple
+
+from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, with_transfers
+
+SENT = 2
+"""Transfers in each direction that a worker holds for each of its parts until they have surely arrived."""
+
+ENOUGH_ROUNDS = 4
+"""Rounds of as many micro batches as there are workers; more of them only repeat what has been seen."""
+
+
+class Pass(NamedTuple):
+    """A forward or a backward of a micro batch through one of a worker's parts.
+
+    Attributes:
+        part: which of them.
+        is_forward: or backward.
+        others: (part, micro batches) whose activations wait for their backwards, without this one.
+        newest: the part of the newest of these.
+        travelling: tensors that have come from other workers for later passes, or were sent and may be on their way.
+        begun: parts that have had a forward.
+        added: parts with gradients of earlier micro batches.
+        summed: parts whose last backward is over.
+        is_last: whether this is the part's last backward.
+    """
+
+    part: int
+    is_forward: bool
+    others: tuple[tuple[int, int], ...]
+    newest: int | None
+    travelling: int
+    begun: frozenset[int]
+    added: frozenset[int]
+    summed: frozenset[int]
+    is_last: bool
+
+
+def passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tuple[Pass, ...]:
+    """The different passes of a step on one worker.
+
+    Args:
+        workers: of the pipeline; 1 is none.
+        rank: of this worker in it.
+        per_worker: parts that each worker has; more than one are interleaved.
+        microbatches: of the step.
+    """
+    if per_worker == 1 or microbatches % workers == 0:
+        microbatches = min(microbatches, ENOUGH_ROUNDS * workers)
+    return _passes(workers, rank, per_worker, microbatches)
+
+
+@cache
+def _passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tuple[Pass, ...]:
+    found: dict[Pass, None] = {}
+    alive: list[Action] = []
+    come: Counter[tuple[int, int]] = Counter()
+    sent: Counter[Kind] = Counter()
+    begun, added, summed = (frozenset[int]() for _ in range(3))
+    for action in _schedules(workers, per_worker, microbatches)[rank]:
+        kind, stage, number = action
+        part, place = stage // workers, (stage, number)
+        if kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+            come[place] += 1
+        if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            sent[kind] = min(sent[kind] + 1, SENT * per_worker)
+        if kind not in (Kind.FORWARD, Kind.BACKWARD):
+            continue
+        come[place] = 0
+        alive = [other for other in alive if (other.stage, other.microbatch) != place]
+        others = Counter(other.stage // workers for other in alive)
+        found[
+            Pass(
+                part,
+                kind is Kind.FORWARD,
+                tuple(sorted(others.items())),
+                alive[-1].stage // workers if alive else None,
+                come.total() + sent.total(),
+                begun,
+                added,
+                summed,
+                kind is Kind.BACKWARD and number == microbatches - 1,
+            )
+        ] = None
+        if kind is Kind.FORWARD:
+            alive.append(action)
+            begun |= {part}
+        else:
+            added |= {part}
+            summed |= {part} if number == microbatches - 1 else set()
+    return tuple(found)
+
+
+@cache
+def _schedules(workers: int, per_worker: int, microbatches: int) -> list[list[Action]]:
+    return with_transfers(workers, per_worker, microbatches)
