@@ -24,7 +24,7 @@ from rapidformer_templates.errors import SwitchDidNothing
 from rapidformer_templates.models.blocks import bytes_of, find_blocks, lies_in_codes, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
-from rapidformer_templates.planning.switch import Measured
+from rapidformer_templates.planning.switch import Measured, acting_together
 from rapidformer_templates.run.own_hooks import own_hooks
 from rapidformer_templates.system.host_memory import freed_memory
 
@@ -63,7 +63,8 @@ class Receipts:
     def __init__(self, engine: Engine, template: Template, order: Order | None = None) -> None:
         self.engine = engine
         self.template = template
-        self.switches = [REGISTRY[name].in_layout(template.plan.sizes) for name in template.plan.switches]
+        plan = template.plan
+        self.switches = acting_together((REGISTRY[name] for name in plan.switches), plan.sizes).values()
         self.wanted = frozenset(name for switch in self.switches for name in switch.receipt)
         hooks = dict.fromkeys(switch.receipt_hooks for switch in self.switches if switch.receipt_hooks)
         self._of_switches: list[Receipt] = [load_object(path)() for path in hooks]

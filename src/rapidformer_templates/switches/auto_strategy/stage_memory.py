@@ -78,7 +78,7 @@ class Stage:
         """``blocks``: from one number up to the other; by default as the layout is cut."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
         begin, end = blocks or self._own_blocks()
-        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, begin, end, peer)
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, begin, end, peer, setting.experts_over)
 
     def _own_blocks(self) -> tuple[int, int]:
         if self.layout.pipeline == 1:
@@ -254,7 +254,7 @@ class Stage:
             activations: without those of other micro batches.
             left, leaving: windows that are complete when the phase begins, and when it ends.
         """
-        unfinished = phase.peak - phase.peak_without_gradients
+        unfinished = self._of_own_experts(phase.peak - phase.peak_without_gradients)
         if not of.exchanges:
             gradients = self._bytes(self._types.accumulate) if of.adds else unfinished
             return self._beside_states(activations + of.beside, gradients, 0)
@@ -262,7 +262,7 @@ class Stage:
         summed = of.adds and not self._sums_early
         gradients = self._bytes(self._types.accumulate) if summed else unfinished
         if self._is_sharded:  # what is packed is given up, and what was not added to others is of 16 bits
-            waiting = max(0, gradients - sum(self._sum_of(each) for each in gone))
+            waiting = max(0, gradients - sum(self._sum_of(each) for each in gone) - self._unshared)
             if not summed:
                 waiting = waiting * self._bytes(BF16) // self._bytes(self._types.accumulate)
             gradients = waiting + self._shares(self._windows if of.adds and self._sums_early else begun)
@@ -287,7 +287,7 @@ class Stage:
         if self._types.accumulate == FP32:
             return 0
         if self._is_sharded:
-            sizes = [each.narrow * each.window.share_of(self.largest_replica) for each in self._windows]
+            sizes = [each.narrow * each.share_of(self.largest_replica) for each in self._windows]
         else:
             facts = list(self.parameters.values())
             parts = turns([each.count for each in facts], window_for(self.model.width))
@@ -319,11 +319,25 @@ class Stage:
         return self._width(each.narrow, self._types.accumulate) * each.window.length
 
     def _shares(self, of: Iterable[Exchanged]) -> int:
-        """Bytes of the largest replica's shares of summed windows, with padding."""
+        """Bytes of the largest replica's shares of summed windows, with padding, and of what is not shared."""
         return self._share(of, self.largest_replica)
 
     def _share(self, of: Iterable[Exchanged], replica: int) -> int:
-        return sum(self._width(each.narrow, self._types.accumulate) * each.window.share_of(replica) for each in of)
+        width = self._types.accumulate
+        return self._unshared + sum(self._width(each.narrow, width) * each.share_of(replica) for each in of)
+
+    @cached_property
+    def _unshared(self) -> int:
+        """Bytes of the gradients of experts that no other replica has."""
+        alone = self.model.unshared(self.coordinates, self.layout.replicas)
+        return sum(self._width(facts.narrows, self._types.accumulate) * facts.count for facts in alone)
+
+    def _of_own_experts(self, traced: int) -> int:
+        """Bytes of gradients here, of so many in a trace, which has all experts."""
+        if self.coordinates.experts == 1:
+            return traced
+        everything = self.model.stage_parameters(self.coordinates._replace(experts=1)).values()
+        return traced * sum(facts.count for facts in self.parameters.values()) // sum(f.count for f in everything)
 
     @staticmethod
     def _gathered(window: Window) -> int:
@@ -332,7 +346,7 @@ class Stage:
 
     def _complete(self, finished: int) -> int:
         """How many windows have all their gradients, of which so many bytes are finished."""
-        ends = accumulate(self._sum_of(each) for each in self._windows if not each.is_tied)
+        ends = accumulate(self._sum_of(each) * each.over for each in self._windows if not each.is_tied)
         return sum(end <= finished for end in ends)
 
     def _on_their_way(self, begun: Sequence[Exchanged], count: int) -> int:

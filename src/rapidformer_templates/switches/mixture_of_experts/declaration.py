@@ -13,6 +13,7 @@ from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_alone
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -212,6 +213,10 @@ def _groups_fit(request: Request) -> list[Finding]:
     ]
 
 
+def _partitions_all_alike(switch: Switch) -> bool:
+    return switch.family in (PARTITIONING, "offload") and not switch.divides_copies
+
+
 def _dimensions(request: Request) -> Sequence[Dimension]:
     size, workers = _group(request), request.sizes.data
     copies = (Dimension("expert copies", "gradients of an expert", workers // size, size),)
@@ -325,7 +330,10 @@ SWITCHES = (
             ),
         ),
         notes=idle_alone("expert-parallel: one worker, so there is nothing to divide"),
+        transform="rapidformer_templates.switches.mixture_of_experts.expert_parallel:divide_experts",
         engine="rapidformer_templates.switches.mixture_of_experts.expert_parallel:ExpertParallelEngine",
+        copies_differ=True,
+        under_3d={"engine": PARALLEL_ENGINE, "narrow_weights": True},
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
         acted=divides_parameters,
         rules=(
@@ -348,11 +356,12 @@ SWITCHES = (
             ),
             Rule(
                 "RF074",
-                "Divided experts go with copies of the rest of the model.",
-                "switches that partition the states, or move them elsewhere, sum and gather every parameter over all "
-                "data-parallel workers, and an expert's has only one; so do the stages and shards of a divided model",
+                "Divided experts go with what partitions the states of a parameter among those that have copies of it: "
+                "ZeRO-1, ZeRO-2 and the distributed optimizer; with CPU offload, too.",
+                "other partitioning sums and gathers every parameter over all data-parallel workers, and an expert's "
+                "has only some; so do the stages and shards of a divided model",
                 "[rapidformer_templates]",
-                excludes("expert-parallel", (PARTITIONING, "offload", *LAYOUTS), TOGETHER_REVERSED),
+                excludes("expert-parallel", (_partitions_all_alike, *LAYOUTS), TOGETHER_REVERSED),
                 Example("--num-experts 4 --expert-parallel --fsdp-memory-optimization --world-size 2"),
             ),
         ),
