@@ -18,6 +18,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.auxiliary_losses import receipts_of
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.parallel.boxes import divided_over
 from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import SwitchDidNothing
@@ -42,6 +43,7 @@ INTERNAL = frozenset(
         "updated_elements",
         "gradient_elements",
         "divided_elements",
+        "divided_over_experts",
         "largest_parameter",
         "chosen_shapes",
     }
@@ -180,12 +182,13 @@ class Receipts:
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
         here = {p: c if lies_in_codes(p) else min(local_part(p).numel(), c) for p, c in whole.items()}
         # Of matrices that tensor parallelism divides, this rank would train its part also without any other switch.
-        mine = here if engine.workers.tensor > 1 else whole
+        mine = {p: here[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
         return {
             "trained_elements": sum(count for p, count in mine.items() if p.requires_grad),
             "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
             "gradient_elements": self._gradient_elements,
             "divided_elements": sum(count for p, count in whole.items() if here[p] < count),
+            "divided_over_experts": sum(count for p, count in whole.items() if divided_over(p, "experts") > 1),
             "largest_parameter": max(whole.values(), default=0),
             "chosen_shapes": self._chosen_shapes,
         }

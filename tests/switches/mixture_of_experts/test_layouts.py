@@ -59,6 +59,12 @@ LAYOUTS = {  # name: (job, flags of the layout)
     ),
     "groups, states divided": ("llama", f"{GROUPS} --micro-batch-size 3 --zero-1-memory-optimization --cpu-offload"),
     "one expert each, states divided": ("bert", "--expert-parallel --micro-batch-size 1 --use-distributed-optimizer"),
+    "groups of shards": ("gpt2", f"{TENSOR} --expert-parallel --micro-batch-size 3 --zero-2-memory-optimization"),
+    "groups of stretches": ("bert", f"{TENSOR} --sequence-parallel {GROUPS} --micro-batch-size 2"),
+    "groups of stages, in turn": (
+        "llama",
+        f"{PIPELINE} --virtual-pipeline-size 2 {GROUPS} --micro-batch-size 1 --use-distributed-optimizer",
+    ),
     "stages and shards": ("mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3"),
     "stages and stretches": (
         "qwen3",

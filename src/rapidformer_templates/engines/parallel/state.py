@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from rapidformer_templates.engines import flat_runs as flat
 from rapidformer_templates.engines import group_values
 from rapidformer_templates.engines.contract import Piece, StateReader
-from rapidformer_templates.engines.parallel.boxes import Box, local_boxes, whole_shape
+from rapidformer_templates.engines.parallel.boxes import Box, divided_over, local_boxes, whole_shape
 from rapidformer_templates.engines.parallel.copies import NONE, Copies, copies_of
 from rapidformer_templates.engines.parallel.replicas import Unit
 from rapidformer_templates.engines.pieces import check_optimizer, check_weights, local_part, named_tensors
@@ -54,14 +53,6 @@ class Held:
         return local_part(self.tensor).detach()
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the workers of a tensor-parallel group hold different parts of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return False
-    sides = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
-    return any(name == "tensor" and not isinstance(placement, Replicate) for name, placement in sides)
-
-
 def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
     """The parameters and persistent buffers of this worker, by their names in the whole model."""
     placement = placement_of(model)
@@ -69,7 +60,7 @@ def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
     for name, tensor in named_tensors(model).items():
         whole = placement.whole_name(name)
         first = placement.stages.get(whole, (workers.pipeline_rank,))[0]
-        speaks = first == workers.pipeline_rank and (is_sharded(tensor) or workers.tensor_rank == 0)
+        speaks = first == workers.pipeline_rank and (divided_over(tensor, "tensor") > 1 or workers.tensor_rank == 0)
         held[whole] = Held(tensor, speaks, copies_of(tensor, workers))
     return held
 

@@ -31,24 +31,27 @@ def divide_experts(model: nn.Module, building: Building) -> nn.Module:
     workers, over = building.workers, int(building.plan.engine_options["experts_over"])
     if over == 1:
         return model
-    mesh = init_device_mesh(workers.device.type, (workers.world // over, over), mesh_dim_names=(COPIES, "experts"))
+    shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
+    mesh = init_device_mesh(workers.device.type, shape, mesh_dim_names=("pipeline", COPIES, "experts", "tensor"))
     # Their own: the gradients of the rest travel at the same time.
-    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.tolist())
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(2, -1).reshape(-1, over).tolist())
     for _, layer in sparse_layers(model):
         for name, parameter in list(layer.experts.named_parameters()):
-            layer.experts.register_parameter(name, _share(parameter, mesh))
+            layer.experts.register_parameter(name, _share(parameter, mesh[COPIES, "experts", "tensor"]))
         layer.set_submodule("experts", DividedExperts(layer.experts, group))
     return model
 
 
 def _share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """What this worker has of a stack of experts; of several copies the first one's values count."""
-    values = parameter.detach().chunk(mesh["experts"].size())[mesh.get_local_rank("experts")].clone()
+    features = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)  # by tensor parallelism
+    here = local_part(parameter).detach().chunk(mesh["experts"].size())
+    values = here[mesh.get_local_rank("experts")].clone()
     dist.broadcast(values, group=mesh.get_group(COPIES), group_src=0)  # however they were drawn
     share = DTensor.from_local(
         values,
         mesh,
-        [Replicate(), Shard(0)],
+        [Replicate(), Shard(0), *features],
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
