@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rapidformer_templates.planning.changes import move
 from rapidformer_templates.planning.switch import TEMPLATES, Finding, Request, Resource, Switch
@@ -31,8 +32,8 @@ def needs_template(*names: str) -> Callable[[Request], list[Finding]]:
     return check
 
 
-Side = str | Resource | Callable[[Switch], bool] | tuple[str, ...] | Mapping[str, str]
-"""Of a pair: a switch or a family by name, who claims a resource, or whoever a function says; several names; or names,
+Side = str | Resource | Callable[[Switch], bool] | tuple[Any, ...] | Mapping[str, str]
+"""Of a pair: a switch or a family by name, who claims a resource, or whoever a function says; several sides; or names,
 each with what it does that the other cannot bear."""
 
 
@@ -62,7 +63,7 @@ def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
         return [(name, f", which {why}") for name, why in side.items() if name in request.active]
     if callable(side):
         return [(name, "") for name, switch in request.active.items() if side(switch)]
-    return [finding for name in side for finding in _of_side(request, name)]
+    return [finding for part in side for finding in _of_side(request, part)]
 
 
 def idle_alone(note: str) -> Callable[[Request], tuple[str, ...]]:

@@ -24,8 +24,8 @@ class OptimizerFacts:
         cpu_since: the first version of the package that runs on a CPU, if not all do.
         stand_in: the class that makes the same update where package or GPU are absent.
         cpu_form: whether an offloaded state can be updated on the CPU.
-        not_under: partitioning switches whose shards it cannot update; the product's own ZeRO under 3D parallelism
-            is the distributed optimizer.
+        not_under: switches whose shards it cannot update; the product's own ZeRO under 3D parallelism is the
+            distributed optimizer, and experts that are divided there are as shards of tensor parallelism.
         groups: ``module:function`` from the built model to what parameters it treats alike, if not by decay alone.
         has_betas: whether it takes Adam's decays and epsilon, as ``betas`` and ``eps``.
     """
@@ -64,10 +64,19 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     "adamw_torch": OptimizerFacts("torch.optim.AdamW", 8),
     "adamw_torch_fused": OptimizerFacts(FUSED_ADAMW, 8),
     "adamw_apex_fused": OptimizerFacts(
-        "apex.optimizers.FusedAdam", 8, "apex", APEX, needs_cuda=True, cpu_form=False, not_under=frozenset({"fsdp"})
+        "apex.optimizers.FusedAdam",
+        8,
+        "apex",
+        APEX,
+        needs_cuda=True,
+        cpu_form=False,
+        not_under=frozenset({"fsdp", "expert-parallel"}),
     ),
-    # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes for each element of a vector.
-    "adafactor": OptimizerFacts("torch.optim.Adafactor", 0.01, not_under=DIVIDES_PARAMETERS, has_betas=False),
+    # It keeps means of rows and columns: nearly nothing for a matrix, 4 bytes for each element of a vector. Into the
+    # norms of a DTensor it writes in place, which torch does not let it do.
+    "adafactor": OptimizerFacts(
+        "torch.optim.Adafactor", 0.01, not_under=DIVIDES_PARAMETERS | {"expert-parallel"}, has_betas=False
+    ),
     "adamw_bnb_8bit": OptimizerFacts(
         "rapidformer_templates.switches.optimizer.bitsandbytes_adamw.BitsAndBytesAdamW8bit",
         2.03,

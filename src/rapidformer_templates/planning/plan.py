@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
+"""That of 3D layouts."""
+
 
 @dataclass(frozen=True)
 class Sizes:

@@ -12,7 +12,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.plan import Sizes
-from rapidformer_templates.planning.switch import ModelFacts, Request, Switch
+from rapidformer_templates.planning.switch import ModelFacts, Request, Switch, acting_together
 
 # What the architectures of transformers call one and the same size.
 CONFIG_KEYS = {
@@ -38,8 +38,7 @@ def build_request(
     sizes = sizes_of(config, environment, switches)
     model = model or model_facts(config)
     asked = (s for s in switches if s.active(config.switches[s.name], sizes) or s.implied(model))
-    active = {switch.name: switch.in_layout(sizes) for switch in asked}
-    return Request(config, environment, active, sizes, model, training)
+    return Request(config, environment, acting_together(asked, sizes), sizes, model, training)
 
 
 def sizes_of(config: RunConfig, environment: Environment, switches: Iterable[Switch]) -> Sizes:

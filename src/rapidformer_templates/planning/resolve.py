@@ -10,7 +10,7 @@ from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.deepspeed_file.recipe import schedule
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.optimizers import implementation, optimizer_options
-from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
 from rapidformer_templates.planning.request import build_request, precision, wide_weights
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
@@ -19,7 +19,6 @@ from rapidformer_templates.planning.worker_groups import groups_of
 
 SINGLE_ENGINE = "rapidformer_templates.engines.local:SingleEngine"
 DDP_ENGINE = "rapidformer_templates.engines.local:DDPEngine"
-PARALLEL_ENGINE = "rapidformer_templates.engines.parallel.engine:ParallelEngine"
 
 
 def resolve(

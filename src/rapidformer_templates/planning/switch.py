@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -296,7 +296,11 @@ class Switch:
         off: field values that turn it off, for suggestions; by default that flag's own.
         changes_result: whether it computes something else, and not only at another cost: a one-process run that is
             compared with has it, too.
-        under_3d: what differs of it, by attribute, where tensor, context or pipeline parallelism divide a replica.
+        under_3d: what differs of it, by attribute, where the engine of 3D layouts trains: where tensor, context or
+            pipeline parallelism divide a replica, or one switch makes copies differ and another divides them.
+        copies_differ: whether fewer workers have copies of some parameters than of others.
+        divides_copies: whether it shares out, or moves, the states of a parameter among those that have copies of it,
+            in the engine of 3D layouts; other partitioning is over all data-parallel workers.
         implied: whether a model is such that the switch is on without any flag.
         keeps_base: whether the weights that a run begins with stay beside what is trained.
         narrow_weights: of an engine, whether it trains parameters of 16 bits with fp32 masters, which no engine of a
@@ -339,6 +343,8 @@ class Switch:
     receipt_hooks: str | None = None
     changes_result: bool = False
     under_3d: Mapping[str, Any] = field(default_factory=dict)
+    copies_differ: bool = False
+    divides_copies: bool = False
     implied: Callable[[ModelFacts], bool] = _never
     keeps_base: bool = False
     narrow_weights: bool | None = None
@@ -352,12 +358,16 @@ class Switch:
             object.__setattr__(self, "on", self.on or {first.name: True})
             object.__setattr__(self, "off", self.off or {first.name: first.default})
 
-    def in_layout(self, sizes: Sizes) -> Switch:
-        """This switch as it acts with these sizes."""
-        divided = sizes.divides > 1
-        return dataclasses.replace(self, **self.under_3d) if divided and self.under_3d else self
-
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of its flags' fields."""
         return tuple(f.name for f in dataclasses.fields(self.options))
+
+
+def acting_together(switches: Iterable[Switch], sizes: Sizes) -> dict[str, Switch]:
+    """Switches by name, each as it acts beside the others and with these sizes."""
+    chosen = list(switches)
+    apart = any(switch.copies_differ for switch in chosen) and any(switch.divides_copies for switch in chosen)
+    if sizes.divides > 1 or apart:
+        chosen = [dataclasses.replace(switch, **switch.under_3d) for switch in chosen]
+    return {switch.name: switch for switch in chosen}

@@ -18,13 +18,14 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.data.order import Order
 from rapidformer_templates.engines.auxiliary_losses import receipts_of
 from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.engines.parallel.boxes import divided_over
 from rapidformer_templates.engines.pieces import bytes_held, elements_held, local_part
 from rapidformer_templates.engines.receipt import Probe, Receipt
 from rapidformer_templates.errors import SwitchDidNothing
 from rapidformer_templates.models.blocks import bytes_of, find_blocks, lies_in_codes, shape_of
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.registry import REGISTRY, load_object
-from rapidformer_templates.planning.switch import Measured
+from rapidformer_templates.planning.switch import Measured, acting_together
 from rapidformer_templates.run.own_hooks import own_hooks
 from rapidformer_templates.system.host_memory import freed_memory
 
@@ -42,6 +43,7 @@ INTERNAL = frozenset(
         "updated_elements",
         "gradient_elements",
         "divided_elements",
+        "divided_over_experts",
         "largest_parameter",
         "chosen_shapes",
     }
@@ -63,7 +65,8 @@ class Receipts:
     def __init__(self, engine: Engine, template: Template, order: Order | None = None) -> None:
         self.engine = engine
         self.template = template
-        self.switches = [REGISTRY[name].in_layout(template.plan.sizes) for name in template.plan.switches]
+        plan = template.plan
+        self.switches = acting_together((REGISTRY[name] for name in plan.switches), plan.sizes).values()
         self.wanted = frozenset(name for switch in self.switches for name in switch.receipt)
         hooks = dict.fromkeys(switch.receipt_hooks for switch in self.switches if switch.receipt_hooks)
         self._of_switches: list[Receipt] = [load_object(path)() for path in hooks]
@@ -179,12 +182,13 @@ class Receipts:
         whole = {p: math.prod(shape_of(p)) for p in engine.model.parameters()}
         here = {p: c if lies_in_codes(p) else min(local_part(p).numel(), c) for p, c in whole.items()}
         # Of matrices that tensor parallelism divides, this rank would train its part also without any other switch.
-        mine = here if engine.workers.tensor > 1 else whole
+        mine = {p: here[p] * divided_over(p, "experts") for p in whole} if engine.workers.tensor > 1 else whole
         return {
             "trained_elements": sum(count for p, count in mine.items() if p.requires_grad),
             "updated_elements": sum(local_part(p).numel() for g in engine.optimizer.param_groups for p in g["params"]),
             "gradient_elements": self._gradient_elements,
             "divided_elements": sum(count for p, count in whole.items() if here[p] < count),
+            "divided_over_experts": sum(count for p, count in whole.items() if divided_over(p, "experts") > 1),
             "largest_parameter": max(whole.values(), default=0),
             "chosen_shapes": self._chosen_shapes,
         }

@@ -78,6 +78,7 @@ SWITCHES = (
     Switch(
         name="cpu-offload",
         narrow_weights=False,
+        divides_copies=True,
         summary="Optimizer state in host memory; with ZeRO-3 also parameters.",
         source="[R, D]",
         precedence=Precedence.SHARD,

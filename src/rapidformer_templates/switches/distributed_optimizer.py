@@ -40,6 +40,7 @@ SWITCHES = (
         notes=idle_alone("distributed-optimizer: one data-parallel worker, so there is nothing to shard"),
         engine="rapidformer_templates.engines.parallel.engine:ParallelEngine",
         narrow_weights=True,
+        divides_copies=True,
         engine_options=lambda request: {"shard_over_data": "optimizer"},
         receipt=("parameter_bytes", "optimizer_state_bytes", "gradient_bytes"),
         acted=shared_out(updated_elements="optimizer state"),

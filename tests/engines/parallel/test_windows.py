@@ -59,7 +59,7 @@ def test_copies_in_several_stages_have_one_owner_whatever_else_a_stage_has() -> 
 
     def owners(others: list[tuple[int, int]]) -> list[int | None]:
         kinds = {"own": others, "tied": tied}
-        found = windows_of_kinds(kinds, 2, 10, whole=True, is_tied=lambda kind: kind == "tied")
+        found = windows_of_kinds(kinds, 10, ranks=lambda kind: 2, whole=True, is_tied=lambda kind: kind == "tied")
         return [window.owner for window, kind in found.items() if kind == "tied"]
 
     assert owners([(2, 50)]) == owners([(2, 5), (3, 60), (4, 7)]) == [0, 1]

@@ -144,6 +144,9 @@ PIPELINE = {"pipeline_model_parallel_size": 2, "global_batch_size": 8}
 INTERLEAVED = {**PIPELINE, "virtual_pipeline_size": 2}
 NARROW = {"mixed_precision": "bf16"}
 SHARDED = {"use_distributed_optimizer": True}
+DIVIDED = {"num_experts": 4, "expert_parallel": True}
+IN_GROUPS = {"num_experts": 4, "expert_model_parallel_size": 2}
+SHARING_COPIES = ("zero-1", "zero-2", "distributed-optimizer")
 MASTERS: list[Case] = [
     ("masters, alone", 1, "Trainer", NARROW),
     ("masters, 16-bit sums", 1, "Trainer", {**NARROW, "grad_accum_dtype": "bf16"}),
@@ -183,6 +186,21 @@ TOGETHER: list[Case] = [
     ("experts, oss", 2, "Trainer", {"num_experts": 4, "oss_memory_optimization": True}),
     ("experts, fsdp", 2, "Trainer", {"num_experts": 3, "fsdp_memory_optimization": True}),
     ("experts in groups", 4, "Trainer", {"num_experts": 4, "expert_model_parallel_size": 2}),
+    *((f"divided experts, {how}", 2, "Trainer", {**DIVIDED, **REGISTRY[how].on}) for how in SHARING_COPIES),
+    *((f"experts in groups, {how}", 4, "Trainer", {**IN_GROUPS, **REGISTRY[how].on})
+      for how in SHARING_COPIES),
+    *((f"masters, experts in groups, {how}", 4, "Trainer", {**IN_GROUPS, **NARROW, **REGISTRY[how].on})
+      for how in SHARING_COPIES),
+    ("masters, divided experts, zero-2, 16-bit sums, micro batches", 2, "Trainer",
+     {**DIVIDED, **NARROW, **REGISTRY["zero-2"].on, "grad_accum_dtype": "bf16", "global_batch_size": 8}),
+    ("divided experts, average, zero-1", 2, "Trainer", {**DIVIDED, **AVERAGE, **REGISTRY["zero-1"].on}),
+    ("divided experts, tensor", 4, "Trainer", {**DIVIDED, **TENSOR, "sequence_parallel": True}),
+    ("divided experts, tensor, zero-2", 4, "Trainer", {**DIVIDED, **TENSOR, **REGISTRY["zero-2"].on}),
+    ("divided experts, pipeline", 4, "Trainer", {**DIVIDED, **PIPELINE}),
+    ("masters, divided experts, pipeline, distributed optimizer", 4, "Trainer",
+     {**DIVIDED, **PIPELINE, **NARROW, **SHARDED}),
+    ("divided experts, offload", 2, "Trainer", {**DIVIDED, "cpu_offload": True}),
+    ("divided experts, zero-2, offload", 2, "Trainer", {**DIVIDED, **REGISTRY["zero-2"].on, "cpu_offload": True}),
     ("experts, pipeline, sharded over data", 4, "Trainer",
      {"num_experts": 4, **PIPELINE, "use_distributed_optimizer": True}),
     ("experts, tensor, pipeline", 4, "Trainer", {"num_experts": 4, **TENSOR, **PIPELINE, "sequence_parallel": True}),

@@ -24,11 +24,13 @@ PLAIN = f"{STEPS} --no-export-model"
 OURS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
 CAPACITY = f"{OURS} --moe-capacity-factor 1.0"
 THEIRS = "--moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"
-CONTEXT, PIPELINE, TENSOR = (
+CONTEXT, PIPELINE, TENSOR, GROUPS = (
     "--context-parallel-size",
     "--pipeline-model-parallel-size 2",
     "--tensor-model-parallel-size 2",
+    "--expert-model-parallel-size 2",
 )
+ALONE = "--micro-batch-size 12"
 JOBS = {  # name: (job, flags of the mixture)
     "gpt2": ("gpt2-4-tied", CAPACITY),
     "llama": ("llama-4-untied", f"{OURS} --moe-layer-interval 2"),
@@ -50,13 +52,27 @@ LAYOUTS = {  # name: (job, flags of the layout)
         f"{CONTEXT} 2 --context-parallel-kind ring {PIPELINE} --micro-batch-size 2 --use-distributed-optimizer",
     ),
     "context and stretches": ("qwen3", f"{CONTEXT} 2 {TENSOR} --sequence-parallel --micro-batch-size 4"),
-    "groups": ("gpt2", "--expert-model-parallel-size 2 --micro-batch-size 1 --checkpoint-activations"),
+    "groups": ("gpt2", f"{GROUPS} --micro-batch-size 1 --checkpoint-activations"),
+    "groups, gradients divided": (
+        "gpt2",
+        f"{GROUPS} --micro-batch-size 1 --checkpoint-activations --zero-2-memory-optimization",
+    ),
+    "groups, states divided": ("llama", f"{GROUPS} --micro-batch-size 3 --zero-1-memory-optimization --cpu-offload"),
+    "one expert each, states divided": ("bert", "--expert-parallel --micro-batch-size 1 --use-distributed-optimizer"),
+    "groups of shards": ("gpt2", f"{TENSOR} --expert-parallel --micro-batch-size 3 --zero-2-memory-optimization"),
+    "groups of stretches": ("bert", f"{TENSOR} --sequence-parallel {GROUPS} --micro-batch-size 2"),
+    "groups of stages, in turn": (
+        "llama",
+        f"{PIPELINE} --virtual-pipeline-size 2 {GROUPS} --micro-batch-size 1 --use-distributed-optimizer",
+    ),
     "stages and shards": ("mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3"),
     "stages and stretches": (
         "qwen3",
         f"{PIPELINE} {TENSOR} --sequence-parallel --checkpoint-activations --micro-batch-size 4",
     ),
 }
+RESUMED = ("stages and shards", "groups, gradients divided")
+"""Begun in four workers, and gone on with in one."""
 HALF = "--mixed-precision fp16 --micro-batch-size 3"
 GENTLE = "--num-experts 4 --moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"  # in the range of fp16
 
@@ -68,27 +84,39 @@ def _in_four_workers(workers: Any, folder: str) -> dict[str, Any]:
         flags = STEPS if case == "mixtral" else PLAIN
         runs[name] = jobs.train(job, True, f"{flags} {mixture} {layout}", f"{folder}/{name}")
     runs["fp16"] = jobs.train("gpt2-4-tied", False, f"{PLAIN} {GENTLE} {HALF} {PIPELINE}", f"{folder}/fp16")
-    job, mixture = JOBS["mixtral"]
-    flags = f"{PLAIN} {mixture} {LAYOUTS['stages and shards'][1]} --lr 1e-3"
-    parallel_jobs.begin(job, f"{folder}/half", flags, dies_after=6)
+    for name in RESUMED:
+        case, layout = LAYOUTS[name]
+        _half(case, layout, f"{folder}/half {name}")
+    if workers.is_main:
+        shutil.copytree(f"{folder}/half gpt2", f"{folder}/divided")
+    workers.barrier()
+    case, layout = LAYOUTS[RESUMED[-1]]
+    runs["divided"] = _other_half(case, layout, f"{folder}/divided")
     return runs
+
+
+def _half(case: str, layout: str, folder: str) -> None:
+    """Five steps of a run and their checkpoint."""
+    job, mixture = JOBS[case]
+    parallel_jobs.begin(job, folder, f"{PLAIN} {mixture} {layout} --lr 1e-3", dies_after=6)
+
+
+def _other_half(case: str, layout: str, folder: str) -> dict[str, Any]:
+    job, mixture = JOBS[case]
+    return jobs.train(job, False, f"{PLAIN} {mixture} {layout} --resume", folder)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, those of four workers in one group."""
     folder = tmp_path_factory.mktemp("layouts")
+    _half("gpt2", ALONE, f"{folder}/half gpt2")
     found = run_in_workers(4, _in_four_workers, str(folder))[0]
     for case, (job, mixture) in JOBS.items():
-        alone = f"{PLAIN} {mixture} --micro-batch-size 12"
-        found[f"{case} alone"] = jobs.train(job, True, alone, str(folder / f"{case}-alone"))
-    found["gentle alone"] = jobs.train(
-        "gpt2-4-tied", False, f"{PLAIN} {GENTLE} --micro-batch-size 12", str(folder / "gentle")
-    )
-    shutil.copytree(folder / "half", folder / "resumed")
-    job, mixture = JOBS["mixtral"]
-    flags = f"{PLAIN} {mixture} --micro-batch-size 12 --resume"
-    found["resumed"] = jobs.train(job, False, flags, str(folder / "resumed"))
+        found[f"{case} alone"] = jobs.train(job, True, f"{PLAIN} {mixture} {ALONE}", str(folder / f"{case}-alone"))
+    found["gentle alone"] = jobs.train("gpt2-4-tied", False, f"{PLAIN} {GENTLE} {ALONE}", str(folder / "gentle"))
+    for name in RESUMED:
+        found[f"{name}, alone"] = _other_half(LAYOUTS[name][0], ALONE, f"{folder}/half {name}")
     found["folder"] = folder
     return found
 
@@ -130,11 +158,22 @@ def test_a_group_of_workers_has_one_copy_of_the_experts(runs: Any) -> None:
     assert [held["parameter_bytes"] for held in receipts["held_bytes_by_rank"]] == [whole - experts // 2] * 4
 
 
-def test_a_divided_run_is_resumed_by_one_process(runs: Any) -> None:
-    expected = runs["mixtral alone"]
-    _assert_close(runs["resumed"]["curve"], expected["curve"][5:], within=1e-5)
+@pytest.mark.parametrize(
+    ("case", "resumed"), [("gpt2", "divided"), *((LAYOUTS[name][0], f"{name}, alone") for name in RESUMED)]
+)
+def test_checkpoints_go_from_a_divided_run_to_one_process_and_back(case: str, resumed: str, runs: Any) -> None:
+    expected = runs[f"{case} alone"]
+    _assert_close(runs[resumed]["curve"], expected["curve"][5:], within=1e-5)
     for name, weight in expected["weights"].items():
-        _assert_close(runs["resumed"]["weights"][name], weight, within=1e-5)
+        _assert_close(runs[resumed]["weights"][name], weight, within=1e-5)
+
+
+def test_the_states_of_experts_are_shared_out_among_their_copies(runs: Any) -> None:
+    held = runs["groups, gradients divided"]["summary"]["receipts"]["held_bytes_by_rank"]
+    whole = sum(weight.numel() for weight in runs["gpt2 alone"]["weights"].values())
+    for kind, copies in (("gradient_bytes", 8), ("optimizer_state_bytes", 16)):
+        states = sum(of_rank[kind] for of_rank in held)
+        assert copies * whole <= states <= copies * whole * 1.01, kind
 
 
 def test_transformers_reads_the_export_of_a_divided_run(runs: Any) -> None:

@@ -60,6 +60,15 @@ def local_boxes(tensor: torch.Tensor) -> list[Box]:
     return boxes_of(tuple(tensor.shape), tensor.placements, tuple(tensor.device_mesh.shape), coordinate)
 
 
+def divided_over(tensor: torch.Tensor, dimension: str) -> int:
+    """How many workers along a dimension of its mesh hold different parts of a tensor; 1 if they hold the same."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    sides = zip(mesh.mesh_dim_names or (), mesh.shape, tensor.placements, strict=False)
+    return math.prod(size for name, size, placement in sides if name == dimension and not placement.is_replicate())
+
+
 def boxes_of(
     shape: tuple[int, ...], placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> list[Box]:

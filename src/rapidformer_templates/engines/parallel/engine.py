@@ -13,6 +13,7 @@ from torch import nn
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
 from rapidformer_templates.engines.parallel import state as parallel_state
+from rapidformer_templates.engines.parallel.copies import copies_of
 from rapidformer_templates.engines.parallel.narrowing import (
     IN_FP32,
     TYPES,
@@ -78,8 +79,8 @@ class ParallelEngine(SingleEngine):
 
     def _counted_once(self) -> list[Unit]:
         """The units that this worker adds to the global norm, so that over all workers each value is added once."""
-        held, first = self._held_tensors(), self.workers.copy_rank == 0
-        return [u for u in self._shards.units if held[u.of.name].counts and (u.is_run or first)]
+        held = self._held_tensors()
+        return [u for u in self._shards.units if held[u.of.name].counts and (u.is_run or u.of.copies.rank == 0)]
 
     def _trained(self) -> list[Trained]:
         placement, trained = placement_of(self.model), []
@@ -87,9 +88,9 @@ class ParallelEngine(SingleEngine):
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 whole = placement.whole_name(canonical_name(name))
-                copies, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
+                stages, chunk = placement.stages.get(whole, ()), placement.chunks.get(whole)
                 narrow = self.compute_type if id(parameter) in narrowed else None
-                trained.append(Trained(whole, parameter, copies, chunk, narrow))
+                trained.append(Trained(whole, parameter, copies_of(parameter, self.workers), stages, chunk, narrow))
         return trained
 
     def _open_groups_of_copies(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -110,18 +111,18 @@ class ParallelEngine(SingleEngine):
         """Replicas, and copies in several stages, begin with the values of the first, however they were drawn."""
         placement = placement_of(self.model)
         tensors = {
-            placement.whole_name(canonical_name(name)): local_part(tensor).detach()
+            placement.whole_name(canonical_name(name)): tensor.detach()
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         }
         for stages, name in sorted((stages, name) for name, stages in placement.stages.items() if name in tensors):
-            dist.broadcast(tensors[name], group=tied[stages], group_src=0)
-        if self.workers.copies > 1:
-            self._follow_first_replica(tensors.values())
+            dist.broadcast(local_part(tensors[name]), group=tied[stages], group_src=0)
+        self._follow_first_copy(tensors.values())
 
-    def _follow_first_replica(self, tensors: Iterable[torch.Tensor]) -> None:
-        mesh = self.workers.mesh
+    def _follow_first_copy(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            dist.broadcast(tensor, group=mesh.get_group("copies") if mesh else None, group_src=0)
+            copies = copies_of(tensor, self.workers)
+            if copies.size > 1:
+                dist.broadcast(local_part(tensor), group=copies.group, group_src=0)
 
     @property
     def _averages_over(self) -> float:
@@ -141,7 +142,7 @@ class ParallelEngine(SingleEngine):
         self._shards.reduce()
         if self.workers.copies > 1:
             self.receipts["gradient_exchange"] = self._shards.exchange()
-            self._follow_first_replica(self._kept_buffers)  # running means and the like, as DDP has it
+            self._follow_first_copy(self._kept_buffers)  # running means and the like, as DDP has it
 
     def _grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient of the loss, before its loss scale; of the summed gradient in the units."""
@@ -173,9 +174,7 @@ class ParallelEngine(SingleEngine):
     def pieces(self, kind: str) -> Iterator[Piece]:
         shards = self._shards
         shards.adopt()
-        return parallel_state.pieces(
-            self._held_tensors(), shards.units, self.optimizer, kind, self.workers, narrow=shards.narrow
-        )
+        return parallel_state.pieces(self._held_tensors(), shards.units, self.optimizer, kind, narrow=shards.narrow)
 
     def load(self, reader: StateReader, *, optimizer: bool) -> None:
         parallel_state.load(

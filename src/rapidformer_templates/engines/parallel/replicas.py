@@ -14,12 +14,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer_templates.engines.parallel.copies import NONE, Copies
 from rapidformer_templates.engines.parallel.narrowing import IN_FP32, GradientTypes, narrow
 from rapidformer_templates.engines.parallel.windows import Window, turns, windows_of_kinds
 from rapidformer_templates.engines.pieces import local_part
@@ -34,6 +35,7 @@ class Trained:
     Attributes:
         name: canonical, in the whole model.
         parameter: the model's; under tensor parallelism a DTensor.
+        copies: the replicas' workers that hold the same of it.
         narrow: the type of 16 bits that it is to be of, with a master in its own; None leaves it as it is.
         stages: pipeline ranks that hold a copy of it; empty if this is the only one.
         chunk: the local part of the pipeline whose backward brings its gradient; None is any.
@@ -41,6 +43,7 @@ class Trained:
 
     name: str
     parameter: nn.Parameter
+    copies: Copies = NONE
     stages: tuple[int, ...] = ()
     chunk: int | None = None
     narrow: torch.dtype | None = None
@@ -58,7 +61,7 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What the optimizer updates at a time: a run of a flattened parameter, or, where nothing is sharded, all of it.
+    """What the optimizer updates at a time: a run of a flattened parameter, or, where it is not shared out, all of it.
 
     Attributes:
         of: the parameter.
@@ -79,7 +82,8 @@ class DataShards:
 
     Every step is: backward passes (each between :meth:`begin_backward` and :meth:`end_backward`),
     :meth:`reduce`, the optimizer's update of the ``units`` :meth:`in_turn`, :meth:`gather`, :meth:`drop`. Gradients
-    travel while the last backward runs; those of ZeRO-2, which no worker keeps whole, in each.
+    travel while the last backward runs; those of ZeRO-2, which no worker keeps whole, in each. What is summed and
+    shared out of a parameter, is so among those that have copies of it.
 
     Args:
         trained: the parameters.
@@ -110,14 +114,23 @@ class DataShards:
         self.tied = tied
         self.replicas = workers.copies
         self.group = workers.mesh.get_group("copies") if workers.mesh else None
-        self.sharded = shards is not None and self.replicas > 1
-        self.early = self.sharded and shards == "gradients"
+        sharded = shards is not None and self.replicas > 1
+        self.early = sharded and shards == "gradients"
         self._types = types
         self._window = window
-        self._windows, self._kind = _windows(trained, self.replicas, window, whole=whole and self.sharded)
-        self._rank = workers.copy_rank
-        self._runs: dict[Window, list[tuple[Unit, int]]] = {window: [] for window in self._windows}
-        self.units = self._divide() if self.sharded else [Unit(t, 0, nn.Parameter(t.local), False) for t in trained]
+        self._windows, self._kind = _windows(trained, window, whole=whole and sharded)
+        # Only of those that several workers have there are shares.
+        self._runs: dict[Window, list[tuple[Unit, int]]] = {w: [] for w in self._windows if sharded and w.ranks > 1}
+        runs = self._divide()
+        self._shared = {segment.parameter for window in self._runs for segment in window.segments}
+        # Experts on their way to other workers let replicas wait for each other within a backward.
+        self._meet = any(entry.copies.size < self.replicas for entry in trained)
+        self._whole = {
+            index: Unit(entry, 0, nn.Parameter(entry.local), False)
+            for index, entry in enumerate(trained)
+            if index not in self._shared
+        }
+        self.units = [*runs, *self._whole.values()]
         self.narrow = {entry.name for entry in trained if entry.narrow}
         for entry in trained:
             if entry.narrow:
@@ -131,7 +144,7 @@ class DataShards:
         self._left: set[int] = set()
         self._queue: deque[Window] = deque()
         self._sent: set[Window] = set()
-        self._pending: tuple[Window, torch.Tensor, torch.Tensor, Any] | None = None
+        self._pending: _Flight | None = None
         self._starts = self._early_starts = 0
         self._waited = 0.0  # seconds of the host in this step
         self._seen = self._versions()
@@ -141,8 +154,8 @@ class DataShards:
 
     def _divide(self) -> list[Unit]:
         units = []
-        for window in self._windows:
-            for (index, start, count), offset in window.owned(self._rank):
+        for window in self._runs:
+            for (index, start, count), offset in window.owned(self._kind[window].copies.rank):
                 entry = self.trained[index]
                 run = entry.local if window.owner is not None else entry.local.view(-1)[start : start + count]
                 unit = Unit(entry, start, nn.Parameter(run.clone() if entry.narrow else run), True)
@@ -184,14 +197,24 @@ class DataShards:
                 where="compute_loss()",
                 hint="checkpoint with use_reentrant=False, or with --checkpoint-activations",
             )
-        leaves_at_once = self._exchanging and self.sharded and index not in self._wide
+        leaves_at_once = self._exchanging and index in self._shared and index not in self._wide
         if self.trained[index].narrow and not leaves_at_once:
             self._widen(index)
         if self._exchanging:
             self._ready.add(index)
-            while self._queue and all(segment.parameter in self._ready for segment in self._queue[0].segments):
+            while self._queue and self._may_leave(self._queue[0]):
                 self._start(self._queue.popleft())
                 self._early_starts += 1
+
+    def _may_leave(self, window: Window) -> bool:
+        """Whether a window is complete, and need not wait here for the one before where that could be for ever.
+
+        A loss may reach a parameter here that it does not reach elsewhere: there its window leaves after the backward,
+        which comes to its end only if this one goes on, where the two exchange tokens.
+        """
+        if self._meet and self._pending is not None and not self._pending.has_come:
+            return False
+        return all(segment.parameter in self._ready for segment in window.segments)
 
     def _widen(self, index: int) -> None:
         """Add a gradient of 16 bits to those before it, and free it."""
@@ -221,33 +244,34 @@ class DataShards:
             reached = self._reached_anywhere()
         else:
             reached = [self._gradient(index) is not None for index in range(len(self.trained))]
-        there = {id(entry) for entry, flag in zip(self.trained, reached, strict=True) if flag}
-        gradients = self._gradients_of_units()
-        self._complete = {unit: value for unit, value in gradients if value is not None and id(unit.of) in there}
+        self._complete = dict(self._gradients_of_units(reached))
 
-    def _gradients_of_units(self) -> Iterator[tuple[Unit, torch.Tensor | None]]:
-        if not self.sharded:
-            yield from ((unit, self._gradient(index)) for index, unit in enumerate(self.units))
+    def _gradients_of_units(self, reached: Sequence[bool]) -> Iterator[tuple[Unit, torch.Tensor]]:
+        for index, unit in self._whole.items():
+            if reached[index]:
+                yield unit, self._summed(index)
+        there = {id(entry) for entry, flag in zip(self.trained, reached, strict=True) if flag}
         for window, runs in self._runs.items():
             for unit, offset in runs:
-                yield unit, self._sums[window][offset : offset + unit.values.numel()].view(unit.values.shape)
+                if id(unit.of) in there:
+                    yield unit, self._sums[window][offset : offset + unit.values.numel()].view(unit.values.shape)
 
     def _start(self, window: Window) -> None:
         """Send a window's gradients on their way, and take in those of the one before."""
         self._sent.add(window)
         self._starts += 1
-        flat = self._pack(window)
+        flat, copies = self._pack(window), self._kind[window].copies
         received, work = flat, None
         if window.owner is not None:
-            received = flat if window.owner == self._rank else flat.new_empty(0)
-            work = dist.reduce(flat, group=self.group, group_dst=window.owner, async_op=True)
-        elif self.sharded:
+            received = flat if window.owner == copies.rank else flat.new_empty(0)
+            work = dist.reduce(flat, group=copies.group, group_dst=window.owner, async_op=True)
+        elif window in self._runs:
             received = flat.new_empty(window.share)
-            work = reduce_scatter(received, flat, group=self.group, async_op=True)
-        elif self.replicas > 1:
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            work = reduce_scatter(received, flat, group=copies.group, async_op=True)
+        elif copies.size > 1:
+            work = dist.all_reduce(flat, group=copies.group, async_op=True)
         self._finish()
-        self._pending = (window, flat, received, work)
+        self._pending = _Flight(window, flat, received, work)
 
     def _pack(self, window: Window) -> torch.Tensor:
         """The gradients of a window, laid end to end; where there is none, zeros."""
@@ -260,7 +284,7 @@ class DataShards:
                 self._reached[index] = True
                 flat[offset : offset + count] = gradient.reshape(-1)[start : start + count]
                 self._left.add(index)
-                if self.sharded and start + count == gradient.numel():
+                if window in self._runs and start + count == gradient.numel():
                     self.trained[index].parameter.grad = None
                     self._wide.pop(index, None)
         return flat
@@ -281,7 +305,7 @@ class DataShards:
             self._sums[window] += received
         else:
             self._sums[window] = received
-        if not self.sharded and not self._kind[window].stages:
+        if window not in self._runs and not self._kind[window].stages:
             self._unpack(window)
 
     def _unpack(self, window: Window) -> None:
@@ -305,12 +329,13 @@ class DataShards:
         """Add up what the copies of a parameter in several stages have got."""
         for window in [w for w in self._windows if self._kind[w].stages]:
             dist.all_reduce(self._sums[window], group=self.tied[self._kind[window].stages])
-            if not self.sharded:
+            if window not in self._runs:
                 self._unpack(window)
 
     def _reached_anywhere(self) -> list[bool]:
         """For each parameter, whether the loss of any replica or of any stage that has it reached it."""
-        flags = torch.tensor(self._reached, dtype=torch.float32)  # the hosts know it, and no device is waited for
+        here = [sent or self._gradient(index) is not None for index, sent in enumerate(self._reached)]
+        flags = torch.tensor(here, dtype=torch.float32)  # the hosts know it, and no device is waited for
         if self.replicas > 1:
             dist.all_reduce(flags, group=self.group)
         for stages, group in self.tied.items():
@@ -352,10 +377,10 @@ class DataShards:
         """The units by when they are updated: all at once, where no gradient is converted."""
         if self._types.accumulate == torch.float32 or not self.narrow:
             return [self.units]
-        if self.sharded:
-            return [[unit for unit, _ in runs] for runs in self._runs.values()]
-        sizes = [unit.values.numel() for unit in self.units]
-        return [[self.units[place] for place in places] for places in turns(sizes, self._window)]
+        of_windows = [[unit for unit, _ in runs] for runs in self._runs.values()]
+        whole = list(self._whole.values())
+        sizes = [unit.values.numel() for unit in whole]
+        return [*of_windows, *([whole[place] for place in places] for places in turns(sizes, self._window))]
 
     def _versions(self) -> dict[str, int]:
         """How often narrow parameters have been changed in place, as autograd counts it."""
@@ -379,38 +404,36 @@ class DataShards:
         self._seen = self._versions()
 
     def _send_updated(self) -> None:
-        if not self.sharded:
-            for unit in self.units:
-                if unit.of.narrow:
-                    unit.of.local.copy_(unit.values)
-            return
+        for unit in self._whole.values():
+            if unit.of.narrow:
+                unit.of.local.copy_(unit.values)
         for window in self._runs:
             like = self.trained[window.segments[0].parameter].local
-            flat = self._whole(window, like.dtype)
+            flat = self._all_of(window, like.dtype)
             for (index, start, count), offset in window.with_offsets():
                 self.trained[index].local.view(-1)[start : start + count] = flat[offset : offset + count]
 
-    def _whole(self, window: Window, dtype: torch.dtype) -> torch.Tensor:
+    def _all_of(self, window: Window, dtype: torch.dtype) -> torch.Tensor:
         """What all replicas have of a window's units, laid end to end."""
         share = self.trained[window.segments[0].parameter].local.new_zeros(window.share, dtype=dtype)
         for unit, offset in self._runs[window]:
             share[offset : offset + unit.values.numel()] = unit.values.detach().view(-1)
+        group = self._kind[window].copies.group
         if window.owner is not None:
-            dist.broadcast(share, group=self.group, group_src=window.owner)
+            dist.broadcast(share, group=group, group_src=window.owner)
             return share
         flat = share.new_empty(window.packed)
-        all_gather(flat, share, group=self.group)
+        all_gather(flat, share, group=group)
         return flat
 
     @torch.no_grad()
     def masters(self) -> dict[str, torch.Tensor]:
-        """On the first replica what its worker has of each narrow parameter, in fp32; every replica must ask."""
-        if not self.sharded:
-            return {unit.of.name: unit.values.detach() for unit in self.units if unit.of.narrow}
-        whole: dict[str, torch.Tensor] = {}
+        """On the first of its copies what a worker has of each narrow parameter, in fp32; every worker must ask."""
+        whole = {unit.of.name: unit.values.detach() for unit in self._whole.values() if unit.of.narrow}
         for window in (window for window in self._runs if self._kind[window].narrow):
-            flat = self._whole(window, torch.float32)
-            for (index, start, count), offset in window.with_offsets() if self._rank == 0 else ():
+            flat = self._all_of(window, torch.float32)
+            is_first = self._kind[window].copies.rank == 0
+            for (index, start, count), offset in window.with_offsets() if is_first else ():
                 entry = self.trained[index]
                 values = whole.setdefault(entry.name, torch.empty(entry.local.shape))  # on the host
                 values.view(-1)[start : start + count] = flat[offset : offset + count]
@@ -449,32 +472,59 @@ class DataShards:
         return [*(gradient for gradient in whole if gradient is not None), *self._wide.values(), *self._sums.values()]
 
 
+class _Flight(NamedTuple):
+    """A window on its way.
+
+    Attributes:
+        flat: what is sent.
+        received: where comes what this worker is to have of the sum.
+        work: what brings it; None where there is nobody to wait for.
+    """
+
+    window: Window
+    flat: torch.Tensor
+    received: torch.Tensor
+    work: Any
+
+    @property
+    def has_come(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What parameters must have in common to lie in one window."""
 
+    copies: Copies
     dtype: torch.dtype
     narrow: torch.dtype | None
     stages: tuple[int, ...]
     chunk: int | None
 
 
-def _windows(
-    trained: Sequence[Trained], ranks: int, limit: int, *, whole: bool
-) -> tuple[list[Window], dict[Window, _Kind]]:
+def _windows(trained: Sequence[Trained], limit: int, *, whole: bool) -> tuple[list[Window], dict[Window, _Kind]]:
     """The windows in the order in which a backward completes them; it comes to a model in about the reverse order.
+
+    What no other worker has is in none.
 
     Those of parameters with copies elsewhere come last, by the names of the parameters: in the same order
     on every worker that has a copy.
     """
     members: dict[_Kind, list[tuple[int, int]]] = defaultdict(list)
     for index, entry in reversed(list(enumerate(trained))):
-        kind = _Kind(entry.parameter.dtype, entry.narrow, entry.stages, entry.chunk)
-        members[kind].append((index, entry.local.numel()))
+        kind = _Kind(entry.copies, entry.parameter.dtype, entry.narrow, entry.stages, entry.chunk)
+        if entry.copies.size > 1 or entry.stages:
+            members[kind].append((index, entry.local.numel()))
     for kind in (kind for kind in members if kind.stages):
         members[kind].sort(key=lambda size: trained[size[0]].name)
     by_stages = {kind: members[kind] for kind in sorted(members, key=lambda kind: kind.stages)}
-    kinds = windows_of_kinds(by_stages, ranks, limit, whole=whole, is_tied=lambda kind: kind.stages != ())
+    kinds = windows_of_kinds(
+        by_stages,
+        limit,
+        ranks=lambda kind: kind.copies.size,
+        whole=whole,
+        is_tied=lambda kind: kind.stages != (),
+    )
 
     def comes(window: Window) -> tuple[bool, int]:
         there = kinds[window].stages != ()

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from rapidformer_templates.engines import flat_runs as flat
 from rapidformer_templates.engines import group_values
 from rapidformer_templates.engines.contract import Piece, StateReader
-from rapidformer_templates.engines.parallel.boxes import Box, local_boxes, whole_shape
+from rapidformer_templates.engines.parallel.boxes import Box, divided_over, local_boxes, whole_shape
+from rapidformer_templates.engines.parallel.copies import NONE, Copies, copies_of
 from rapidformer_templates.engines.parallel.replicas import Unit
 from rapidformer_templates.engines.pieces import check_optimizer, check_weights, local_part, named_tensors
 from rapidformer_templates.models.placement import placement_of
@@ -30,10 +30,12 @@ class Held:
         tensor: the model's.
         counts: whether this worker is the one, among those with the same values in one replica, that
             writes them.
+        copies: the replicas' workers that have them, too.
     """
 
     tensor: torch.Tensor
     counts: bool
+    copies: Copies = NONE
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,11 +53,6 @@ class Held:
         return local_part(self.tensor).detach()
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the workers of a tensor-parallel group hold different parts of a tensor."""
-    return isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements)
-
-
 def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
     """The parameters and persistent buffers of this worker, by their names in the whole model."""
     placement = placement_of(model)
@@ -63,8 +60,8 @@ def held_tensors(model: nn.Module, workers: Workers) -> dict[str, Held]:
     for name, tensor in named_tensors(model).items():
         whole = placement.whole_name(name)
         first = placement.stages.get(whole, (workers.pipeline_rank,))[0]
-        speaks = first == workers.pipeline_rank and (is_sharded(tensor) or workers.tensor_rank == 0)
-        held[whole] = Held(tensor, speaks)
+        speaks = first == workers.pipeline_rank and (divided_over(tensor, "tensor") > 1 or workers.tensor_rank == 0)
+        held[whole] = Held(tensor, speaks, copies_of(tensor, workers))
     return held
 
 
@@ -73,28 +70,26 @@ def pieces(
     units: Sequence[Unit],
     optimizer: torch.optim.Optimizer,
     kind: str,
-    workers: Workers,
     *,
     narrow: Collection[str] = (),
 ) -> Iterator[Piece]:
     """What this rank writes of ``weights`` or ``optimizer``.
 
-    What all replicas have is shared out among them by size; a run of a parameter is written by the one that
+    What has copies is shared out among those who have them by size; a run of a parameter is written by the one that
     updates it. Of a narrow parameter its master is the weight.
     """
-    loads = [0] * workers.copies
-    owners = {}
+    loads: dict[Copies, list[int]] = {}
+    owned = set()
     for name, entry in held.items():
-        owners[name] = loads.index(min(loads))
-        loads[owners[name]] += entry.local.numel()
-    mine = [
-        unit
-        for unit in units
-        if held[unit.of.name].counts and (unit.is_run or owners[unit.of.name] == workers.copy_rank)
-    ]
+        so_far = loads.setdefault(entry.copies, [0] * entry.copies.size)
+        owner = so_far.index(min(so_far))
+        so_far[owner] += entry.local.numel()
+        if entry.counts and owner == entry.copies.rank:
+            owned.add(name)
+    mine = [unit for unit in units if (held[unit.of.name].counts if unit.is_run else unit.of.name in owned)]
     if kind == "weights":
         for name, entry in held.items():
-            if entry.counts and owners[name] == workers.copy_rank and name not in narrow:
+            if name in owned and name not in narrow:
                 yield from _run_pieces(name, entry, 0, entry.local.reshape(-1))
         for unit in (unit for unit in mine if unit.of.narrow):
             yield from _run_pieces(unit.of.name, held[unit.of.name], unit.start, unit.values.detach().reshape(-1))
@@ -221,13 +216,12 @@ def full_weights(
 ) -> dict[str, torch.Tensor] | None:
     """Whole weights on the host on rank 0, None on the other ranks; every rank must call it.
 
-    They come to rank 0 one after another from the workers of the first replica.
+    They come to rank 0 one after another from the workers that have the first copies.
 
     Args:
-        masters: what stands for the narrow parameters of a worker of the first replica.
+        masters: what stands for the narrow parameters of a worker that has the first copies of them.
     """
-    writes = workers.copy_rank == 0
-    mine = {name: entry for name, entry in held.items() if entry.counts and writes}
+    mine = {name: entry for name, entry in held.items() if entry.counts and entry.copies.rank == 0}
     values_of = {name: masters.get(name, entry.local) for name, entry in mine.items()}
     described = workers.gather(
         [

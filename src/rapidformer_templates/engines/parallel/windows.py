@@ -140,9 +140,9 @@ def whole_windows(sizes: Sequence[tuple[int, int]], loads: list[int], limit: int
 
 def windows_of_kinds(
     members: Mapping[Kind, Sequence[tuple[int, int]]],
-    ranks: int,
     limit: int,
     *,
+    ranks: Callable[[Kind], int],
     whole: bool,
     is_tied: Callable[[Kind], bool],
 ) -> dict[Window, Kind]:
@@ -150,23 +150,25 @@ def windows_of_kinds(
 
     Args:
         members: (index, elements) of each parameter, by kind.
-        ranks: workers that share each window.
         limit: elements of a window.
+        ranks: of a kind, the workers that share each window.
         whole: whether parameters are shared out whole.
         is_tied: whether those of a kind have copies in other stages, all of which must have the same owner: what else a
             stage has plays no part in who it is.
     """
     found: dict[Window, Kind] = {}
-    loads = [0] * ranks
+    loads: dict[int, list[int]] = {}
     for kind in sorted(members, key=lambda kind: not is_tied(kind)):
+        count = ranks(kind)
+        so_far = loads.setdefault(count, [0] * count)
         if not whole:
-            mine = windows(members[kind], ranks, limit)
+            mine = windows(members[kind], count, limit)
         elif is_tied(kind):
-            alone = [0] * ranks
+            alone = [0] * count
             mine = whole_windows(members[kind], alone, limit)
-            loads = [load + more for load, more in zip(loads, alone, strict=True)]
+            so_far[:] = [load + more for load, more in zip(so_far, alone, strict=True)]
         else:
-            mine = whole_windows(members[kind], loads, limit)
+            mine = whole_windows(members[kind], so_far, limit)
         found |= dict.fromkeys(mine, kind)
     return found
 

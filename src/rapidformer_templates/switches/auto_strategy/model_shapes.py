@@ -82,6 +82,7 @@ class Coordinates(NamedTuple):
 
     Attributes:
         parts: its runs of blocks, each from one number up to the other; several where stages are interleaved.
+        experts: workers that have one copy of the experts together.
     """
 
     tensor: int
@@ -89,6 +90,16 @@ class Coordinates(NamedTuple):
     stage: int
     parts: tuple[tuple[int, int], ...]
     peer: int = 0
+    experts: int = 1
+
+
+class _Kind(NamedTuple):
+    """What parameters have in common that may lie in one window: see :class:`Exchanged`."""
+
+    narrow: bool
+    ends: frozenset[str]
+    part: int
+    over: int
 
 
 class Exchanged(NamedTuple):
@@ -98,17 +109,23 @@ class Exchanged(NamedTuple):
         narrow: whether its parameters are of 16 bits, with masters.
         is_tied: whether other stages have copies of them.
         part: of the worker's parts the one whose backward completes it.
+        over: workers that one copy of them is divided over.
     """
 
     window: Window
     narrow: bool
     is_tied: bool
     part: int
+    over: int = 1
 
     @property
     def first(self) -> int:
         """The place of its first parameter in the model, the last to get its gradient."""
         return min(segment.parameter for segment in self.window.segments)
+
+    def share_of(self, replica: int) -> int:
+        """Elements that the worker of a replica sums and updates, with padding; neighbours share one copy."""
+        return self.window.share_of(replica // self.over)
 
 
 @dataclass
@@ -381,7 +398,8 @@ class ModelShapes:
         return self._stages[coordinates]
 
     def _parameters_of_stage(self, coordinates: Coordinates) -> dict[str, Facts]:
-        local = self.local_parameters(coordinates.tensor, coordinates.peer)
+        whole = self.local_parameters(coordinates.tensor, coordinates.peer)
+        local = {name: facts.among(coordinates.experts) for name, facts in whole.items()}
         if coordinates.pipeline == 1:
             return local
         rank = coordinates.stage
@@ -410,7 +428,7 @@ class ModelShapes:
     def windows(self, coordinates: Coordinates, data: int, *, masters: bool, whole: bool = False) -> list[Exchanged]:
         """What a worker of a stage exchanges at a time with the other replicas, in the order in which it leaves.
 
-        Parameters that several stages have lie in windows of their own, and so do those of 16 bits.
+        Parameters that several stages have lie in windows of their own, and so do those of 16 bits, and experts.
 
         Args:
             masters: whether there are such, with fp32 masters.
@@ -419,16 +437,23 @@ class ModelShapes:
         key, limit = (coordinates, data, masters, whole), window_for(self.width)
         if key not in self._windows:
             own = list(self.stage_parameters(coordinates).items())
-            kinds: dict[tuple[bool, frozenset[str], int], list[tuple[int, int]]] = {}
+            kinds: dict[_Kind, list[tuple[int, int]]] = {}
             for index, (name, facts) in reversed(list(enumerate(own))):
                 ends = self.ends_of(name) if coordinates.pipeline > 1 else frozenset[str]()
                 shared = ends if len(ends) > 1 else frozenset[str]()
-                kind = (masters and facts.narrows, shared, self.part_of(coordinates, name))
-                kinds.setdefault(kind, []).append((index, facts.count))
-            for sizes in (sizes for (_, ends, _), sizes in kinds.items() if ends):
+                over = coordinates.experts if facts.is_expert else 1
+                kind = _Kind(masters and facts.narrows, shared, self.part_of(coordinates, name), over)
+                if data > over or over == 1:  # nobody else has the experts that are divided over all
+                    kinds.setdefault(kind, []).append((index, facts.count))
+            for sizes in (sizes for kind, sizes in kinds.items() if kind.ends):
                 sizes.sort(key=lambda size: own[size[0]][0])
-            of_kinds = windows_of_kinds(kinds, data, limit, whole=whole, is_tied=lambda kind: bool(kind[1]))
-            found = [Exchanged(window, narrow, bool(ends), part) for window, (narrow, ends, part) in of_kinds.items()]
+            of_kinds = windows_of_kinds(
+                kinds, limit, ranks=lambda kind: data // kind.over, whole=whole, is_tied=lambda kind: bool(kind.ends)
+            )
+            found = [
+                Exchanged(window, kind.narrow, bool(kind.ends), kind.part, kind.over)
+                for window, kind in of_kinds.items()
+            ]
             self._windows[key] = sorted(found, key=lambda each: (each.is_tied, -each.first))
         return self._windows[key]
 
@@ -439,14 +464,20 @@ class ModelShapes:
         key = (coordinates, data, masters, whole, replica)
         if key not in self._runs:
             own = list(self.stage_parameters(coordinates).values())
-            self._runs[key] = [
+            shared = [
                 replace(own[run.parameter], narrows=each.narrow)
                 if whole
                 else Facts((run.length,), decays=True, narrows=each.narrow)
                 for each in self.windows(coordinates, data, masters=masters, whole=whole)
-                for run, _ in each.window.owned(replica)
+                for run, _ in each.window.owned(replica // each.over)
             ]
+            self._runs[key] = [*shared, *self.unshared(own, coordinates, data)]
         return self._runs[key]
+
+    def unshared(self, trained: Iterable[Facts], coordinates: Coordinates, data: int) -> list[Facts]:
+        """Of a worker's parameters those that no other replica has: experts that are divided over all."""
+        alone = 1 < coordinates.experts == data
+        return [facts for facts in trained if alone and facts.is_expert]
 
     def ends_of(self, name: str) -> frozenset[str]:
         """The stages that have a parameter which is in no block, under any of its names."""

@@ -56,6 +56,10 @@ class Facts:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    def among(self, workers: int) -> Facts:
+        """What one of so many workers has of it, over which experts are divided."""
+        return replace(self, shape=(self.shape[0] // workers, *self.shape[1:])) if self.is_expert else self
+
 
 @dataclass(frozen=True)
 class StateRule:

@@ -63,7 +63,8 @@ class Setting:
 
     def by_parallel_engine(self, layout: Layout) -> bool:
         """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
-        return self.narrow is not None or layout.is_divided
+        apart = self.experts_over > 1 and (layout.partitioning != "none" or self.offload != "")
+        return self.narrow is not None or layout.is_divided or apart
 
 
 def setting_of(plan: Plan, width: int) -> Setting:

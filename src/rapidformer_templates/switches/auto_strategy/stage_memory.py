@@ -62,7 +62,7 @@ class Stage:
         """``blocks``: from one number up to the other; by default as the layout is cut."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
         parts = (blocks,) if blocks else tuple(self._own_blocks())
-        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, parts, peer)
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, parts, peer, setting.experts_over)
 
     def _own_blocks(self) -> Iterator[tuple[int, int]]:
         layout = self.layout
@@ -109,7 +109,9 @@ class Stage:
             mine = self._runs_of(replica)
         parameters = self._bytes(BF16) + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
         width = self._types.accumulate
-        gradients = self._share(self._windows, replica) if self._is_sharded else self._bytes(width)
+        gradients = self._bytes(width)
+        if self._is_sharded:
+            gradients = self._share(self._windows, replica) + self._unshared()
         optimizer = self.setting.how.optimizer.bytes_of(mine)
         if self._has_masters:
             optimizer += FP32 * sum(part.count for part in mine if part.narrows)
@@ -148,8 +150,10 @@ class Stage:
         Args:
             part: the one of its parts whose parameters are meant; None: all.
         """
-        of_part = self.parameters.values() if part is None else self._parameters_of_parts[part]
-        return sum(self._width(facts.narrows, width) * facts.count for facts in of_part)
+        return sum(self._width(facts.narrows, width) * facts.count for facts in self._trained(part))
+
+    def _trained(self, part: int | None) -> Iterable[Facts]:
+        return self.parameters.values() if part is None else self._parameters_of_parts[part]
 
     @cached_property
     def _parameters_of_parts(self) -> list[list[Facts]]:
@@ -233,7 +237,7 @@ class Stage:
             left, leaving: windows of the part that are complete when the phase begins, and when it ends.
         """
         others = sum(self._added_up(part, each) for part in each.added - {each.part})
-        own, unfinished = self._bytes(self._types.accumulate, each.part), phase.peak - phase.peak_without_gradients
+        own, unfinished = self._bytes(self._types.accumulate, each.part), self._of_own_experts(phase)
         adds = each.part in each.added
         if each.is_forward or not self._exchanges(each):
             gradients = self._added_up(each.part, each) if adds else unfinished
@@ -243,10 +247,11 @@ class Stage:
         summed = adds and not self._sums_early
         gradients = own if summed else unfinished
         if self._is_sharded:  # what is packed is given up, and what was not added to others is of 16 bits
-            waiting = max(0, gradients - sum(self._sum_of(window) for window in gone))
+            waiting = max(0, gradients - sum(self._sum_of(window) for window in gone) - self._unshared(each.part))
             if not summed:
                 waiting = waiting * self._bytes(BF16) // self._bytes(self._types.accumulate)
             gradients = waiting + self._shares(windows if adds and self._sums_early else begun)
+            gradients += self._unshared(each.part)
         flights = (1 if gone or each.summed else 0) + (1 if leaving > left else 0)
         before = [window for part in each.summed for window in self._windows_of(part)]
         return self._beside_states(activations, others + gradients, self._on_their_way([*before, *begun], flights))
@@ -258,7 +263,7 @@ class Stage:
     def _added_up(self, part: int, each: Pass) -> int:
         """Bytes of the gradients that a part has of earlier micro batches: of shares where they have been summed."""
         if self._is_sharded and (self._sums_early or part in each.summed):
-            return self._shares(self._windows_of(part))
+            return self._shares(self._windows_of(part)) + self._unshared(part)
         return self._bytes(self._types.accumulate, part)
 
     def _after(self, others: int) -> list[Moment]:
@@ -269,7 +274,7 @@ class Stage:
         if not self._is_sharded:
             copies_elsewhere = sum(self._packed(each) for each in tied)
             return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
-        shares, late = self._shares(self._windows), sum(self._sum_of(each) for each in tied)
+        shares, late = self._shares(self._windows) + self._unshared(), sum(self._sum_of(each) for each in tied)
         sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
         gathered = max(self._width(each.narrow, BF16) * self._gathered(each.window) for each in self._windows)
         return [sent, self._beside_states(0, shares, max(copied, gathered))]
@@ -279,7 +284,7 @@ class Stage:
         if self._types.accumulate == FP32:
             return 0
         if self._is_sharded:
-            sizes = [each.narrow * each.window.share_of(self.largest_replica) for each in self._windows]
+            sizes = [each.narrow * each.share_of(self.largest_replica) for each in self._windows]
         else:
             facts = list(self.parameters.values())
             parts = turns([each.count for each in facts], window_for(self.model.width))
@@ -318,7 +323,20 @@ class Stage:
         return self._share(of, self.largest_replica)
 
     def _share(self, of: Iterable[Exchanged], replica: int) -> int:
-        return sum(self._width(each.narrow, self._types.accumulate) * each.window.share_of(replica) for each in of)
+        return sum(self._width(each.narrow, self._types.accumulate) * each.share_of(replica) for each in of)
+
+    def _unshared(self, part: int | None = None) -> int:
+        """Bytes of the gradients of experts that no other replica has; of one part, or of all."""
+        alone = self.model.unshared(self._trained(part), self.coordinates, self.layout.replicas)
+        return sum(self._width(facts.narrows, self._types.accumulate) * facts.count for facts in alone)
+
+    def _of_own_experts(self, phase: Phase) -> int:
+        """Bytes of unfinished gradients; a trace has all experts."""
+        traced = phase.peak - phase.peak_without_gradients
+        if self.coordinates.experts == 1:
+            return traced
+        everything = self.model.stage_parameters(self.coordinates._replace(experts=1)).values()
+        return traced * sum(facts.count for facts in self.parameters.values()) // sum(f.count for f in everything)
 
     @staticmethod
     def _gathered(window: Window) -> int:
@@ -327,7 +345,7 @@ class Stage:
 
     def _complete(self, finished: int, part: int) -> int:
         """How many windows of a part have all their gradients, of which so many bytes are finished."""
-        ends = accumulate(self._sum_of(each) for each in self._windows_of(part) if not each.is_tied)
+        ends = accumulate(self._sum_of(each) * each.over for each in self._windows_of(part) if not each.is_tied)
         return sum(end <= finished for end in ends)
 
     def _on_their_way(self, begun: Sequence[Exchanged], count: int) -> int:

@@ -117,8 +117,7 @@ def divided_experts(
     parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN, *, over: int
 ) -> list[Held]:
     """Expert parallelism: everything everywhere, but of the experts a share of those of ``over`` workers."""
-    mine = [replace(p, shape=(p.shape[0] // over, *p.shape[1:])) if p.is_expert else p for p in parameters]
-    return replicated(mine, workers, width, how)
+    return replicated([p.among(over) for p in parameters], workers, width, how)
 
 
 def owned(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:

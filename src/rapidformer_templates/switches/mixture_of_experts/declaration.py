@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer_templates.models.facts import CONVERTED, OWN_EXPERTS
-from rapidformer_templates.planning.acted import divides_parameters
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import PARTITIONING, TOGETHER_REVERSED, excludes, idle_alone
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.flags import flag
+from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -79,7 +79,6 @@ class ExpertParallelFlags:
 OFF = {declared.name: declared.default for declared in dataclasses.fields(MixtureOfExpertsFlags)}
 SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
-LAYOUTS = ("tensor-parallel", "pipeline-parallel", "sequence-parallel")
 
 
 SIZE = "expert_model_parallel_size"
@@ -212,10 +211,15 @@ def _groups_fit(request: Request) -> list[Finding]:
     ]
 
 
+def _partitions_all_alike(switch: Switch) -> bool:
+    return switch.family in (PARTITIONING, "offload") and not switch.divides_copies
+
+
 def _dimensions(request: Request) -> Sequence[Dimension]:
-    size, workers = _group(request), request.sizes.data
-    copies = (Dimension("expert copies", "gradients of an expert", workers // size, size),)
-    return (Dimension("experts", "tokens, to their experts and back", size), *(copies if workers > size else ()))
+    size, workers, neighbours = _group(request), request.sizes.data, request.sizes.tensor
+    copies = (Dimension("expert copies", "gradients of an expert", workers // size, size * neighbours),)
+    experts = Dimension("experts", "tokens, to their experts and back", size, neighbours)
+    return (experts, *(copies if workers > size else ()))
 
 
 def _engine_options(request: Request) -> Mapping[str, Any]:
@@ -236,6 +240,12 @@ def _mixture_acted(measured: Measured) -> str | None:
     if layers and all(any(layer) for layer in layers):
         return None
     return "tokens that visit the experts of each layer, and their balance loss, were expected; there are none"
+
+
+def _experts_divided(measured: Measured) -> str | None:
+    if measured.plan.engine_options["experts_over"] == 1 or any(measured.all("divided_over_experts")):
+        return None
+    return "experts of which a worker has only some were expected; every worker has them all"
 
 
 SWITCHES = (
@@ -325,9 +335,12 @@ SWITCHES = (
             ),
         ),
         notes=idle_alone("expert-parallel: one worker, so there is nothing to divide"),
+        transform="rapidformer_templates.switches.mixture_of_experts.expert_parallel:divide_experts",
         engine="rapidformer_templates.switches.mixture_of_experts.expert_parallel:ExpertParallelEngine",
+        copies_differ=True,
+        under_3d={"engine": PARALLEL_ENGINE, "narrow_weights": True},
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
-        acted=divides_parameters,
+        acted=_experts_divided,
         rules=(
             Rule(
                 "RF020",
@@ -348,11 +361,12 @@ SWITCHES = (
             ),
             Rule(
                 "RF074",
-                "Divided experts go with copies of the rest of the model.",
-                "switches that partition the states, or move them elsewhere, sum and gather every parameter over all "
-                "data-parallel workers, and an expert's has only one; so do the stages and shards of a divided model",
+                "Divided experts go with what partitions the states of a parameter among those that have copies of it: "
+                "ZeRO-1, ZeRO-2 and the distributed optimizer; with CPU offload, too.",
+                "other partitioning sums and gathers every parameter over all data-parallel workers, and an expert's "
+                "has only some",
                 "[rapidformer_templates]",
-                excludes("expert-parallel", (PARTITIONING, "offload", *LAYOUTS), TOGETHER_REVERSED),
+                excludes("expert-parallel", _partitions_all_alike, TOGETHER_REVERSED),
                 Example("--num-experts 4 --expert-parallel --fsdp-memory-optimization --world-size 2"),
             ),
         ),

@@ -1,8 +1,8 @@
 """Expert parallelism: each worker holds a share of the experts, and tokens travel to them and back.
 
-What is not an expert is copied and averaged over the workers as under DDP. An expert sees the tokens of all workers
-of its group, so its gradient is complete there, and is summed over the groups, if there are several.
-(Lepikhin et al., 2020.)
+An expert sees the tokens of all workers of its group, so its gradient is complete there, and is summed over the
+groups, if there are several. (Lepikhin et al., 2020.) What is not an expert is copied and averaged over the workers as
+under DDP, or as the engine of 3D layouts has it.
 """
 
 from __future__ import annotations
@@ -12,39 +12,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.engines.local import DDPEngine
+from rapidformer_templates.engines.model_building import Building
+from rapidformer_templates.engines.parallel.copies import COPIES
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.switches.mixture_of_experts.convert import sparse_layers
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
-from rapidformer_templates.system.workers import Workers
 
 
-def divide(model: nn.Module, workers: Workers, over: int) -> None:
-    """Leave each worker its share of the experts of every sparse layer.
-
-    Args:
-        over: neighbouring workers that have one copy of the experts together.
-    """
-    mesh = init_device_mesh(workers.device.type, (workers.world // over, over), mesh_dim_names=("copies", "experts"))
+def divide_experts(model: nn.Module, building: Building) -> nn.Module:
+    """Leave each worker its share of the experts of every sparse layer."""
+    workers, over = building.workers, int(building.plan.engine_options["experts_over"])
+    if over == 1:
+        return model
+    shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
+    mesh = init_device_mesh(workers.device.type, shape, mesh_dim_names=("pipeline", COPIES, "experts", "tensor"))
     # Their own: the gradients of the rest travel at the same time.
-    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.tolist())
-    place = mesh.get_local_rank("experts")
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(2, -1).reshape(-1, over).tolist())
     for _, layer in sparse_layers(model):
         for name, parameter in list(layer.experts.named_parameters()):
-            share = parameter.detach().chunk(over)[place].clone()
-            dist.broadcast(share, group=mesh.get_group("copies"), group_src=0)  # however they were drawn
-            placements = [Replicate(), Shard(0)]
-            divided = DTensor.from_local(
-                share, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-            )
-            layer.experts.register_parameter(name, nn.Parameter(divided))
+            layer.experts.register_parameter(name, _share(parameter, mesh[COPIES, "experts", "tensor"]))
         layer.set_submodule("experts", DividedExperts(layer.experts, group))
+    return model
+
+
+def _share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """What this worker has of a stack of experts; of several copies the first one's values count."""
+    features = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),)  # by tensor parallelism
+    here = local_part(parameter).detach().chunk(mesh["experts"].size())
+    values = here[mesh.get_local_rank("experts")].clone()
+    dist.broadcast(values, group=mesh.get_group(COPIES), group_src=0)  # however they were drawn
+    share = DTensor.from_local(
+        values,
+        mesh,
+        [Replicate(), Shard(0), *features],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(share, requires_grad=parameter.requires_grad)
 
 
 class DividedExperts(nn.Module):
@@ -106,7 +118,7 @@ class ExpertParallelEngine(DDPEngine):
         self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
         self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
         named = [(name, p) for name, p in self.model.named_parameters() if isinstance(p, DTensor)]
-        mesh = named[0][1].device_mesh["copies"] if named else None  # a worker alone has nothing divided
+        mesh = named[0][1].device_mesh[COPIES] if named else None  # a worker alone has nothing divided
         self._copies = mesh.size() if mesh else 1
         self._sharers = mesh.get_group() if mesh else None
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [name for name, _ in named])

@@ -36,10 +36,6 @@ def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
         sizes = _sizes(options, balance, z)
         make_sparse(model, building.blocks, sizes)
         describe(model, sizes)
-    if "expert-parallel" in building.plan.switches and building.workers.data > 1:
-        from rapidformer_templates.switches.mixture_of_experts.expert_parallel import divide
-
-        divide(model, building.workers, building.plan.engine_options["experts_over"])
     return model
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.optimizers import CPU_ADAM, OPTIMIZERS, on_host_by_deepspeed, refusal, why_stand_in
+from rapidformer_templates.planning.plan import PARALLEL_ENGINE
 from rapidformer_templates.planning.switch import (
     Example,
     Finding,
@@ -70,9 +71,14 @@ def _works_on_shards(request: Request) -> list[Finding]:
 
 
 def _sharding(request: Request, switch: str) -> str:
-    """What shares out the states: under 3D parallelism ZeRO is the product's own, which can share out parameters."""
-    under_3d = switch.startswith("zero-") and request.active[switch].engine is None
-    return "distributed-optimizer" if under_3d else switch
+    """What shares out the states: where the engine of 3D layouts trains, ZeRO is its own and can share out parameters.
+
+    Divided experts are whole DTensors to an optimizer, unless that engine trains them: then it is given parts.
+    """
+    engine = request.active[switch].engine
+    if switch == "expert-parallel":
+        return "tensor-parallel" if engine == PARALLEL_ENGINE else switch
+    return "distributed-optimizer" if switch.startswith("zero-") and engine is None else switch
 
 
 def _acted(measured: Measured) -> str | None:

@@ -24,7 +24,7 @@ from rapidformer_templates.planning.switch import (
     Rule,
     Switch,
 )
-from rapidformer_templates.switches.zero.file_switch import DEEPSPEED, DEEPSPEED_CONFIG
+from rapidformer_templates.switches.zero.file_switch import DEEPSPEED, DEEPSPEED_CONFIG, ENGINE
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,11 @@ KINDS = ("cpu", "cuda", "xpu", "npu", "mps", "hpu", "mlu")
 
 
 def _knows_device(request: Request) -> list[Finding]:
-    device, sizes = request.environment.device, request.sizes
-    if device in KINDS or sizes.divides > 1:  # where the engine of 3D layouts has ZeRO of its own
+    device = request.environment.device
+    # The engine of 3D layouts has ZeRO of its own.
+    asked = tuple(name for name, switch in request.active.items() if name.startswith("zero-") and switch.engine)
+    if device in KINDS or not asked:
         return []
-    asked = tuple(name for name in request.active if name in ("zero-1", "zero-2", "zero-3"))
     return [Finding(f"DeepSpeed does not compute on {device}", request.asked_for(*asked), switches=asked)]
 
 
@@ -114,7 +115,8 @@ def _notes(request: Request) -> Sequence[str]:
 
 
 def _notes_under_3d(request: Request) -> Sequence[str]:
-    what = "the product's own sharding over the data-parallel workers takes DeepSpeed's place under 3D parallelism"
+    where = "under 3D parallelism" if request.sizes.divides > 1 else "beside divided experts"
+    what = f"the product's own sharding over the data-parallel workers takes DeepSpeed's place {where}"
     idle = "; there is one of them, so there is nothing to shard" if request.sizes.data == 1 else ""
     return (f"ZeRO: {what}{idle}",)
 
@@ -178,7 +180,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         rules=(ONLY_IN_TRAINER, KNOWN_DEVICE),
         notes=_notes,
         prepare="rapidformer_templates.switches.zero.values:prepare",
-        engine="rapidformer_templates.switches.zero.engine:DeepSpeedEngine",
+        engine=ENGINE,
         engine_options=_engine_options,
         receipt=(
             "parameter_bytes",
@@ -191,6 +193,7 @@ def _zero(level: int, options: type, states: str, claims: frozenset[Resource]) -
         # Kept, ZeRO-2 has taken 2,049 MB for 1,661. ZeRO-3 has taken 1,368 MB, and as usual 1,846 where DDP took 1,400.
         freed_memory="given back" if level == 3 else "as usual",
         under_3d=own.get(level, {}),
+        divides_copies=level in own,
         **package,
     )
 

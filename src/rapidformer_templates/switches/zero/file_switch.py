@@ -24,6 +24,7 @@ from rapidformer_templates.planning.switch import (
     Switch,
 )
 
+ENGINE = "rapidformer_templates.switches.zero.engine:DeepSpeedEngine"
 DEEPSPEED = {"needs_package": "deepspeed", "install": "pip install 'rapidformer_templates[deepspeed]'"}
 
 
@@ -92,13 +93,14 @@ def _findings(request: Request, problems: Iterable[deepspeed_keys.Problem]) -> l
 
 
 def _deepspeed_is_there(request: Request) -> list[Finding]:
-    if request.sizes.divides == 1:
-        return []
+    taken_over = any(name in request.active and not request.active[name].engine for name in ("zero-1", "zero-2"))
     unsupported = deepspeed_recipe.for_deepspeed_alone(request)
-    if not unsupported:
+    if not unsupported or (request.sizes.divides == 1 and not taken_over):
         return []
-    clash = ("deepspeed-config", *(name for name in ("tensor-parallel", "pipeline-parallel") if name in request.active))
-    message = f"DeepSpeed does not run under 3D parallelism, and only it knows {', '.join(unsupported)}"
+    dividing = ("tensor-parallel", "pipeline-parallel", "expert-parallel")
+    clash = ("deepspeed-config", *(name for name in dividing if name in request.active))
+    where = "under 3D parallelism" if request.sizes.divides > 1 else "beside divided experts"
+    message = f"DeepSpeed does not run {where}, and only it knows {', '.join(unsupported)}"
     return [Finding(message, request.asked_for(*clash), switches=clash)]
 
 
@@ -128,10 +130,10 @@ def _what_no_flag_knows(request: Request) -> Reasons:
 
 
 def _acted(measured: Measured) -> str | None:
-    """What the file says of ZeRO is what DeepSpeed runs with, but for what stands for DeepSpeed in a 3D layout."""
+    """What the file says of ZeRO is what DeepSpeed runs with, unless another engine stands for it."""
     asked = deepspeed_file.read(measured.config.get("deepspeed_config")).content.get("zero_optimization") or {}
     runs_with = measured["zero_optimization"]
-    if measured.plan.sizes.divides > 1:
+    if measured.plan.engine != ENGINE:
         return None
     if runs_with is None:
         return "a step by DeepSpeed was expected; something else made it"

@@ -1,0 +1,73 @@
+"""Gradients of parameters of which some workers have copies, and of one that a single worker reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rapidformer_templates.engines.parallel.copies import Copies
+from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
+from rapidformer_templates.switches.mixture_of_experts.expert_parallel import Exchange
+from tests.support.worker_group import run_in_workers
+
+SIZE = 8
+"""Rows and columns of each matrix; a window has room for one of them."""
+
+
+def _matrices() -> dict[str, nn.Parameter]:
+    draw = torch.Generator().manual_seed(1)
+    names = ("before", "expert", "after", "branch")
+    return {name: nn.Parameter(torch.randn(SIZE, SIZE, generator=draw, dtype=torch.float64)) for name in names}
+
+
+def _rows(rank: int) -> torch.Tensor:
+    return torch.arange(3 * SIZE, dtype=torch.float64).view(3, SIZE).div(10).add(rank).cos()
+
+
+def _loss(rank: int, of: dict[str, nn.Parameter], experts: Any) -> torch.Tensor:
+    """A worker's loss; the branch is for the rows of the first one."""
+    rows = experts(_rows(rank) @ of["before"]) @ of["after"]
+    return (rows @ of["branch"] if rank == 0 else rows).square().sum()
+
+
+def _in_two_workers(workers: Any, shards: str | None) -> dict[str, torch.Tensor]:
+    """The gradients that this worker updates with, when each has sent its rows to the other one's expert."""
+    of, rank = _matrices(), workers.rank
+    copies = {name: Copies() if name == "expert" else Copies(2, rank) for name in of}
+    trained = [Trained(name, parameter, copies[name]) for name, parameter in of.items()]
+    shared = DataShards(trained, workers, shards=shards, tied={}, window=SIZE * SIZE)
+    tokens = dist.new_group()
+    there = [0, 3] if rank == 0 else [3, 0]
+
+    def experts(rows: torch.Tensor) -> torch.Tensor:
+        arrived = Exchange.apply(rows, there, there, tokens)
+        back: torch.Tensor = Exchange.apply(torch.tanh(arrived @ of["expert"]), there, there, tokens)
+        return back
+
+    shared.begin_backward(last=True)
+    _loss(rank, of, experts).backward()
+    shared.end_backward()
+    shared.reduce()
+    found: dict[str, torch.Tensor] = {}
+    for _ in shared.in_turn(apart=True):
+        found |= {unit.of.name: unit.values.grad.clone().view(-1) for unit in shared.units}  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("shards", [None, "optimizer", "gradients"])
+def test_nobody_waits_for_ever_where_one_worker_alone_reaches_a_parameter(shards: str | None) -> None:
+    """The other one sends its zeros after a backward that is not over before this one has come to its end."""
+    of, experts = _matrices(), [_matrices()["expert"] for _ in range(2)]
+    losses = [_loss(rank, of, lambda rows, e=experts[1 - rank]: torch.tanh(rows @ e)) for rank in range(2)]
+    torch.stack(losses).sum().backward()
+    for rank, found in enumerate(run_in_workers(2, _in_two_workers, shards)):
+        for name, parameter in {**of, "expert": experts[rank]}.items():
+            assert parameter.grad is not None
+            wanted = parameter.grad.view(-1)
+            own = wanted.chunk(2)[rank] if shards and name != "expert" else wanted
+            torch.testing.assert_close(found[name], own, rtol=1e-12, atol=1e-12)
