@@ -354,9 +354,3 @@ def test_the_state_of_every_optimizer_is_known() -> None:
     for name, facts in OPTIMIZERS.items():
         per_parameter = STATES[facts.implementation].bytes_of([large]) / large.count
         assert per_parameter == pytest.approx(facts.state_bytes, abs=0.01), name
-
-
-def test_interleaved_stages_are_not_predicted() -> None:
-    config = REGISTRY.complete(RunConfig()).replace("test", pipeline_model_parallel_size=2, virtual_pipeline_size=2)
-    request = build_request(config, detect("Trainer", "test", device="cpu", world_size=2), REGISTRY.switches)
-    assert set(REGISTRY["pipeline-parallel"].predicts.unknown(request)) == set(FORECAST)
