@@ -86,6 +86,12 @@ class OutOfMemory(RapidformerError):
     exit_status = 1
 
 
+class DeviceFailed(RapidformerError):
+    """The accelerator told of an error: a kernel went wrong, or it is gone."""
+
+    exit_status = 1
+
+
 class SwitchDidNothing(RapidformerError):
     """A switch was active, and the first step does not show that it did anything.
 

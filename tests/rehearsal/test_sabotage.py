@@ -19,6 +19,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from rapidformer_templates.data.loader import on_device
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.switches.offload_activations import offloader
+from rapidformer_templates.system import random_state
 from rapidformer_templates.system.host_copy import HostCopy
 from tests.support import stand_in
 from tests.support.jobs import result_of, weights_apart
@@ -30,7 +31,7 @@ from tests.support.worker_group import run_in_workers
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.SKIP)]
 STEPS = (
     "--train-iters 2 --global-batch-size 8 --micro-batch-size 4 --lr 1e-3 --clip-grad 0.1 --weight-decay 0.1"
-    " --log-interval 1 --no-export-model --device standin"
+    " --log-interval 1 --no-export-model --device standin --dataloader-num-workers 0"
 )
 PACKAGE = "rapidformer_templates."
 
@@ -42,6 +43,7 @@ class Line(NamedTuple):
         module, line, instead: see :func:`without`.
         flags: of the run.
         main, side: how late streams are, in seconds.
+        devices: that the run is on.
     """
 
     module: str
@@ -50,6 +52,7 @@ class Line(NamedTuple):
     flags: str = ""
     main: float = 0.0
     side: float = 0.0
+    devices: int = 1
 
 
 OFFLOADED = "--offload-activations"
@@ -90,6 +93,27 @@ LINES = {
         "return norm",
         HALF,
     ),
+    "summed gradients are waited for": Line(  # each micro batch's, which are added to those before
+        "engines.parallel.replicas",
+        "work.wait()",
+        flags="--context-parallel-size 2 --zero-2-memory-optimization",
+        side=0.01,
+        devices=2,
+    ),
+    "hidden states of other stages are waited for": Line(
+        "switches.pipeline_parallel.stage_links",
+        "self.work.wait()",
+        flags="--pipeline-model-parallel-size 2",
+        side=0.01,
+        devices=2,
+    ),
+    "keys and values in a ring are waited for": Line(
+        "switches.context_parallel.ring",
+        "work.wait()",
+        flags="--context-parallel-size 2 --context-parallel-kind ring",
+        side=0.01,
+        devices=2,
+    ),
 }
 """What each is for."""
 
@@ -112,7 +136,8 @@ def _train(flags: str, place: str) -> dict[str, Any]:
 
 
 def _as_it_is(workers: Any, folder: str) -> dict[str, Any]:
-    return {flags: _train(flags, f"{folder}/{i}") for i, flags in enumerate({line.flags for line in LINES.values()})}
+    cases = dict.fromkeys(line.flags for line in LINES.values() if line.devices == workers.world)
+    return {flags: _train(flags, f"{folder}/{i}") for i, flags in enumerate(cases)}
 
 
 def _sabotaged(workers: Any, folder: str, name: str) -> dict[str, Any]:
@@ -124,7 +149,10 @@ def _sabotaged(workers: Any, folder: str, name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Runs as they are, by their flags; that late streams change nothing in them, test_runs.py shows."""
-    found: dict[str, Any] = run_in_workers(1, _as_it_is, str(tmp_path_factory.mktemp("whole")), device=stand_in.NAME)[0]
+    found: dict[str, Any] = {}
+    for devices in (1, 2):
+        folder = str(tmp_path_factory.mktemp("whole"))
+        found |= run_in_workers(devices, _as_it_is, folder, device=stand_in.NAME)[0]
     return found
 
 
@@ -139,7 +167,7 @@ def test_the_line_is_there(name: str) -> None:
 def test_a_run_without_it_is_another(name: str, whole: dict[str, Any], tmp_path: Path) -> None:
     wanted = whole[LINES[name].flags]
     try:
-        found = run_in_workers(1, _sabotaged, str(tmp_path), name, device=stand_in.NAME)[0]
+        found = run_in_workers(LINES[name].devices, _sabotaged, str(tmp_path), name, device=stand_in.NAME)[0]
     except (ProcessExitedException, ProcessRaisedException):  # over a token that is none, for instance
         return
     curves = [torch.tensor(run["curve"], dtype=torch.float64).nan_to_num(1e9) for run in (wanted, found)]
@@ -158,17 +186,29 @@ def _read() -> Any:
     return HostCopy(torch.full((3,), 2.0, device=stand_in.NAME) * 2).values()
 
 
+def _drawn_again() -> Any:
+    """Whether a generator that is put back draws the same on the device."""
+    tensors, text = random_state.capture()
+    first = torch.rand(4, device=stand_in.NAME)
+    random_state.restore(tensors, text)
+    return torch.equal(first.cpu(), torch.rand(4, device=stand_in.NAME).cpu())
+
+
 HELD = "leaf.record_stream(computes)  # its memory is the side stream's, which must not take it back too early"
+HEARD = "self._event.synchronize()"
+RESTORED = "accelerator.set_random_state(device, tensors[device.type])"
+SUMS = [2000.0 * i for i in range(6)]
 DIRECT = {
-    "batches are waited for": (_sums, Line("data.loader", "computes.wait_event(moved)", side=0.1)),
-    "memory of batches is kept": (_sums, Line("data.loader", HELD, main=0.05)),
-    "values on the host are waited for": (_read, Line("system.host_copy", "self._event.synchronize()", main=0.1)),
+    "batches are waited for": (_sums, SUMS, Line("data.loader", "computes.wait_event(moved)", side=0.1)),
+    "memory of batches is kept": (_sums, SUMS, Line("data.loader", HELD, main=0.05)),
+    "values on the host are waited for": (_read, [4.0] * 3, Line("system.host_copy", HEARD, main=0.1)),
+    "the device's random numbers are put back": (_drawn_again, True, Line("system.random_state", RESTORED)),
 }
 """In a run that is as small as these, what such a line waits for has always come already."""
 
 
 def _with_and_without(workers: Any, name: str) -> list[Any]:
-    asked, line = DIRECT[name]
+    asked, _, line = DIRECT[name]
     asked()  # the first time takes long
     found = []
     for out in (nullcontext(), without(PACKAGE + line.module, line.line)):
@@ -179,7 +219,7 @@ def _with_and_without(workers: Any, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", DIRECT)
 def test_values_without_it_are_others(name: str) -> None:
-    wanted = [4.0] * 3 if DIRECT[name][0] is _read else [2000.0 * i for i in range(6)]
+    _, wanted, _ = DIRECT[name]
     found, sabotaged = run_in_workers(1, _with_and_without, name, device=stand_in.NAME)[0]
     assert found == wanted
     assert sabotaged != wanted

@@ -16,6 +16,7 @@ from rapidformer_templates.data.types import Bookmark
 from rapidformer_templates.engines.contract import Engine, StepResult
 from rapidformer_templates.engines.recipe import Schedule
 from rapidformer_templates.errors import Interrupted, NonFiniteLoss
+from rapidformer_templates.run import device_failure
 from rapidformer_templates.run.best import LOSS, BestMetric, loss_of
 from rapidformer_templates.run.callbacks import states_of, tell
 from rapidformer_templates.run.checkpoint import check as checkpoint_check
@@ -126,8 +127,12 @@ class Loop:
             NonFiniteLoss: names the step and the samples in it; the weights are as before the step.
             Interrupted: the run was asked to end, and has saved a checkpoint where there is a run folder.
             CheckpointError: one could not be saved.
+            DeviceFailed: names the step in which the device told of an error.
         """
-        with contextlib.closing(self.saver) if self.saver else contextlib.nullcontext():
+        with (
+            contextlib.closing(self.saver) if self.saver else contextlib.nullcontext(),
+            device_failure.located(lambda: self.position.step, self._how_to_go_on()),
+        ):
             return self._run(stop, progress)
 
     def _run(self, stop: StopRequest, progress: Progress) -> dict[str, float]:

@@ -96,6 +96,11 @@ def _steps_ahead(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
         yield from (step for step in SHARDING if _saved(step.get) > _saved(config.get))
 
 
+def ran_out(error: Exception) -> bool:
+    """Whether it is that memory could not be allocated."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in ALLOCATION_FAILED)
+
+
 @contextmanager
 def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunConfig], Plan]) -> Iterator[None]:
     """Around a run: an allocation that failed becomes an error that says what to do.
@@ -106,7 +111,7 @@ def explained(config: RunConfig, plan: Plan, rank: int, resolve: Callable[[RunCo
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in ALLOCATION_FAILED):
+        if not ran_out(error):
             raise
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
         step = next_step(config, plan, resolve)

@@ -30,7 +30,7 @@ from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.schedules import OF_SCHEDULES
-from rapidformer_templates.run import calls
+from rapidformer_templates.run import calls, device_failure
 from rapidformer_templates.run import out_of_memory as ladder
 from rapidformer_templates.run.building import build_engine, choose_allocation, prepare_switches
 from rapidformer_templates.run.checkpoint import format as checkpoint
@@ -396,9 +396,10 @@ class Session:
 
     @contextmanager
     def _located(self, newest: int) -> Iterator[None]:
-        """Tell the step of a loss that is not finite; ``newest``: the last step that was begun."""
+        """Tell the step of a loss that is not finite, and of a device that fails; ``newest``: the last step begun."""
         try:
-            yield
+            with device_failure.located(lambda: newest):
+                yield
         except NonFiniteLoss as error:
             step = newest - error.age
             raise NonFiniteLoss(

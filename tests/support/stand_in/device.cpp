@@ -64,6 +64,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->is_done(); }
   void synchronizeEvent(void* event) const override {
     if (event) static_cast<Event*>(event)->wait();
+    raise_late_error(current_device());
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     auto *a = static_cast<Event*>(first), *b = static_cast<Event*>(second);
@@ -134,6 +135,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [](int index) { reset_peak(static_cast<c10::DeviceIndex>(index)); });
   m.def("set_limit", [](int index, int64_t bytes) { set_limit(static_cast<c10::DeviceIndex>(index), bytes); });
   m.def("limit", [](int index) { return limit(static_cast<c10::DeviceIndex>(index)); });
+  m.def("lose", [](int index) { lose(static_cast<c10::DeviceIndex>(index)); });
   m.def("set_lateness", [](double main, double side) {
     lateness().main = main;
     lateness().side = side;

@@ -36,6 +36,7 @@ Streams& streams() {
 struct Errors {
   std::mutex mutex;
   std::map<int, std::string> by_device;
+  std::set<int> gone;
 };
 Errors& errors() {
   static auto* all = new Errors;
@@ -241,7 +242,26 @@ Queue& queue_of(c10::DeviceIndex device, c10::StreamId id) {
   return *queue;
 }
 
-Queue& current_queue(c10::DeviceIndex device) { return queue_of(device, current_stream(device)); }
+// As an accelerator's library tells of its errors.
+[[noreturn]] void raise(c10::DeviceIndex device, const std::string& before, const std::string& after) {
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 1, before + "standin:" + std::to_string(device) + after);
+}
+
+bool is_gone(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(errors().mutex);
+  return errors().gone.count(device) > 0;
+}
+
+void lose(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(errors().mutex);
+  errors().gone.insert(device);
+}
+
+Queue& current_queue(c10::DeviceIndex device) {
+  if (is_gone(device)) raise(device, "", " is gone");
+  return queue_of(device, current_stream(device));
+}
 
 std::vector<Queue*> queues_of(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(streams().mutex);
@@ -309,6 +329,7 @@ void Queue::wait() {
 }
 
 void raise_late_error(c10::DeviceIndex device) {
+  if (is_gone(device)) raise(device, "", " is gone");
   std::string what;
   {
     std::lock_guard<std::mutex> lock(errors().mutex);
@@ -317,7 +338,7 @@ void raise_late_error(c10::DeviceIndex device) {
     what = found->second;
     errors().by_device.erase(found);
   }
-  TORCH_CHECK(false, "work that was queued earlier on standin:", static_cast<int>(device), " failed: ", what);
+  raise(device, "work that was queued earlier on ", " failed: " + what);
 }
 
 void synchronize(c10::DeviceIndex device) {

@@ -55,6 +55,7 @@ Queue& current_queue(c10::DeviceIndex device);
 std::vector<Queue*> queues_of(c10::DeviceIndex device);
 void synchronize(c10::DeviceIndex device);  // and raise what went wrong there
 void raise_late_error(c10::DeviceIndex device);
+void lose(c10::DeviceIndex device);  // from now on it is gone
 
 // A point in a stream.
 class Event {

@@ -1,0 +1,48 @@
+"""When the device itself fails: a kernel that went wrong, or a device that is gone."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rapidformer_templates.errors import DeviceFailed
+from rapidformer_templates.run.out_of_memory import ran_out
+
+TORCH = str(Path(torch.__file__).parent)
+
+
+@contextmanager
+def located(step: Callable[[], int], hint: str = "") -> Iterator[None]:
+    """Around steps: an error of the device becomes one that says after which step the host has met it.
+
+    The host runs ahead of a device and meets its errors late, so the line that it meets them in is not what failed.
+
+    Args:
+        step: number of steps that are done.
+        hint: how to go on.
+
+    Raises:
+        DeviceFailed: in place of the device's error.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        if ran_out(error):
+            raise
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DeviceFailed(
+            f"after step {step()} the device failed: {told}",
+            where=f"met in {_line_of(error)}; a device tells late, so it may be of an earlier step",
+            hint="; ".join(filter(None, ["with --device cpu a wrong operation stops at its own line", hint])),
+        ) from error
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line outside of torch that an error has come by."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(TORCH)), frames[-1])
+    return f"{frame.filename}:{frame.lineno}"
