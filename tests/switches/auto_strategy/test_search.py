@@ -123,6 +123,30 @@ def test_stages_are_interleaved_as_far_as_the_blocks_divide(
         assert interleaved.memory.activations > plain.memory.activations
 
 
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [("", {1, 2, 4}), ("--expert-model-parallel-size 2", {2}), ("--expert-parallel", {4})],
+)
+def test_experts_are_divided_as_far_as_they_go(more: str, sizes: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --device cpu --micro-batch-size 1"
+    flags += f" --num-experts 4 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 {more}"
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
+    config, place, _ = plan_request([*flags.split(), "--no-checkpoint-activations", "--use-distributed-optimizer"])
+    plan = resolve(config.replace("test", auto_strategy=False), place)
+    search = Search(config, place, Subject(config, plan, gpu=False), find_hardware(place, "fp32"))
+    found = {each.layout.experts: each for each in search.run().layouts if each.layout.context == 1}
+    assert found.keys() == sizes
+    facts = search.subject.facts
+    assert facts.visits == 2 * 4  # of each of four blocks
+    for count, candidate in found.items():
+        here = facts.parameters - facts.experts + facts.experts / count
+        assert candidate.memory.parameters == 4 * here
+        # Each visit is a trip there and back in the forward, and one of the gradients; no other worker is at home.
+        tokens = 32 * candidate.layout.accumulation
+        trips = 4 * facts.visits * tokens * 32 * 4 * (count - 1) / count
+        assert candidate.timing.experts == pytest.approx(trips / (search.hardware.intra_node * GB))
+
+
 @pytest.mark.parametrize(("more", "sizes"), [("", {None, 2}), ("--fsdp-shard-size 4", {4})])
 def test_fsdp_is_tried_inside_of_nodes_too(more: str, sizes: set[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 2 --device cpu --micro-batch-size 1 {more}"

@@ -41,6 +41,7 @@ class Layout:
         shard_size: workers of a group that FSDP divides a copy of the states over; None: all replicas.
         stages: blocks of each stage; empty where they follow from the parameters.
         virtual: stages that each worker of the pipeline has; above one they are interleaved.
+        experts: replicas that one copy of the experts is divided over.
         context: workers that share each sequence.
         offload: what the blocks keep goes to host memory.
     """
@@ -58,6 +59,7 @@ class Layout:
     context: int = 1
     offload: bool = False
     virtual: int = 1
+    experts: int = 1
 
     @property
     def replicas(self) -> int:
@@ -118,6 +120,7 @@ class Layout:
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
             "virtual_pipeline_size": self.virtual,
+            "expert_model_parallel_size": self.experts if self.experts > 1 else None,
             "context_parallel_size": self.context,
             "sequence_parallel": self.sequence_parallel,
             "micro_batch_size": self.micro_batch,
@@ -164,4 +167,5 @@ def layout_of(plan: Plan) -> Layout:
         context=sizes.context,
         offload="offload-activations" in plan.switches,
         virtual=values.get(spelling("virtual_pipeline_size"), {}).get("value") or 1,
+        experts=plan.engine_options.get("experts_over", 1),
     )

@@ -101,8 +101,8 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
             for peer in range(layout.tensor)
         ]
     formula = FORMULAS[setting.offload][layout.partitioning]
-    if setting.experts_over > 1:
-        formula = partial(divided_experts, over=setting.experts_over)
+    if layout.experts > 1:
+        formula = partial(divided_experts, over=layout.experts)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
     everything = model.all_parameters.values()
     frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]

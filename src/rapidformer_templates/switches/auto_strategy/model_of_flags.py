@@ -29,6 +29,7 @@ from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutDat
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.auto_strategy.timing import Facts
+from rapidformer_templates.switches.mixture_of_experts.gate import Gate
 from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
 from rapidformer_templates.system.workers import Workers
 
@@ -65,7 +66,15 @@ class Subject:
             blocks=sum(self.shapes.depths.values()),
             hidden=self._model_config.hidden_size,
             tokens=self._tokens,
+            experts=sum(facts.count for facts in self.shapes.all_parameters.values() if facts.is_expert),
+            visits=self._visits(),
         )
+
+    def _visits(self) -> int:
+        """Experts that a token visits, in all blocks: of ours, or of those that the architecture has."""
+        gates = [module for module in self.shapes.whole.modules() if isinstance(module, Gate)]
+        own = getattr(self._model_config, "num_experts_per_tok", 0) or 0
+        return sum(gate.top_k for gate in gates) if gates else own * sum(self.shapes.depths.values())
 
     def _build(self, blocks: int | None) -> nn.Module:
         model_config = self._model_config if blocks is None else _shortened(self._model_config, blocks)

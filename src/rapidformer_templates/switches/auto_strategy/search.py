@@ -197,10 +197,11 @@ class Search:
                     continue
                 data = world // divides
                 for partitioning in self._partitionings(data * context):
-                    for recompute, shard_size, virtual in product(
+                    for recompute, shard_size, virtual, experts in product(
                         self._recomputed(),
                         self._shard_sizes(partitioning, data * context),
                         self._virtual_sizes(pipeline),
+                        self._expert_sizes(data),
                     ):
                         yield Layout(
                             tensor,
@@ -213,6 +214,7 @@ class Search:
                             context=context,
                             offload=offload,
                             virtual=virtual,
+                            experts=experts,
                         )
 
     def _recomputed(self) -> list[str]:
@@ -244,6 +246,15 @@ class Search:
         each, rest = divmod(self.subject.facts.blocks, pipeline)
         interleaves = pipeline > 1 and rest == 0 and not self.by_memory
         return self._allowed("virtual_pipeline_size", _divisors(each) if interleaves else [1])
+
+    def _expert_sizes(self, data: int) -> list[int]:
+        """Replicas that share one copy of the experts."""
+        count = self.config.get("num_experts")
+        if count is None:
+            return [1]
+        if self.config.get("expert_parallel"):
+            return [data]
+        return self._allowed("expert_model_parallel_size", _divisors(math.gcd(count, data)))
 
     def _setting(self, layout: Layout) -> Setting | str:
         """What else a layout's memory depends on, or the first rule that the layout breaks."""
@@ -339,6 +350,7 @@ class Search:
                 RECOMPUTED.index(layout.recompute),
                 layout.pipeline,
                 layout.virtual,
+                layout.experts,
                 layout.tensor if in_a_node else -layout.tensor,
                 layout.micro_batch if not in_a_node else 0,
                 candidate.needed_gb,

@@ -39,7 +39,6 @@ class Setting:
         how: the optimizer's state, and ZeRO-3's sizes.
         offload: ``cpu`` or ``nvme`` where the optimizer lies there, else empty.
         bucket: elements of ZeRO's buffer for gradients.
-        experts_over: workers that have one copy of the experts together, under expert parallelism.
         offloads_activations: whether what the blocks keep goes to the host.
         reshards: whether FSDP gives up a block's whole parameters between forward and backward.
         narrow: weights of 16 bits with masters; None leaves them as they are, or as DeepSpeed and FSDP have them.
@@ -53,7 +52,6 @@ class Setting:
     how: How = PLAIN
     offload: str = ""
     bucket: int = LEAST
-    experts_over: int = 1
     reshards: bool = True
     narrow: NarrowWeights | None = None
     offloads_activations: bool = False
@@ -63,7 +61,7 @@ class Setting:
 
     def by_parallel_engine(self, layout: Layout) -> bool:
         """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
-        apart = self.experts_over > 1 and (layout.partitioning != "none" or self.offload != "")
+        apart = layout.experts > 1 and (layout.partitioning != "none" or self.offload != "")
         return self.narrow is not None or layout.is_divided or apart
 
 
@@ -92,7 +90,6 @@ def setting_of(plan: Plan, width: int) -> Setting:
         how=how,
         offload=str(plan.engine_options.get("offload", "")).partition(":")[0],
         bucket=zero.get("reduce_bucket_size", LEAST),
-        experts_over=plan.engine_options.get("experts_over", 1),
         reshards=plan.engine_options.get("fsdp_reshard_after_forward", True),
         narrow=narrow,
         offloads_activations="offload-activations" in plan.switches,

@@ -62,7 +62,7 @@ class Stage:
         """``blocks``: from one number up to the other; by default as the layout is cut."""
         self.model, self.layout, self.rank, self.setting = model, layout, rank, setting
         parts = (blocks,) if blocks else tuple(self._own_blocks())
-        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, parts, peer, setting.experts_over)
+        self.coordinates = Coordinates(layout.tensor, layout.pipeline, rank, parts, peer, layout.experts)
 
     def _own_blocks(self) -> Iterator[tuple[int, int]]:
         layout = self.layout

@@ -33,12 +33,16 @@ class Facts:
         blocks: number of blocks.
         hidden: width of the hidden state.
         tokens: of a sample.
+        experts: of the parameters, elements of experts.
+        visits: experts that a token visits, in all blocks together.
     """
 
     parameters: int
     blocks: int
     hidden: int
     tokens: int
+    experts: int = 0
+    visits: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Timing:
         tensor, pipeline, data: communication in each direction of the layout, as far as nothing hides it.
         update: of the optimizer.
         offload: copies of activations to the host and back, as far as the computation does not hide them.
+        experts: the way of tokens to divided experts and back.
     """
 
     compute: float
@@ -60,14 +65,15 @@ class Timing:
     data: float
     update: float
     offload: float = 0.0
+    experts: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.update + self.offload
+        return self.compute + self.bubble + self.communication + self.update + self.offload
 
     @property
     def communication(self) -> float:
-        return self.tensor + self.pipeline + self.data
+        return self.tensor + self.pipeline + self.data + self.experts
 
 
 def predict_seconds(
@@ -96,10 +102,15 @@ def predict_seconds(
     beside = near if layout.tensor * layout.context <= local_world else far
     tensor += 2 * exchanges * sent / beside
 
+    # A token goes to the experts that it visits and comes back, and so do their gradients.
+    trips = (4 if layout.recompute == "none" else 6) * facts.visits * largest
+    away = (layout.experts - 1) / layout.experts * hidden_bytes
+    experts = trips * away / (near if layout.tensor * layout.experts <= local_world else far)
+
     neighbours = near if layout.world <= local_world else far
     transfer = 2 * layout.virtual * hidden_bytes / neighbours if layout.pipeline > 1 else 0.0
 
-    turn = computed + tensor + transfer
+    turn = computed + tensor + experts + transfer
     waiting = (layout.pipeline - 1) * turn / layout.virtual
     inside = near if _in_a_node(layout, local_world) else far
     between = near if layout.world <= local_world else far
@@ -107,13 +118,15 @@ def predict_seconds(
     hidden = OVERLAP * _hides(layout, setting) * computed
     replicas = layout.shares if layout.partitioning != "none" else 1
     traffic = ADAM_TRAFFIC + (2 if setting.narrow else 0)  # and the weight of 16 bits
-    update = traffic * facts.parameters / share / replicas / (hardware.memory_bandwidth * GB)
+    here = facts.parameters - facts.experts + facts.experts / layout.experts
+    update = traffic * here / share / replicas / (hardware.memory_bandwidth * GB)
     return Timing(
         compute=layout.accumulation * computed,
         bubble=waiting,
         tensor=layout.accumulation * tensor,
         pipeline=layout.accumulation * transfer,
         data=max(0.0, sums - hidden) + gathered,
+        experts=layout.accumulation * experts,
         update=update,
         offload=layout.accumulation
         * _exposed_copies(trace.sent / layout.pipeline / (hardware.host_link * GB), computed),
@@ -149,7 +162,7 @@ def _data_seconds(
     if layout.replicas == 1:
         return 0.0, 0.0
     parameters = facts.parameters / (layout.tensor * layout.pipeline)
-    ring = (layout.shares - 1) / layout.shares * parameters / inside
+    ring = _in_ring(layout, facts) / inside
     by_parallel_engine = setting.by_parallel_engine(layout)
     gradient, weight = (setting.narrow.reduce, width) if setting.narrow else (4, 4)
     match layout.partitioning:
@@ -168,6 +181,14 @@ def _data_seconds(
             sums = 1 if layout.partitioning == "fsdp" else layout.accumulation
             copies = (layout.copies - 1) / layout.copies * parameters / layout.shares / between
             return (2 * layout.accumulation * width + sums * 4) * ring + 2 * sums * 4 * copies, 0.0
+
+
+def _in_ring(layout: Layout, facts: Facts) -> float:
+    """Elements that a worker sends in a sum over its replicas; of divided experts it has some, as fewer others have."""
+    copies = layout.shares / layout.experts
+    of_experts = (copies - 1) / copies * facts.experts / layout.experts if copies > 1 else 0.0
+    of_all = (layout.shares - 1) / layout.shares * (facts.parameters - facts.experts)
+    return (of_all + of_experts) / (layout.tensor * layout.pipeline)
 
 
 def _hides(layout: Layout, setting: Setting) -> float:

@@ -328,11 +328,9 @@ SWITCHES = (
         dimensions=_dimensions,
         engine_options=_engine_options,
         predicts=Prediction(
-            dict.fromkeys(("parameters", "gradients", "optimizer"), "of the experts a share"),
-            always(
-                activations="as if as many tokens came as went: how many do is the gate's choice",
-                time="the way of the tokens to the experts and back is not in the seconds",
-            ),
+            dict.fromkeys(("parameters", "gradients", "optimizer"), "of the experts a share")
+            | {"time": "the way of tokens to the experts and back, of each as far as any"},
+            always(activations="as if as many tokens came as went: how many do is the gate's choice"),
         ),
         notes=idle_alone("expert-parallel: one worker, so there is nothing to divide"),
         transform="rapidformer_templates.switches.mixture_of_experts.expert_parallel:divide_experts",
