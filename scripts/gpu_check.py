@@ -1,9 +1,9 @@
 """Check one GPU and measure on it, in one call of less than nine minutes.
 
-``python scripts/gpu_check.py --output results`` runs the tests that need a GPU, the model FLOPs utilisation of
-BERT-base, GPT-124M and GPT-1.3B beside a hand-written loop and transformers' Trainer, and a profile of each (host
-waits a step, idle share of the device), and writes ``gpu_check.json``. Each part is a process with a time limit of
-its own, and what is there is written after each of them.
+``python scripts/gpu_check.py --output results`` runs the rehearsals of tests/rehearsal on the GPU and the tests that
+need one, the model FLOPs utilisation of BERT-base, GPT-124M and GPT-1.3B beside a hand-written loop and transformers'
+Trainer, and a profile of each (host waits a step, idle share of the device), and writes ``gpu_check.json``. Each part
+is a process with a time limit of its own, and what is there is written after each of them.
 
 ``--device cpu --tiny`` tries the script itself out on any machine.
 """
@@ -75,20 +75,9 @@ def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
         command = [*bench, "mfu", "--scale", scale, *turns, "--solutions", "rapidformer", "--output", str(folder)]
         found.append(Part(f"utilisation {scale}", command, 120 * slack, _json(folder / "mfu.json")))
     if not tiny:
-        tests = [
-            python,
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "-q",
-            "--timeout",
-            "120",
-            "-p",
-            "no:cacheprovider",
-            str(ROOT / "tests/test_gpu.py"),
-        ]
-        found.insert(1, Part("tests", [*tests, f"--junitxml={output / 'tests.xml'}"], 150))
+        rehearsed = [*pytest_of("accelerator", "tests/rehearsal"), f"--junitxml={output / 'rehearsed.xml'}"]
+        tests = [*pytest_of("gpu", "tests/test_gpu.py"), f"--junitxml={output / 'tests.xml'}"]
+        found[1:1] = [Part("rehearsed runs", rehearsed, 120), Part("tests", tests, 150)]
         compiled = [*bench, "mfu", "--scale", "gpt-124m", *turns, "--solutions", "rapidformer, compiled"]
         found.append(
             Part(
@@ -96,6 +85,12 @@ def parts(output: Path, device: str, *, tiny: bool) -> list[Part]:
             )
         )
     return found
+
+
+def pytest_of(marker: str, where: str) -> list[str]:
+    """The command that runs the tests of a marker."""
+    words = f"-m pytest -m {marker} -q --timeout 120 -p no:cacheprovider"
+    return [sys.executable, *words.split(), str(ROOT / where)]
 
 
 VERSIONS = """

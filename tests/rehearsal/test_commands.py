@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from rapidformer_templates.commands.bench import flops, measure, worker
+from rapidformer_templates.commands.bench.tables import TABLES
+from rapidformer_templates.errors import RapidformerError
 from tests.support import stand_in
+from tests.support.worker_group import run_in_workers
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.SKIP)]
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing())]
 ROOT = Path(__file__).parents[2]
 PACKAGE = "def load():\n    from tests.support import stand_in\n    stand_in.load()\n"
 
@@ -47,3 +54,27 @@ def test_doctor_tells_of_the_accelerator(package: Path) -> None:
 def test_a_plan_takes_it_without_a_flag(package: Path) -> None:
     sizes = "--model-type gpt2 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
     assert f"device       │ {stand_in.NAME}" in _told(package, f"plan {sizes}")
+
+
+def _bench(workers: Any) -> tuple[list[str], str, float, float]:
+    """Where bench computes, what it says where there are too few, the peak that it reads, and a rate."""
+    found = []
+    for asked, count in ((stand_in.NAME, 4), ("auto", 4), ("auto", 5), ("cpu", 1)):
+        options = argparse.Namespace(device=asked, scale="tiny", table="mfu")
+        found.append(measure._device(options, TABLES["mfu"].scales["tiny"], count))
+    options.device = stand_in.NAME
+    with pytest.raises(RapidformerError) as caught:
+        measure._device(options, TABLES["mfu"].scales["tiny"], 5)
+    before = worker.peak_mb(stand_in.NAME)
+    kept = torch.empty(10_000_000, dtype=torch.uint8, device=stand_in.NAME)
+    more = worker.peak_mb(stand_in.NAME) - before
+    del kept
+    return found, caught.value.message, more, flops.MatrixProduct(stand_in.NAME, "fp32", size=32).rate()
+
+
+def test_bench_computes_on_it() -> None:
+    found, message, more, rate = run_in_workers(1, _bench, device=stand_in.NAME)[0]
+    assert found == [stand_in.NAME, stand_in.NAME, "cpu", "cpu"]
+    assert message == "5 workers need a device standin each, there are 4"
+    assert more == pytest.approx(10.0, abs=0.001)
+    assert rate > 0

@@ -18,7 +18,7 @@ from tests.support.jobs import VOCABULARY
 from tests.support.parallel_jobs import JOBS
 from tests.support.worker_group import run_in_workers
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.SKIP)]
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing())]
 FLAGS = "--global-batch-size 8 --lr 1e-3 --no-export-model --dataloader-num-workers 0 --device standin"
 Plain: Any = JOBS["gpt2-4-tied"]
 

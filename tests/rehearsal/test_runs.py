@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from tests.support.parallel_jobs import JOBS, begin, train_all
 from tests.support.stand_in import host_reads, late
 from tests.support.worker_group import run_in_workers
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.SKIP)]
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing(any_kind=True))]
+DEVICE = stand_in.kind()
+IS_REAL = DEVICE != stand_in.NAME
 STEPS = (
     "--train-iters 4 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
     " --dataloader-num-workers 0"
@@ -82,7 +85,8 @@ FOUR = {
     "context, in a ring": "--micro-batch-size 4 --context-parallel-size 4 --context-parallel-kind ring",
 }
 ENGINES = [name for name in TWO if find_spec("fairscale") or not name.startswith("oss")]
-ROUNDING = {"": 1e-5, "bf16": 2**-7, "fp16": 2**-10}
+ROUNDING = {"": 1e-4, "bf16": 2**-6, "fp16": 2**-9} if IS_REAL else {"": 1e-5, "bf16": 2**-7, "fp16": 2**-10}
+"""How far a device may be from a CPU: a real one has kernels of its own, which add up in another order."""
 
 
 OTHERS["dropout"] = DropoutJob
@@ -93,7 +97,10 @@ def _train(workers: Any, folder: str, device: str, cases: Cases) -> dict[str, An
     runs = {name: (job, False, f"{STEPS} {flags} --device {device}") for name, (job, flags) in cases.items()}
     if device == "cpu":
         return train_all(None, folder, runs)
-    with late(side=LATE), mock.patch.object(offloader, "LEAST_BYTES", 0):  # these models are small
+    with (
+        nullcontext() if IS_REAL else late(side=LATE),
+        mock.patch.object(offloader, "LEAST_BYTES", 0),
+    ):  # these models are small
         return train_all(workers, folder, runs)
 
 
@@ -102,7 +109,7 @@ def _plain(cases: Mapping[str, str]) -> Cases:
 
 
 def _rehearse(count: int, folder: Path, cases: Cases) -> dict[str, Any]:
-    found: dict[str, Any] = run_in_workers(count, _train, str(folder), stand_in.NAME, cases, device=stand_in.NAME)[0]
+    found: dict[str, Any] = run_in_workers(count, _train, str(folder), DEVICE, cases, device=DEVICE)[0]
     return found
 
 
@@ -150,12 +157,14 @@ def test_one_device_does_what_a_cpu_does_with_the_same_flags(
 
 
 @pytest.mark.distributed
+@pytest.mark.skipif(**stand_in.missing(devices=2, any_kind=True))
 @pytest.mark.parametrize("name", ENGINES)
 def test_two_devices_follow_the_cpu(name: str, two: dict[str, Any], alone: dict[str, Any]) -> None:
     _follows(two[name], alone[""], ROUNDING[""])
 
 
 @pytest.mark.distributed
+@pytest.mark.skipif(**stand_in.missing(devices=4, any_kind=True))
 @pytest.mark.parametrize("name", FOUR)
 def test_four_devices_follow_the_cpu(name: str, four: dict[str, Any], alone: dict[str, Any]) -> None:
     _follows(four[name], alone[""], ROUNDING[""])
@@ -185,7 +194,7 @@ def _overflow(workers: Any, folder: str, device: str) -> dict[str, Any]:
 
 
 def test_overflows_are_skipped_on_the_device_as_on_the_cpu(tmp_path: Path) -> None:
-    found = run_in_workers(1, _overflow, str(tmp_path / "device"), stand_in.NAME, device=stand_in.NAME)[0]
+    found = run_in_workers(1, _overflow, str(tmp_path / "device"), DEVICE, device=DEVICE)[0]
     wanted = _overflow(None, str(tmp_path / "cpu"), "cpu")
     halved = [(True, BEGINS / 2), (True, BEGINS / 4), (False, BEGINS / 4), (False, BEGINS / 4)]
     assert found["outcomes"] == wanted["outcomes"] == halved
@@ -208,6 +217,7 @@ def _die_and_go_on(workers: Any, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.skipif(**stand_in.missing())
 def test_a_run_with_dropout_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole, resumed = run_in_workers(1, _die_and_go_on, str(tmp_path), device=stand_in.NAME)[0]
     assert resumed[0] == whole[0]
@@ -233,6 +243,7 @@ def _reads_of_steps(workers: Any, steps: int) -> list[str]:
     return read
 
 
+@pytest.mark.skipif(**stand_in.missing())
 def test_no_step_waits_for_the_device() -> None:
     few, many = (run_in_workers(1, _reads_of_steps, steps, device=stand_in.NAME)[0] for steps in (3, 9))
     assert sorted(few) == sorted(many)

@@ -28,7 +28,7 @@ from tests.support.sabotage import without
 from tests.support.stand_in import late
 from tests.support.worker_group import run_in_workers
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.SKIP)]
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing())]
 STEPS = (
     "--train-iters 2 --global-batch-size 8 --micro-batch-size 4 --lr 1e-3 --clip-grad 0.1 --weight-decay 0.1"
     " --log-interval 1 --no-export-model --device standin --dataloader-num-workers 0"

@@ -16,7 +16,7 @@ from tests.support import stand_in
 from tests.support.stand_in import host_reads, late
 from tests.support.worker_group import run_in_workers
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.SKIP)]
+pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing())]
 LATE = 0.02
 
 

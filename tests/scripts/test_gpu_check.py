@@ -49,6 +49,7 @@ def test_all_parts_fit_into_the_limit_of_one_call(check: Any, tmp_path: Path) ->
     found = check.parts(tmp_path, "cuda", tiny=False)
     names = [part.name for part in found]
     assert {"tests", "compiled", *(f"utilisation {name}" for name in check.GOALS)} <= set(names)
+    assert names[:3] == ["versions", "rehearsed runs", "tests"]
     assert max(part.seconds for part in found) < 200
 
 

@@ -181,12 +181,14 @@ def no_device(kind: str) -> str:
     return f"--device {kind} asks for {'a GPU' if kind == 'cuda' else 'an accelerator'}, and torch can use none here"
 
 
-def _checked(device: str) -> str:
-    """The kind of device, if torch may know such a one.
+def kind_of(device: str) -> str:
+    """What torch calls the kind of device that ``--device`` means.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: torch cannot know such a one.
     """
+    if device == "auto":
+        return detect_accelerator() or "cpu"
     kind, _, number = device.partition(":")
     if number:
         hint = f"--device {kind}; CUDA_VISIBLE_DEVICES and its like choose among several"
@@ -216,7 +218,7 @@ def detect(
     Raises:
         ConfigError: there is no such kind of device.
     """
-    kind = (detect_accelerator() or "cpu") if device == "auto" else _checked(device)
+    kind = kind_of(device)
     workers = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(workers)))
     return Environment(

@@ -68,7 +68,7 @@ class Plan:
         sizes: workers and batches.
         engine: ``module:Class`` of the engine that owns the optimizer step.
         engine_options: what the active switches tell it: plain values.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, or what torch calls the accelerator.
         precision: ``fp32``, ``bf16`` or ``fp16``: the type that matrix products are computed in.
         optimizer: the optimizer that was asked for.
         optimizer_implementation: what stands for it here, such as ``torch.optim.AdamW (fused)``.

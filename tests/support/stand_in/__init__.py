@@ -32,11 +32,37 @@ HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "operations.cpp", "process_group.cpp", "runtime.cpp")
 NAME = "standin"
 LIBRARY = "stand_in_device"
-SKIP = {
-    "condition": not (shutil.which("c++") and shutil.which("ninja")),
-    "reason": "the stand-in device is built with a C++ compiler and ninja: apt install g++ ninja-build",
-}
-"""For the tests that need it."""
+DEVICES = 4
+
+
+@functools.cache
+def kind() -> str:
+    """The accelerator that rehearsals run on: a real one where torch can use one here, else this."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return NAME if found is None else found.type
+
+
+def count() -> int:
+    """How many of them there are."""
+    return DEVICES if kind() == NAME else torch.accelerator.device_count()
+
+
+def missing(*, devices: int = 1, any_kind: bool = False) -> dict[str, Any]:
+    """For ``skipif``: what a test lacks here.
+
+    Args:
+        devices: that it needs.
+        any_kind: whether a real one does, too. Late streams, counted reads, faults and equal bits need the stand-in.
+    """
+    if kind() == NAME:
+        built = shutil.which("c++") and shutil.which("ninja")
+        return {
+            "condition": not built,
+            "reason": "the stand-in device is built with a C++ compiler and ninja: apt install g++ ninja-build",
+        }
+    if any_kind:
+        return {"condition": count() < devices, "reason": f"needs {devices} devices {kind()}, there are {count()}"}
+    return {"condition": True, "reason": f"needs the stand-in: a device {kind()} is neither late nor wrong on purpose"}
 
 
 @functools.cache
@@ -90,12 +116,12 @@ def _device_module(native: Any) -> ModuleType:
     module: Any = ModuleType(f"torch.{NAME}")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
-    module.device_count = lambda: 4
+    module.device_count = lambda: DEVICES
     module.current_device = native.current_device
     module.set_device = lambda device: native.set_device(_index(device))
     module.synchronize = lambda device=None: native.synchronize(_index(device))
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    module.default_generators = [native.default_generator(index) for index in range(4)]
+    module.default_generators = [native.default_generator(index) for index in range(DEVICES)]
     module.get_rng_state = lambda device=None: module.default_generators[_index(device)].get_state()
     module.set_rng_state = lambda state, device=None: module.default_generators[_index(device)].set_state(state)
     module.manual_seed = lambda seed: module.default_generators[_index(None)].manual_seed(seed)

@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", parents=[output], help="one configuration: the flags of a training command")
     run.add_argument("--turns", type=_positive, default=6, help="measured turns (default: 6)")
-    run.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on a GPU 10)")
+    run.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on an accelerator 10)")
     run.set_defaults(module="run")
     helps = {
         "partitioning": "what each way to divide the model's state costs and saves",
@@ -109,10 +109,17 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_positive, help="worker processes (default: by the scale)")
     parser.add_argument("--repeats", type=_positive, default=3, help="runs of each solution (default: 3)")
     parser.add_argument("--steps", type=_positive, default=6, help="measured turns a run (default: 6)")
-    parser.add_argument("--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on a GPU 10)")
+    parser.add_argument(
+        "--steps-a-turn", type=_positive, help="optimizer steps a turn (default: 1; on an accelerator 10)"
+    )
     parser.add_argument("--solutions", metavar="A,B", help="which, such as none,oss-sdp,zero-2 (default: all)")
     parser.add_argument("--all", action="store_true", help="also what this device is slow at")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: GPUs)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="KIND",
+        help="where: auto, cpu, or what torch calls the accelerator (default: the accelerator, if there are enough)",
+    )
     parser.add_argument(
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="other libraries beside it (default)"
     )

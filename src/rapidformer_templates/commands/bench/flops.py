@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.mask_checks import answered, watch_positions
 
-SIZES = {"cpu": 2048, "cuda": 8192}
+SIZES = {"cpu": 2048, "accelerator": 8192}
 """Rows and columns of the matrices: large enough that more is not faster."""
 
 AT_LEAST_SECONDS = 0.1
@@ -61,8 +61,8 @@ class MatrixProduct:
     """A large matrix product in a type; its rate is the most that a model can hope for."""
 
     def __init__(self, device: str, precision: str, size: int | None = None) -> None:
-        self.size = size or SIZES[device]
-        self.on_gpu = device == "cuda"
+        self.is_apart = device != "cpu"
+        self.size = size or SIZES["accelerator" if self.is_apart else "cpu"]
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         draw = torch.Generator(device).manual_seed(0)
         self._a, self._b = (torch.randn(self.size, self.size, generator=draw, device=device).to(kind) for _ in "ab")
@@ -74,7 +74,7 @@ class MatrixProduct:
         self.wait()
         began, count = time.perf_counter(), 0
         while time.perf_counter() - began < AT_LEAST_SECONDS:
-            for _ in range(8 if self.on_gpu else 1):
+            for _ in range(8 if self.is_apart else 1):
                 torch.mm(self._a, self._b, out=self._out)
                 count += 1
             self.wait()
@@ -82,5 +82,5 @@ class MatrixProduct:
 
     def wait(self) -> None:
         """Until the device has done what it was given."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        if self.is_apart:
+            torch.accelerator.synchronize()

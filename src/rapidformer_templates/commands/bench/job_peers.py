@@ -263,8 +263,8 @@ def _loader(job: Job, rank: int | None = None) -> Any:
     samples = [sample for step in range(job.total_steps) for sample in order.step(step)[0].tolist()]
     mine = samples if rank is None else samples[rank :: job.workers]
     # On a GPU two processes draw the samples, as in ours, into page-locked memory.
-    on_gpu: dict[str, Any] = {"num_workers": 2, "pin_memory": True} if job.device == "cuda" else {}
-    return DataLoader(Subset(tokens, mine), batch_size=job.sizes.micro_batch, **on_gpu)  # type: ignore[arg-type]
+    ahead: dict[str, Any] = {} if job.device == "cpu" else {"num_workers": 2, "pin_memory": True}
+    return DataLoader(Subset(tokens, mine), batch_size=job.sizes.micro_batch, **ahead)  # type: ignore[arg-type]
 
 
 PEERS: dict[str, Callable[[Job, Line], None]] = {

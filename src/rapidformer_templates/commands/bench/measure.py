@@ -24,7 +24,7 @@ from rapidformer_templates.commands.bench.tables import TABLES, Scale, Solution,
 from rapidformer_templates.commands.bench.worker import Job, RandomTokens, build_model
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.deepspeed_file.buckets import by_width
-from rapidformer_templates.planning.environment import detect_gpu
+from rapidformer_templates.planning.environment import detect_gpu, kind_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import ON_HOST, PLAIN, Facts
 from rapidformer_templates.switches.zero import build_tools
 from rapidformer_templates.switches.zero import compiled_parts as deepspeed_parts
@@ -63,7 +63,7 @@ class Request:
     Attributes:
         table, scale: what.
         workers: processes.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, or what torch calls the accelerator.
         chosen: keys of the table's solutions.
         repeats: runs of each solution.
         turns: measured ones of each run.
@@ -253,7 +253,7 @@ def main(options: argparse.Namespace) -> int:
         chosen=chosen,
         repeats=options.repeats,
         turns=options.steps,
-        steps=options.steps_a_turn or (10 if device == "cuda" else 1),
+        steps=options.steps_a_turn or (1 if device == "cpu" else 10),
         everything=options.all,
         peers=options.peers,
         disk=options.folder,
@@ -283,16 +283,20 @@ def _chosen(text: str | None, of: Table) -> list[str]:
 
 
 def _device(options: argparse.Namespace, scale: Scale, workers: int) -> str:
-    """Where the workers compute, each on a GPU of its own or all on the CPU.
+    """Where the workers compute, each on an accelerator of its own or all on the CPU.
 
     Raises:
-        RapidformerError: the scale, or what was asked for, needs more GPUs than there are.
+        ConfigError: no device is called so.
+        RapidformerError: the scale, or what was asked for, needs more devices than there are.
     """
-    gpus = 0
-    if options.device != "cpu" and detect_gpu() is not None:
+    kind, count = kind_of(options.device), 0
+    if kind != "cpu":
         import torch
 
-        gpus = torch.cuda.device_count()
+        from rapidformer_templates.system import accelerator
+
+        count = torch.accelerator.device_count() if accelerator.is_there(kind) else 0
+    gpus = count if kind == "cuda" else 0
     needed = scale.cuda_workers
     if needed and (gpus < needed or workers != needed):
         raise RapidformerError(
@@ -301,6 +305,9 @@ def _device(options: argparse.Namespace, scale: Scale, workers: int) -> str:
             where=f"bench {options.table}",
             hint="--scale small runs on any machine",
         )
-    if options.device == "cuda" and gpus < workers:
-        raise RapidformerError(f"{workers} workers need a GPU each, there are {gpus}", where="--device cuda")
-    return "cuda" if gpus >= workers else "cpu"
+    if kind == "cpu" or count >= workers:
+        return kind
+    if options.device == "auto":
+        return "cpu"
+    what = "a GPU" if kind == "cuda" else f"a device {kind}"
+    raise RapidformerError(f"{workers} workers need {what} each, there are {count}", where=f"--device {kind}")

@@ -56,9 +56,9 @@ class Report:
     def utilisation(self, name: str) -> float | None:
         """Model FLOP/s over those of the matrix products around the same turns, the median; None if not measured.
 
-        On a CPU the workers share the machine that the matrix product had; on GPUs each has its own.
+        On a CPU the workers share the machine that the matrix product had; of accelerators each has its own.
         """
-        machines = self.workers if self.device == "cuda" else 1
+        machines = 1 if self.device == "cpu" else self.workers
         step = self.flops * self.global_batch
         turns = [turn for run in self.runs[name] for turn in zip(run.seconds, run.peaks, strict=False)]
         return (

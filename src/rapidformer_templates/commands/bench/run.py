@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> int:
         )
     template = template_of(words)([*words, "--train-iters", "1", "--no-save"])
     plan = template.plan  # refused here, before anything starts
-    machines = plan.sizes.world if plan.device == "cuda" else 1
+    machines = 1 if plan.device == "cpu" else plan.sizes.world
     product = MatrixProduct(plan.device, plan.precision)
     with tempfile.TemporaryDirectory(prefix="rf-") as folder:
         job = Job(
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
             scale="",
             workers=plan.sizes.world,
             turns=options.turns + WARMUP,
-            steps=options.steps_a_turn or (10 if plan.device == "cuda" else 1),
+            steps=options.steps_a_turn or (1 if plan.device == "cpu" else 10),
             device=plan.device,
             precision=plan.precision,
             address=str(Path(folder) / "0.sock"),

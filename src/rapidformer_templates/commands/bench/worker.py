@@ -28,7 +28,7 @@ class Job:
         workers: how many.
         turns: of optimizer steps, those of the warm-up among them.
         steps: optimizer steps a turn.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, or what torch calls the accelerator.
         precision: ``fp32``, or the narrow type to compute in.
         address: of the benchmark's socket.
         nvme: folder for what is offloaded to a disk.
@@ -107,10 +107,10 @@ class Line:
         self._left -= 1
         if self._left % self._job.steps:
             return
-        if self._job.device == "cuda":
+        if self._job.device != "cpu":
             import torch
 
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         self._connection.send({"seconds": (time.perf_counter() - self._mark) / self._job.steps})
         if self._left:
             self._wait()
@@ -130,11 +130,16 @@ class Line:
 
 
 def peak_mb(device: str) -> float:
-    """Greatest memory so far, MB (10^6 bytes): allocated on the GPU, or resident on a CPU."""
-    if device == "cuda":
+    """Greatest memory so far, MB (10^6 bytes): allocated on the accelerator, or resident."""
+    allocated = None
+    if device != "cpu":
         import torch
 
-        return torch.cuda.max_memory_allocated() / 1e6
+        from rapidformer_templates.system import accelerator
+
+        allocated = accelerator.peak_bytes(torch.device(device, torch.accelerator.current_device_index()))
+    if allocated is not None:
+        return allocated / 1e6
     return _of_status("VmHWM")  # ru_maxrss would begin with the size of the process that started this one
 
 

@@ -63,7 +63,7 @@ class Hardware:
     """One worker's device and its connections.
 
     Attributes:
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, or what torch calls the accelerator.
         precision: what ``tflops`` is of.
         memory_gb: of the device that this worker may have, 10^9 bytes.
         tflops: 10^12 operations of matrix products a second, sustained.

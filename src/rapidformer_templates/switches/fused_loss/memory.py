@@ -12,7 +12,7 @@ def rows_at_once(rows: int, vocabulary: int, device: str) -> int:
     return max(1, min(CHUNK_BYTES["cpu" if device == "cpu" else "accelerator"] // (4 * vocabulary), -(-rows // 4)))
 
 
-def saved_bytes(rows: int, vocabulary: int, *, half: bool, device: str = "cuda") -> int:
+def saved_bytes(rows: int, vocabulary: int, *, half: bool, device: str = "accelerator") -> int:
     """What fusing the loss takes from the peak of memory.
 
     Without it the loss keeps, for each row and word, the logarithm of the probability and its gradient
