@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from rapidformer_templates.planning.deepspeed_file.buckets import LEAST
@@ -54,7 +55,7 @@ class Window:
     ranks: int
     owner: int | None = None
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Elements in it."""
         return sum(segment.length for segment in self.segments)

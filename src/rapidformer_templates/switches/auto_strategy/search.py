@@ -38,6 +38,9 @@ ALLOWANCE = 0.05
 DOUBT = 0.01
 """Share of the device's memory: a layout that is closer to the limit than this is traced exactly."""
 
+VIRTUAL_SIZES = (1, 2, 4)
+"""Stages a worker; with more, little is left of the bubble, and hidden states travel more and more often."""
+
 LARGEST_MICRO_BATCH = 32
 """Samples; beyond it the matrix units are full, and accumulation costs nothing."""
 
@@ -242,10 +245,11 @@ class Search:
         return [None, local] if in_nodes else [None]
 
     def _virtual_sizes(self, pipeline: int) -> list[int]:
-        """Stages of each worker: as many as cut the blocks evenly; one, where they are to be cut by memory."""
+        """Stages of each worker, which cut the blocks evenly; one, where they are to be cut by memory."""
         each, rest = divmod(self.subject.facts.blocks, pipeline)
         interleaves = pipeline > 1 and rest == 0 and not self.by_memory
-        return self._allowed("virtual_pipeline_size", _divisors(each) if interleaves else [1])
+        sizes = [size for size in VIRTUAL_SIZES if each % size == 0]
+        return self._allowed("virtual_pipeline_size", sizes if interleaves else [1])
 
     def _expert_sizes(self, data: int) -> list[int]:
         """Replicas that share one copy of the experts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,22 @@ def telling_stages(model: ModelShapes, layout: Layout, setting: Setting) -> list
     stages = [Stage(model, layout, rank, setting) for rank in range(layout.pipeline)]
     middle = {stage.blocks: stage for stage in reversed(stages[1:-1])}
     return [stages[0], *middle.values(), *stages[1:][-1:]]
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What goes to other replicas of a part's gradients, window by window, in the order in which they are complete.
+
+    Attributes:
+        complete: bytes of gradients that a trace has finished when each window is; of those that no other stage has.
+        sums, shares: bytes of none of the windows, the first, the first two, and so on; and of a replica's shares.
+        largest: of as many windows, the two that have most bytes on their way.
+    """
+
+    complete: tuple[int, ...]
+    sums: tuple[int, ...]
+    shares: tuple[int, ...]
+    largest: tuple[tuple[int, ...], ...]
 
 
 class Stage:
@@ -107,11 +124,11 @@ class Stage:
         mine = list(self.parameters.values())
         if self._is_sharded:
             mine = self._runs_of(replica)
-        parameters = self._bytes(BF16) + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
+        parameters = self._narrow_bytes + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
         width = self._types.accumulate
         gradients = self._bytes(width)
         if self._is_sharded:
-            gradients = self._share(self._windows, replica) + self._unshared()
+            gradients = self._share(replica)
         optimizer = self.setting.how.optimizer.bytes_of(mine)
         if self._has_masters:
             optimizer += FP32 * sum(part.count for part in mine if part.narrows)
@@ -144,16 +161,22 @@ class Stage:
         """Bytes of a number, which are ``width`` for a parameter of 16 bits."""
         return width if narrows and self._has_masters else FP32
 
-    def _bytes(self, width: int, part: int | None = None) -> int:
-        """Of all trained parameters, or of their gradients; of those of 16 bits at ``width`` bytes a number.
+    def _bytes(self, width: int) -> int:
+        """Of all trained parameters, or of their gradients; of those of 16 bits at ``width`` bytes a number."""
+        return self._bytes_of(self.parameters.values(), width)
 
-        Args:
-            part: the one of its parts whose parameters are meant; None: all.
-        """
-        return sum(self._width(facts.narrows, width) * facts.count for facts in self._trained(part))
+    def _bytes_of(self, trained: Iterable[Facts], width: int) -> int:
+        return sum(self._width(facts.narrows, width) * facts.count for facts in trained)
 
-    def _trained(self, part: int | None) -> Iterable[Facts]:
-        return self.parameters.values() if part is None else self._parameters_of_parts[part]
+    @cached_property
+    def _narrow_bytes(self) -> int:
+        """Bytes of all parameters, which are those of their gradients as they come."""
+        return self._bytes(BF16)
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        """By part, bytes of its gradients where they are added up."""
+        return [self._bytes_of(trained, self._types.accumulate) for trained in self._parameters_of_parts]
 
     @cached_property
     def _parameters_of_parts(self) -> list[list[Facts]]:
@@ -237,24 +260,21 @@ class Stage:
             left, leaving: windows of the part that are complete when the phase begins, and when it ends.
         """
         others = sum(self._added_up(part, each) for part in each.added - {each.part})
-        own, unfinished = self._bytes(self._types.accumulate, each.part), self._of_own_experts(phase)
-        adds = each.part in each.added
+        adds, unfinished = each.part in each.added, self._of_own_experts(phase)
         if each.is_forward or not self._exchanges(each):
             gradients = self._added_up(each.part, each) if adds else unfinished
             return self._beside_states(activations, others + gradients, 0)
-        windows = self._windows_of(each.part)
-        gone, begun = windows[:left], windows[:leaving]
+        mine, unshared = self._leaving[each.part], self._unshared[each.part]
         summed = adds and not self._sums_early
-        gradients = own if summed else unfinished
+        gradients = self._sums[each.part] if summed else unfinished
         if self._is_sharded:  # what is packed is given up, and what was not added to others is of 16 bits
-            waiting = max(0, gradients - sum(self._sum_of(window) for window in gone) - self._unshared(each.part))
+            waiting = max(0, gradients - mine.sums[left] - unshared)
             if not summed:
-                waiting = waiting * self._bytes(BF16) // self._bytes(self._types.accumulate)
-            gradients = waiting + self._shares(windows if adds and self._sums_early else begun)
-            gradients += self._unshared(each.part)
-        flights = (1 if gone or each.summed else 0) + (1 if leaving > left else 0)
-        before = [window for part in each.summed for window in self._windows_of(part)]
-        return self._beside_states(activations, others + gradients, self._on_their_way([*before, *begun], flights))
+                waiting = waiting * self._narrow_bytes // sum(self._sums)
+            gradients = waiting + mine.shares[-1 if adds and self._sums_early else leaving] + unshared
+        flights = (1 if left or each.summed else 0) + (1 if leaving > left else 0)
+        begun = [*mine.largest[leaving], *(size for part in each.summed for size in self._leaving[part].largest[-1])]
+        return self._beside_states(activations, others + gradients, self._on_their_way(begun, flights))
 
     def _exchanges(self, each: Pass) -> bool:
         """Whether the gradients of a backward go to other replicas during it."""
@@ -263,18 +283,19 @@ class Stage:
     def _added_up(self, part: int, each: Pass) -> int:
         """Bytes of the gradients that a part has of earlier micro batches: of shares where they have been summed."""
         if self._is_sharded and (self._sums_early or part in each.summed):
-            return self._shares(self._windows_of(part)) + self._unshared(part)
-        return self._bytes(self._types.accumulate, part)
+            return self._leaving[part].shares[-1] + self._unshared[part]
+        return self._sums[part]
 
     def _after(self, others: int) -> list[Moment]:
         """After the last gradient of a pass, and in the update; ``others``: bytes of other micro batches."""
         tied = [each for each in self._windows if each.is_tied]
         kept, copied = self._bytes(self._types.accumulate), self._copied_for_update()
-        waiting = self._on_their_way(self._windows, 2) if self.layout.replicas > 1 or tied else 0
+        largest = [self._packed(each) for each in self._windows]
+        waiting = self._on_their_way(largest, 2) if self.layout.replicas > 1 or tied else 0
         if not self._is_sharded:
             copies_elsewhere = sum(self._packed(each) for each in tied)
             return [self._beside_states(0, kept, max(waiting + copies_elsewhere, copied))]
-        shares, late = self._shares(self._windows) + self._unshared(), sum(self._sum_of(each) for each in tied)
+        shares, late = self._share(self.largest_replica), sum(self._sum_of(each) for each in tied)
         sent = self._beside_states(others if self._sums_early else 0, shares + late, waiting)
         gathered = max(self._width(each.narrow, BF16) * self._gathered(each.window) for each in self._windows)
         return [sent, self._beside_states(0, shares, max(copied, gathered))]
@@ -307,8 +328,22 @@ class Stage:
         whole = self._is_sharded and not self.setting.updates_elements
         return self.model.windows(self.coordinates, self.layout.replicas, masters=self._has_masters, whole=whole)
 
-    def _windows_of(self, part: int) -> list[Exchanged]:
-        return [each for each in self._windows if each.part == part]
+    @cached_property
+    def _leaving(self) -> list[Leaving]:
+        """By part."""
+        return [self._leaves([each for each in self._windows if each.part == part]) for part in range(len(self.blocks))]
+
+    def _leaves(self, windows: Sequence[Exchanged]) -> Leaving:
+        finished = accumulate(self._sum_of(each) * each.over for each in windows if not each.is_tied)
+        largest: list[tuple[int, ...]] = [()]
+        for each in windows:
+            largest.append(tuple(sorted((*largest[-1], self._packed(each)))[-2:]))
+        return Leaving(
+            tuple(finished),
+            tuple(accumulate(map(self._sum_of, windows), initial=0)),
+            tuple(accumulate((self._share_of(each, self.largest_replica) for each in windows), initial=0)),
+            tuple(largest),
+        )
 
     def _packed(self, each: Exchanged) -> int:
         """Bytes of a window's gradients on their way."""
@@ -318,17 +353,20 @@ class Stage:
         """Bytes of a window's gradients where they are added up."""
         return self._width(each.narrow, self._types.accumulate) * each.window.length
 
-    def _shares(self, of: Iterable[Exchanged]) -> int:
-        """Bytes of the largest replica's shares of summed windows, with padding."""
-        return self._share(of, self.largest_replica)
+    def _share_of(self, each: Exchanged, replica: int) -> int:
+        """Bytes of a replica's share of a summed window, with padding."""
+        return self._width(each.narrow, self._types.accumulate) * each.share_of(replica)
 
-    def _share(self, of: Iterable[Exchanged], replica: int) -> int:
-        return sum(self._width(each.narrow, self._types.accumulate) * each.share_of(replica) for each in of)
+    def _share(self, replica: int) -> int:
+        """Bytes of a replica's shares of all summed windows, and of what is not shared."""
+        return sum(self._share_of(each, replica) for each in self._windows) + sum(self._unshared)
 
-    def _unshared(self, part: int | None = None) -> int:
-        """Bytes of the gradients of experts that no other replica has; of one part, or of all."""
-        alone = self.model.unshared(self._trained(part), self.coordinates, self.layout.replicas)
-        return sum(self._width(facts.narrows, self._types.accumulate) * facts.count for facts in alone)
+    @cached_property
+    def _unshared(self) -> list[int]:
+        """By part, bytes of the gradients of experts that no other replica has."""
+        width, data = self._types.accumulate, self.layout.replicas
+        alone = (self.model.unshared(trained, self.coordinates, data) for trained in self._parameters_of_parts)
+        return [self._bytes_of(experts, width) for experts in alone]
 
     def _of_own_experts(self, phase: Phase) -> int:
         """Bytes of unfinished gradients; a trace has all experts."""
@@ -345,11 +383,10 @@ class Stage:
 
     def _complete(self, finished: int, part: int) -> int:
         """How many windows of a part have all their gradients, of which so many bytes are finished."""
-        ends = accumulate(self._sum_of(each) * each.over for each in self._windows_of(part) if not each.is_tied)
-        return sum(end <= finished for end in ends)
+        return bisect_right(self._leaving[part].complete, finished)
 
-    def _on_their_way(self, begun: Sequence[Exchanged], count: int) -> int:
-        """Bytes of so many windows that are sent at a time, and of what has come of them."""
-        largest = sorted((self._packed(each) for each in begun), reverse=True)[:count]
+    def _on_their_way(self, begun: Iterable[int], count: int) -> int:
+        """Bytes of so many windows that are sent at a time, of some of such bytes, and of what has come of them."""
+        largest = sorted(begun, reverse=True)[:count]
         shares = self._sums_early and self.setting.updates_elements  # else a whole parameter's owner sums in place
         return sum(size + (size // self.layout.replicas if shares else 0) for size in largest)
