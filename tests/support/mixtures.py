@@ -98,6 +98,16 @@ class MixtralJob(jobs.CausalJob):
 jobs.OTHERS["mixtral"] = MixtralJob
 
 
+class PretrainedJob(jobs.CausalJob):
+    """A mixture of transformers' own from a folder."""
+
+    def build_model(self) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(self.config.model.pretrained_model_name_or_path)
+
+
+jobs.OTHERS["pretrained"] = PretrainedJob
+
+
 class WideJob(jobs.CausalJob):
     """A deep one of transformers' own, whose routers choose in fp64 (theirs do so in fp32, also in fp64 models)."""
 

@@ -58,6 +58,7 @@ LAYOUTS = {  # name: (job, flags of the layout)
         f"{GROUPS} --micro-batch-size 1 --checkpoint-activations --zero-2-memory-optimization",
     ),
     "groups, states divided": ("llama", f"{GROUPS} --micro-batch-size 3 --zero-1-memory-optimization --cpu-offload"),
+    "groups, states on the host": ("gpt2", f"{GROUPS} --micro-batch-size 3 --cpu-offload"),
     "one expert each, states divided": ("bert", "--expert-parallel --micro-batch-size 1 --use-distributed-optimizer"),
     "groups of shards": ("gpt2", f"{TENSOR} --expert-parallel --micro-batch-size 3 --zero-2-memory-optimization"),
     "groups of stretches": ("bert", f"{TENSOR} --sequence-parallel {GROUPS} --micro-batch-size 2"),
@@ -65,6 +66,12 @@ LAYOUTS = {  # name: (job, flags of the layout)
         "llama",
         f"{PIPELINE} --virtual-pipeline-size 2 {GROUPS} --micro-batch-size 1 --use-distributed-optimizer",
     ),
+    "own experts in groups": (
+        "mixtral",
+        f"--num-experts 4 {GROUPS} --micro-batch-size 1 --checkpoint-activations --zero-2-memory-optimization",
+    ),
+    "own experts over all": ("qwen3", "--num-experts 4 --expert-parallel --micro-batch-size 3"),
+    "own experts in groups of shards": ("mixtral", f"--num-experts 4 {TENSOR} --expert-parallel --micro-batch-size 2"),
     "stages and shards": ("mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3"),
     "stages and stretches": (
         "qwen3",
@@ -84,6 +91,10 @@ def _in_four_workers(workers: Any, folder: str) -> dict[str, Any]:
         flags = STEPS if case == "mixtral" else PLAIN
         runs[name] = jobs.train(job, True, f"{flags} {mixture} {layout}", f"{folder}/{name}")
     runs["fp16"] = jobs.train("gpt2-4-tied", False, f"{PLAIN} {GENTLE} {HALF} {PIPELINE}", f"{folder}/fp16")
+    pretrained = f"{PLAIN} --pretrained-model-name-or-path {folder}/pretrained {GROUPS} --zero-1-memory-optimization"
+    runs["pretrained"] = jobs.train(
+        "pretrained", False, f"{pretrained} --micro-batch-size 3", f"{folder}/of-pretrained"
+    )
     for name in RESUMED:
         case, layout = LAYOUTS[name]
         _half(case, layout, f"{folder}/half {name}")
@@ -111,13 +122,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, those of four workers in one group."""
     folder = tmp_path_factory.mktemp("layouts")
     _half("gpt2", ALONE, f"{folder}/half gpt2")
+    mixtures.tiny("qwen2_moe").save_pretrained(folder / "pretrained")
+    pretrained = f"{PLAIN} --pretrained-model-name-or-path {folder}/pretrained {ALONE}"
+    alone = jobs.train("pretrained", False, pretrained, str(folder / "of-pretrained-alone"))
     found = run_in_workers(4, _in_four_workers, str(folder))[0]
     for case, (job, mixture) in JOBS.items():
         found[f"{case} alone"] = jobs.train(job, True, f"{PLAIN} {mixture} {ALONE}", str(folder / f"{case}-alone"))
     found["gentle alone"] = jobs.train("gpt2-4-tied", False, f"{PLAIN} {GENTLE} {ALONE}", str(folder / "gentle"))
     for name in RESUMED:
         found[f"{name}, alone"] = _other_half(LAYOUTS[name][0], ALONE, f"{folder}/half {name}")
-    found["folder"] = folder
+    found["folder"], found["pretrained alone"] = folder, alone
     return found
 
 
@@ -156,6 +170,16 @@ def test_a_group_of_workers_has_one_copy_of_the_experts(runs: Any) -> None:
     experts = 8 * sum(w.numel() for name, w in weights.items() if ".experts." in name)
     whole = runs["gpt2 alone"]["summary"]["receipts"]["parameter_bytes"]
     assert [held["parameter_bytes"] for held in receipts["held_bytes_by_rank"]] == [whole - experts // 2] * 4
+
+
+def test_the_experts_of_a_pretrained_model_are_divided(runs: Any) -> None:
+    actual, expected = runs["pretrained"], runs["pretrained alone"]
+    _assert_close(actual["curve"], expected["curve"], within=1e-5)
+    for name, weight in expected["weights"].items():
+        _assert_close(actual["weights"][name], weight, within=1e-5)
+    held, whole = (run["summary"]["receipts"]["parameter_bytes"] for run in (actual, expected))
+    experts = 4 * sum(w.numel() for name, w in expected["weights"].items() if ".mlp.experts." in name)
+    assert held == whole - experts // 2
 
 
 @pytest.mark.parametrize(

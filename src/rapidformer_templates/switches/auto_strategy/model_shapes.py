@@ -38,6 +38,7 @@ from rapidformer_templates.switches.auto_strategy.trace import (
     without_warnings,
 )
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts
 from rapidformer_templates.switches.optimizer.muon import tables_of
 
 TRACED_SAMPLES = (2, 4)
@@ -514,5 +515,5 @@ def _of_model(variant: Variant) -> Variant:
 
 def _expert_parameters(model: nn.Module) -> frozenset[int]:
     """Identities of what expert parallelism divides."""
-    mixtures = (module for module in model.modules() if isinstance(module, Experts))
+    mixtures = (*(module for module in model.modules() if isinstance(module, Experts)), *own_experts(model))
     return frozenset(id(parameter) for mixture in mixtures for parameter in mixture.parameters())

@@ -64,18 +64,16 @@ class MixtureOfExpertsFlags:
 class ExpertParallelFlags:
     """Acceleration"""
 
-    expert_parallel: bool = flag(
-        False, "divide the experts over the data-parallel workers (all-to-all of tokens)", only_with=_EXPERTS
-    )
+    expert_parallel: bool = flag(False, "divide the experts over the data-parallel workers (all-to-all of tokens)")
     expert_model_parallel_size: int | None = flag(
         None,
         "divide the experts inside groups of N data-parallel workers, with a copy in each group",
         metavar="N",
         minimum=1,
-        only_with=_EXPERTS,
     )
 
 
+UNDIVIDED = {declared.name: declared.default for declared in dataclasses.fields(ExpertParallelFlags)}
 OFF = {declared.name: declared.default for declared in dataclasses.fields(MixtureOfExpertsFlags)}
 SIZING = ("moe_top_k", "moe_ffn_hidden_size")
 SHAPING = ("moe_layer_interval", "moe_capacity_factor")
@@ -121,12 +119,12 @@ def _weights_have_experts(request: Request) -> list[Finding]:
     config, model = request.config, request.model
     pretrained, asked = config.model.pretrained_model_name_or_path, config.get("num_experts")
     if asked is None:
-        known = model.model_type is None or _has_experts(model)
-        given = [name for name in ("moe_loss_coeff", "moe_z_loss_coeff") if config.get(name) is not None]
-        if known or not given:
+        balanced = {name: OFF[name] for name in ("moe_loss_coeff", "moe_z_loss_coeff") if model.model_type is not None}
+        given = {name: off for name, off in (balanced | UNDIVIDED).items() if config.get(name) != off}
+        if _has_experts(model) or not given:
             return []
         message = f"{' and '.join(map(spelling, given))} needs a model with experts"
-        return [Finding(message, request.asked(*given), changes=(add({"num_experts": 8}), drop(dict.fromkeys(given))))]
+        return [Finding(message, request.asked(*given), changes=(add({"num_experts": 8}), drop(given)))]
     if not pretrained or model.model_type is None or (_has_experts(model) and asked == model.num_experts):
         return []
     has = f"{model.num_experts} experts, not {asked}" if _has_experts(model) else "dense feed-forwards"
@@ -150,10 +148,6 @@ def _own_experts_as_they_are(request: Request) -> list[Finding]:
     if config.model.pretrained_model_name_or_path:
         fixed = (*SIZING, *SHAPING)
     given = {name: OFF[name] for name in fixed if config.get(name) != OFF[name]}
-    if kind in OWN_EXPERTS and config.get("expert_parallel"):
-        given["expert_parallel"] = False
-    if kind in OWN_EXPERTS and (config.get(SIZE) or 1) > 1:
-        given[SIZE] = None
     if not given:
         return []
     words = " and ".join(map(spelling, given))
@@ -176,7 +170,7 @@ def _room_for_a_token(request: Request) -> list[Finding]:
 
 
 def _experts_divide(request: Request) -> list[Finding]:
-    experts, group = request.config.get("num_experts"), _group(request)
+    experts, group = request.config.get("num_experts") or request.model.num_experts, _group(request)
     if experts is None or experts % group == 0:
         return []
     above = -(-experts // group) * group
@@ -248,6 +242,15 @@ def _experts_divided(measured: Measured) -> str | None:
     return "experts of which a worker has only some were expected; every worker has them all"
 
 
+HAS_EXPERTS = Rule(
+    "RF070",
+    "Experts come with a model that is trained from scratch, or with the pretrained weights.",
+    "dense weights have no experts, and a gate that has learned nothing would only spoil them",
+    "[rapidformer_templates]",
+    _weights_have_experts,
+    Example("--moe-loss-coeff 0.01 --model-type gpt2"),
+)
+
 SWITCHES = (
     Switch(
         name="mixture-of-experts",
@@ -280,14 +283,7 @@ SWITCHES = (
                 _top_k_exists,
                 Example("--num-experts 2 --moe-top-k 4"),
             ),
-            Rule(
-                "RF070",
-                "Experts come with a model that is trained from scratch, or with the pretrained weights.",
-                "dense weights have no experts, and a gate that has learned nothing would only spoil them",
-                "[rapidformer_templates]",
-                _weights_have_experts,
-                Example("--moe-loss-coeff 0.01 --model-type gpt2"),
-            ),
+            HAS_EXPERTS,
             Rule(
                 "RF071",
                 "Experts that an architecture or a pretrained model has itself are taken as they are.",
@@ -324,7 +320,7 @@ SWITCHES = (
         options=ExpertParallelFlags,
         active=_divides_experts,
         on={"expert_parallel": True, "num_experts": 8},
-        off={"expert_parallel": False, SIZE: None},
+        off=UNDIVIDED,
         dimensions=_dimensions,
         engine_options=_engine_options,
         predicts=Prediction(
@@ -340,6 +336,7 @@ SWITCHES = (
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),
         acted=_experts_divided,
         rules=(
+            HAS_EXPERTS,
             Rule(
                 "RF020",
                 "The number of experts is a multiple of the workers that they are divided over.",

@@ -7,6 +7,7 @@ under DDP, or as the engine of 3D layouts has it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.parallel.copies import COPIES
 from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.mixture_of_experts.convert import sparse_layers
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts
 
 
 def divide_experts(model: nn.Module, building: Building) -> nn.Module:
@@ -31,15 +34,31 @@ def divide_experts(model: nn.Module, building: Building) -> nn.Module:
     workers, over = building.workers, int(building.plan.engine_options["experts_over"])
     if over == 1:
         return model
+    stacks = [*(layer.experts for _, layer in sparse_layers(model)), *own_experts(model)]
+    _check(stacks, over)
     shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
     mesh = init_device_mesh(workers.device.type, shape, mesh_dim_names=("pipeline", COPIES, "experts", "tensor"))
     # Their own: the gradients of the rest travel at the same time.
     group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(2, -1).reshape(-1, over).tolist())
+    for stack in stacks:
+        for name, parameter in list(stack.named_parameters()):
+            stack.register_parameter(name, _share(parameter, mesh[COPIES, "experts", "tensor"]))
     for _, layer in sparse_layers(model):
-        for name, parameter in list(layer.experts.named_parameters()):
-            layer.experts.register_parameter(name, _share(parameter, mesh[COPIES, "experts", "tensor"]))
-        layer.set_submodule("experts", DividedExperts(layer.experts, group))
+        layer.set_submodule("experts", DividedExperts(layer.experts, TokenDispatcher(group)))
+    for experts in own_experts(model):
+        experts.token_dispatcher = TokenDispatcher(group)  # type: ignore[assignment]
     return model
+
+
+def _check(stacks: Sequence[nn.Module], over: int) -> None:
+    counts = {len(parameter) for stack in stacks for parameter in stack.parameters()}
+    uneven = [count for count in counts if count % over]
+    if uneven:
+        raise ModelError(
+            f"{uneven[0]} experts cannot be shared out evenly over {over} data-parallel workers",
+            where="--expert-model-parallel-size",
+            hint="choose a size that divides the number of experts",
+        )
 
 
 def _share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -59,16 +78,37 @@ def _share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(share, requires_grad=parameter.requires_grad)
 
 
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class DividedExperts(nn.Module):
     """The experts of a layer, some here and the others on other workers."""
 
-    def __init__(self, experts: Experts, group: dist.ProcessGroup) -> None:
+    def __init__(self, experts: Experts, dispatcher: TokenDispatcher) -> None:
         super().__init__()
         self.module = experts  # a name that canonical names leave out
-        self._group = group
+        self._dispatcher = dispatcher
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True) -> torch.Tensor:
         """As :meth:`Experts.forward`, for tokens of this worker and the experts of all."""
+        return self._dispatcher.run(tokens, counts, self.module, all_taken=all_taken)
+
+
+class TokenDispatcher:
+    """The way of tokens to the workers that have their experts, and back."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @torch.compiler.disable(reason="how many tokens travel is known only from the data")
+    def run(self, tokens: torch.Tensor, counts: torch.Tensor, experts: Compute, *, all_taken: bool) -> torch.Tensor:
+        """What the experts of all workers make of this worker's tokens, which stand by expert.
+
+        Args:
+            counts: [N], tokens of each expert.
+            experts: those of this worker: from tokens, by expert, and their counts to outputs.
+            all_taken: False if behind the last expert's tokens there may be some that none takes.
+        """
         world = dist.get_world_size(self._group)
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self._group)
@@ -79,10 +119,10 @@ class DividedExperts(nn.Module):
 
         # By sender they have come, by expert they are computed.
         here = coming.shape[1]
-        experts = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(coming.flatten())
-        grouped = group_by_expert(arrived, experts.unsqueeze(1), None, here)
-        outputs = self.module(grouped.tokens, grouped.counts)
-        outputs = ungroup(outputs, grouped, torch.ones_like(experts, dtype=outputs.dtype).unsqueeze(1))
+        visited = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(coming.flatten())
+        grouped = group_by_expert(arrived, visited.unsqueeze(1), None, here)
+        outputs = experts(grouped.tokens, grouped.counts)
+        outputs = ungroup(outputs, grouped, torch.ones_like(visited, dtype=outputs.dtype).unsqueeze(1))
 
         back: torch.Tensor = Exchange.apply(outputs, received, sent, self._group)
         return back if all_taken else torch.cat([back, back.new_zeros(len(tokens) - taken, back.shape[1])])

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.switches.mixture_of_experts.experts import grouped_product
@@ -61,6 +62,11 @@ def watch_own_experts(model: Any, *, balance: float | None, z: float) -> Balance
     return losses
 
 
+def own_experts(model: nn.Module) -> list[nn.Module]:
+    """The stacks of experts of an architecture that has them itself."""
+    return [module for module in model.modules() if has_own_experts(model) and hasattr(module, "_apply_gate")]
+
+
 def _routers(model: nn.Module) -> list[Any]:
     kinds = {
         recorder.target_class
@@ -93,12 +99,21 @@ def grouped_experts(
     """The experts of transformers by grouped products, in the form of its ``ExpertsInterface``."""
     grouped = group_by_expert(hidden_states, top_k_index, None, experts.num_experts)
 
-    def project(inputs: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        turned = matrices if experts.is_transposed else matrices.transpose(1, 2)
-        return grouped_product(inputs, turned, grouped.counts)
+    def compute(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        def project(inputs: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+            matrices = local_part(parameter)
+            turned = matrices if experts.is_transposed else matrices.transpose(1, 2)
+            return grouped_product(inputs, turned, counts)
 
-    if experts.has_gate:
-        inner = experts._apply_gate(project(grouped.tokens, experts.gate_up_proj))
+        if experts.has_gate:
+            inner = experts._apply_gate(project(tokens, experts.gate_up_proj))
+        else:
+            inner = experts.act_fn(project(tokens, experts.up_proj))
+        return project(inner, experts.down_proj)
+
+    dispatcher = getattr(experts, "token_dispatcher", None)  # to experts of other workers
+    if dispatcher is None:
+        outputs = compute(grouped.tokens, grouped.counts)
     else:
-        inner = experts.act_fn(project(grouped.tokens, experts.up_proj))
-    return ungroup(project(inner, experts.down_proj), grouped, top_k_weights).to(hidden_states.dtype)
+        outputs = dispatcher.run(grouped.tokens, grouped.counts, compute, all_taken=True)
+    return ungroup(outputs, grouped, top_k_weights).to(hidden_states.dtype)
