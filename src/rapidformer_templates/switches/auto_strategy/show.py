@@ -91,20 +91,20 @@ def _offloads(result: SearchResult) -> bool:
 
 
 COLUMNS = ("tensor", "pipe", "data", "micro", "accum.", "global", "partitioning", "recompute")
-"""Of sizes; context comes with those that divide a replica, where there is any."""
+"""Of sizes; context and experts stand beside those that divide a replica, where there are any."""
 
 
 def _table(result: SearchResult) -> Table:
     table = Table(title=f"Layouts that fit: {len(result.layouts)}, best first", title_justify="left")
-    divides = any(candidate.layout.context > 1 for candidate in result.layouts)
-    for name in (*COLUMNS[:2], *(["context"] if divides else []), *COLUMNS[2:]):
+    more = [name for name in ("context", "experts") if any(getattr(found.layout, name) > 1 for found in result.layouts)]
+    for name in (*COLUMNS[:2], *more, *COLUMNS[2:]):
         table.add_column(name, justify="right", min_width=WIDTHS.get(name))
     for name in ("state GB", "activ. GB", "needed GB", "bubble", "comm.", "s/step", "samples/s"):
         table.add_column(name, justify="right")
     for candidate in result.layouts[:SHOWN]:
         layout, memory, timing = candidate.layout, candidate.memory, candidate.timing
         table.add_row(
-            *map(str, (layout.tensor, layout.pipelined, *([layout.context] if divides else []))),
+            *map(str, (layout.tensor, layout.pipelined, *(getattr(layout, name) for name in more))),
             *map(str, (layout.data, layout.micro_batch, layout.accumulation)),
             str(layout.global_batch),
             layout.partitioned,
