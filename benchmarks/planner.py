@@ -94,6 +94,7 @@ class Case:
         sizes = f"{layout.tensor}·{layout.pipeline}·{layout.data}"
         ways = [f"context {layout.context}"] if layout.context > 1 else []
         ways += [f"virtual {layout.virtual}"] if layout.virtual > 1 else []
+        ways += [f"experts / {layout.experts}"] if layout.experts > 1 else []
         ways += [layout.partitioned] if layout.partitioning != "none" else []
         ways += {"none": [], "full": ["recompute"], "selective": ["selective"]}[layout.recompute]
         ways += ["sequence"] if layout.sequence_parallel else []
@@ -181,6 +182,11 @@ CASES = (
     Case("llama", Layout(context=2, micro_batch=2), adapters=EXPERTS),
     Case("llama", Layout(pipeline=2, context=2, micro_batch=2, accumulation=4, virtual=2), adapters=EXPERTS),
     Case("gpt2", Layout(tensor=2, context=2, micro_batch=2, partitioning="zero-2"), adapters=EXPERTS),
+    Case("llama", Layout(data=2, micro_batch=2, experts=2), adapters=EXPERTS),
+    Case("gpt2", Layout(data=2, micro_batch=2, accumulation=2, experts=2, partitioning="zero-2"), adapters=EXPERTS),
+    Case("llama", Layout(data=4, experts=2, partitioning="distributed-optimizer"), "bf16", EXPERTS),
+    Case("llama", Layout(tensor=2, data=2, micro_batch=2, experts=2, sequence_parallel=True), adapters=EXPERTS),
+    Case("llama", Layout(pipeline=2, data=2, micro_batch=2, accumulation=4, experts=2), adapters=EXPERTS),
     Case("llama", Layout(micro_batch=2), adapters=LORA),
     Case("llama", Layout(micro_batch=4, recompute="full"), "bf16", LORA),
     Case("llama", Layout(micro_batch=2), "bf16", f"{LORA} --quantize-base int8"),
