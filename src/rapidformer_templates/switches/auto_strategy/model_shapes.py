@@ -78,7 +78,8 @@ class Variant:
     context_kind: str | None = None
 
 
-class Coordinates(NamedTuple):
+@dataclass(frozen=True)
+class Coordinates:
     """A worker's part of a replica: its stage, and its rank among those who share each block's matrices.
 
     Attributes:

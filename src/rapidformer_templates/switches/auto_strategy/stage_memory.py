@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -373,7 +373,7 @@ class Stage:
         traced = phase.peak - phase.peak_without_gradients
         if self.coordinates.experts == 1:
             return traced
-        everything = self.model.stage_parameters(self.coordinates._replace(experts=1)).values()
+        everything = self.model.stage_parameters(replace(self.coordinates, experts=1)).values()
         return traced * sum(facts.count for facts in self.parameters.values()) // sum(f.count for f in everything)
 
     @staticmethod
