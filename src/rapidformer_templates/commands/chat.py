@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -131,9 +132,28 @@ def _lines(*, at_terminal: bool) -> Iterator[str]:
             return
 
 
+@contextmanager
+def _between_words() -> Iterator[Callable[[str], None]]:
+    """How to print an answer that Ctrl-C ends at its next word: where Python is called back, it drops interrupts."""
+    interrupts: list[int] = []
+
+    def say(piece: str) -> None:
+        print(piece, end="", flush=True)
+        if interrupts:
+            interrupts.clear()  # what is left of the answer is told when it has ended
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield say
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _answer(conversation: Conversation, line: str) -> None:
     try:
-        forgotten = conversation.answer(line, lambda piece: print(piece, end="", flush=True))
+        with _between_words() as say:
+            forgotten = conversation.answer(line, say)
         print()
     except KeyboardInterrupt:
         print(" …")

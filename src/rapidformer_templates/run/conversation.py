@@ -67,8 +67,10 @@ class Conversation:
             with torch.no_grad():
                 generate(self.model, self.tokenizer, batch, room, self.generation.temperature, streamer=streamer)
         finally:
-            streamer.end()
-            self.messages.append({"role": "assistant", "content": "".join(streamer.pieces).strip()})
+            try:
+                streamer.end()
+            finally:
+                self.messages.append({"role": "assistant", "content": "".join(streamer.pieces).strip()})
         return forgotten
 
     def _prompt(self, message: dict[str, str]) -> tuple[torch.Tensor, int]:
