@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -50,7 +50,7 @@ def test_every_pass_is_made_once_and_after_what_it_needs(workers: int) -> None:
     And at a transfer, while another one in the same direction has not been taken in.
     """
     for _, per_worker, microbatches in (sizes for sizes in SIZES if sizes[0] == workers):
-        lists = with_transfers(workers, per_worker, microbatches)
+        lists = [list(own) for own in with_transfers(workers, per_worker, microbatches)]
         last, sent, done = workers * per_worker - 1, set(), []
         on_their_way = OnTheirWay(workers, 1)
         while any(lists):
@@ -145,7 +145,7 @@ def test_two_workers_name_their_transfers_in_one_order(workers: int) -> None:
             assert list(_between(lists[a], b, workers)) == list(_between(lists[b], a, workers))
 
 
-def _between(actions: list[Action], peer: int, workers: int) -> list[tuple[str, int, int]]:
+def _between(actions: Sequence[Action], peer: int, workers: int) -> list[tuple[str, int, int]]:
     found = []
     for kind, stage, number in actions:
         direction = 1 if kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1

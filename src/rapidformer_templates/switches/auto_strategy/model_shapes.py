@@ -445,7 +445,7 @@ class ModelShapes:
                 shared = ends if len(ends) > 1 else frozenset[str]()
                 over = coordinates.experts if facts.is_expert else 1
                 kind = _Kind(masters and facts.narrows, shared, self.part_of(coordinates, name), over)
-                if data > over or over == 1:  # nobody else has the experts that are divided over all
+                if not self._is_unshared(facts, coordinates, data):
                     kinds.setdefault(kind, []).append((index, facts.count))
             for sizes in (sizes for kind, sizes in kinds.items() if kind.ends):
                 sizes.sort(key=lambda size: own[size[0]][0])
@@ -478,8 +478,11 @@ class ModelShapes:
 
     def unshared(self, trained: Iterable[Facts], coordinates: Coordinates, data: int) -> list[Facts]:
         """Of a worker's parameters those that no other replica has: experts that are divided over all."""
-        alone = 1 < coordinates.experts == data
-        return [facts for facts in trained if alone and facts.is_expert]
+        return [facts for facts in trained if self._is_unshared(facts, coordinates, data)]
+
+    @staticmethod
+    def _is_unshared(facts: Facts, coordinates: Coordinates, data: int) -> bool:
+        return facts.is_expert and 1 < coordinates.experts == data
 
     def ends_of(self, name: str) -> frozenset[str]:
         """The stages that have a parameter which is in no block, under any of its names."""

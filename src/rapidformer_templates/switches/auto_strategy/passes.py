@@ -6,10 +6,7 @@ from collections import Counter
 from functools import cache
 from typing import NamedTuple
 
-from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, with_transfers
-
-SENT = 2
-"""Transfers in each direction that a worker holds for each of its parts until they have surely arrived."""
+from rapidformer_templates.switches.pipeline_parallel.schedule import LEAVING, Action, Kind, with_transfers
 
 ENOUGH_ROUNDS = 4
 """Rounds of as many micro batches as there are workers; more of them only repeat what has been seen."""
@@ -62,13 +59,13 @@ def _passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tupl
     come: Counter[tuple[int, int]] = Counter()
     sent: Counter[Kind] = Counter()
     begun, added, summed = (frozenset[int]() for _ in range(3))
-    for action in _schedules(workers, per_worker, microbatches)[rank]:
+    for action in with_transfers(workers, per_worker, microbatches)[rank]:
         kind, stage, number = action
         part, place = stage // workers, (stage, number)
         if kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
             come[place] += 1
         if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-            sent[kind] = min(sent[kind] + 1, SENT * per_worker)
+            sent[kind] = min(sent[kind] + 1, LEAVING * per_worker)
         if kind not in (Kind.FORWARD, Kind.BACKWARD):
             continue
         come[place] = 0
@@ -94,8 +91,3 @@ def _passes(workers: int, rank: int, per_worker: int, microbatches: int) -> tupl
             added |= {part}
             summed |= {part} if number == microbatches - 1 else set()
     return tuple(found)
-
-
-@cache
-def _schedules(workers: int, per_worker: int, microbatches: int) -> list[list[Action]]:
-    return with_transfers(workers, per_worker, microbatches)

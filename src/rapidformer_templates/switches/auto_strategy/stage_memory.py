@@ -125,8 +125,7 @@ class Stage:
         if self._is_sharded:
             mine = self._runs_of(replica)
         parameters = self._narrow_bytes + sum(p.frozen_bytes for p in self.model.stage_frozen(self.coordinates))
-        width = self._types.accumulate
-        gradients = self._bytes(width)
+        gradients = sum(self._sums)
         if self._is_sharded:
             gradients = self._share(replica)
         optimizer = self.setting.how.optimizer.bytes_of(mine)
@@ -161,17 +160,14 @@ class Stage:
         """Bytes of a number, which are ``width`` for a parameter of 16 bits."""
         return width if narrows and self._has_masters else FP32
 
-    def _bytes(self, width: int) -> int:
-        """Of all trained parameters, or of their gradients; of those of 16 bits at ``width`` bytes a number."""
-        return self._bytes_of(self.parameters.values(), width)
-
     def _bytes_of(self, trained: Iterable[Facts], width: int) -> int:
+        """Of parameters, or of their gradients; of those of 16 bits at ``width`` bytes a number."""
         return sum(self._width(facts.narrows, width) * facts.count for facts in trained)
 
     @cached_property
     def _narrow_bytes(self) -> int:
         """Bytes of all parameters, which are those of their gradients as they come."""
-        return self._bytes(BF16)
+        return self._bytes_of(self.parameters.values(), BF16)
 
     @cached_property
     def _sums(self) -> list[int]:
@@ -199,14 +195,14 @@ class Stage:
         """What lies beside the states, phase by phase of each forward and backward of a step, and after them."""
         parts = self._parts(variant, exact=exact)
         found: list[Moment] = []
-        for each in self._passes:
+        others = [self._beside(parts, each) for each in self._passes]
+        for each, beside in zip(self._passes, others, strict=True):
             part, left = parts[each.part], 0
-            beside = self._beside(parts, each)
             for phase, alone in part.phases(forward=each.is_forward):
                 leaving = self._complete(phase.finished - part.of_others, each.part)
                 found.append(self._moment(phase, alone + beside, each, left, leaving))
                 left = leaving
-        return [*found, *self._after(max(self._beside(parts, each) for each in self._passes))]
+        return [*found, *self._after(max(others))]
 
     def sent(self, variant: Variant, *, exact: bool) -> int:
         """Bytes of its micro batches in flight that are on the host at a time."""
@@ -251,7 +247,7 @@ class Stage:
         everything = self.model.local_parameters(self.layout.tensor, self.coordinates.peer)
         shared = (name for name, facts in everything.items() if facts.is_trained and len(self.model.names_of(name)) > 1)
         tied = (everything[name] for name in shared if len(self.model.ends_of(name)) > 1)
-        return sum(self._width(facts.narrows, BF16) * facts.count for facts in tied)
+        return self._bytes_of(tied, BF16)
 
     def _moment(self, phase: Phase, activations: int, each: Pass, left: int, leaving: int) -> Moment:
         """A phase of a pass.
@@ -289,7 +285,7 @@ class Stage:
     def _after(self, others: int) -> list[Moment]:
         """After the last gradient of a pass, and in the update; ``others``: bytes of other micro batches."""
         tied = [each for each in self._windows if each.is_tied]
-        kept, copied = self._bytes(self._types.accumulate), self._copied_for_update()
+        kept, copied = sum(self._sums), self._copied_for_update()
         largest = [self._packed(each) for each in self._windows]
         waiting = self._on_their_way(largest, 2) if self.layout.replicas > 1 or tied else 0
         if not self._is_sharded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
 
@@ -30,7 +31,7 @@ class Part:
     shares_casts: bool
     offloads: bool
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Bytes that a micro batch leaves here until its backward."""
         trace = self.trace
@@ -41,17 +42,17 @@ class Part:
             kept += trace.hidden - trace.phases[0].kept
         return kept
 
-    @property
+    @cached_property
     def casts(self) -> int:
         """Of the copies that all micro batches have together."""
         return self.trace.casts if self.shares_casts else 0
 
-    @property
+    @cached_property
     def kept_by_last(self) -> int:
         """What has not gone to the host of the newest micro batch here."""
         return self.trace.kept_by_last if self.offloads else 0
 
-    @property
+    @cached_property
     def of_others(self) -> int:
         """Bytes of gradients in the trace that are finished before those of this part are: those of the head."""
         phases = self.trace.phases

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.engines.model_building import Building
-from rapidformer_templates.engines.parallel.copies import COPIES
+from rapidformer_templates.engines.parallel.copies import COPIES, NONE, copies_of
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.mixture_of_experts.convert import sparse_layers
@@ -158,14 +158,12 @@ class ExpertParallelEngine(DDPEngine):
         self._divided = [p for p in self._parameters if isinstance(p, DTensor)]
         self._copied = [p for p in self._parameters if not isinstance(p, DTensor)]
         named = [(name, p) for name, p in self.model.named_parameters() if isinstance(p, DTensor)]
-        mesh = named[0][1].device_mesh[COPIES] if named else None  # a worker alone has nothing divided
-        self._copies = mesh.size() if mesh else 1
-        self._sharers = mesh.get_group() if mesh else None
+        self._sharers = copies_of(named[0][1], self.workers) if named else NONE  # a worker alone has nothing divided
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [name for name, _ in named])
         return super()._distribute()
 
     def _reduce(self) -> None:
-        if self._copies > 1:
+        if self._sharers.size > 1:
             self._sum_over_copies()
         for parameter in self._divided:
             if parameter.grad is not None:
@@ -174,18 +172,18 @@ class ExpertParallelEngine(DDPEngine):
 
     def _sum_over_copies(self) -> None:
         there = torch.tensor([float(p.grad is not None) for p in self._divided], device=self.workers.device)
-        dist.all_reduce(there, group=self._sharers)
+        dist.all_reduce(there, group=self._sharers.group)
         for parameter, reached in zip(self._divided, there.tolist(), strict=True):
             if reached:
                 if parameter.grad is None:  # a loss has reached it in another copy
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local_part(parameter.grad), group=self._sharers)
+                dist.all_reduce(local_part(parameter.grad), group=self._sharers.group)
 
     def _grad_norm(self) -> torch.Tensor:
         divided = [local_part(p.grad) for p in self._divided if p.grad is not None]
         copied = [p.grad for p in self._copied if p.grad is not None]
         own = get_total_norm(divided).to(self.workers.device, torch.float64)
-        others = self.workers.sum_tensor(own.square()) / self._copies
+        others = self.workers.sum_tensor(own.square()) / self._sharers.size
         norm = get_total_norm(copied)
         norm = (norm.double().square() + others).sqrt().to(norm.dtype)
         return norm if self.loss_scale is None else norm / self.loss_scale.scale

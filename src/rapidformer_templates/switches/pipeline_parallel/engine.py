@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from rapidformer_templates.engines.recipe import OptimizerSpec
 from rapidformer_templates.engines.traces import kept_buffers
 from rapidformer_templates.models.placement import placement_of
 from rapidformer_templates.switches.checkpoint_activations.transform import checkpointed_forward
-from rapidformer_templates.switches.pipeline_parallel.schedule import Action, Kind, with_transfers
+from rapidformer_templates.switches.pipeline_parallel.schedule import LEAVING, Action, Kind, with_transfers
 from rapidformer_templates.switches.pipeline_parallel.stage_forward import Passage
 from rapidformer_templates.switches.pipeline_parallel.stage_links import Links, Parcel
 
@@ -39,13 +39,14 @@ class PipelineEngine(ParallelEngine):
         assert parts is not None, "the pipeline switch cuts the model"
         self._parts = len(parts)
         self._passage = Passage(model, begins=self.workers.pipeline_rank == 0, ends=self.workers.ends_pipeline)
-        self._links = Links(self.workers, leaving=2 * self._parts)
+        self._links = Links(self.workers, leaving=LEAVING * self._parts)
         self._keeps_casts = not _computed_again(placement_of(model).blocks.values())
 
     def _schedule(self, microbatches: Sequence[MicroBatch], weight: float) -> torch.Tensor:
         step = _Step(self, microbatches, weight)
         with self._one_cast():
-            for action in _actions(self.workers.pipeline, self._parts, len(microbatches), self.workers.pipeline_rank):
+            schedules = with_transfers(self.workers.pipeline, self._parts, len(microbatches))
+            for action in schedules[self.workers.pipeline_rank]:
                 step.do(action)
         self._links.flush()
         return step.total
@@ -201,11 +202,6 @@ class _Step:
 def _computed_again(blocks: Iterable[nn.Module]) -> bool:
     """Whether the backward computes the activations of all blocks anew."""
     return all(checkpointed_forward(block) is not None for block in blocks)
-
-
-@cache
-def _actions(pipeline: int, parts: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    return tuple(with_transfers(pipeline, parts, microbatches)[rank])
 
 
 def _shapes(batch: Any) -> Hashable:

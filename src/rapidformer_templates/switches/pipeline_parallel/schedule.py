@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
+
+LEAVING = 2
+"""Transfers in each direction that may be on their way, for each stage of a worker."""
 
 
 class Kind(enum.Enum):
@@ -79,7 +83,8 @@ def _rounds(workers: int, microbatches: int) -> Iterator[range]:
         begin = end
 
 
-def with_transfers(workers: int, per_worker: int, microbatches: int) -> list[list[Action]]:
+@cache
+def with_transfers(workers: int, per_worker: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """What each worker does, transfers included.
 
     The schedules are played through: a result is sent when it is there, and its receiver takes it at that place
@@ -100,7 +105,7 @@ def with_transfers(workers: int, per_worker: int, microbatches: int) -> list[lis
             for send, receive in _transfer(action, last):
                 done[rank].append(send)
                 done[receive.stage % workers].append(receive)
-    return done
+    return tuple(map(tuple, done))
 
 
 def _needs(action: Action, last: int) -> set[Action]:

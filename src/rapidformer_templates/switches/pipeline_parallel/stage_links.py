@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rapidformer_templates.errors import RapidformerError
+from rapidformer_templates.switches.pipeline_parallel.schedule import LEAVING
 from rapidformer_templates.system.workers import Workers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -43,7 +44,7 @@ class Links:
         leaving: transfers in each direction that may be on their way.
     """
 
-    def __init__(self, workers: Workers, leaving: int = 2) -> None:
+    def __init__(self, workers: Workers, leaving: int = LEAVING) -> None:
         assert workers.mesh is not None
         self.workers = workers
         self.leaving = leaving
