@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,17 @@ class HybridShardingFlags:
 def shares(measured: Measured) -> int:
     """Workers that FSDP divides a copy of the states over."""
     return int(measured.config.get(SIZE) or measured.plan.sizes.copies)
+
+
+def shards_of_experts(workers: int, size: int, over: int) -> int:
+    """Workers that FSDP divides an expert over.
+
+    Args:
+        workers: all of them.
+        size: of a group that shares everything else.
+        over: workers that the experts are divided over, each of which has others.
+    """
+    return math.gcd(workers // over, max(1, size // over))
 
 
 def _groups_fit(request: Request) -> list[Finding]:
@@ -86,7 +98,9 @@ def _acted(measured: Measured) -> str | None:
     """Each parameter is held by as many workers as there are copies, which are the same to the bit."""
     size, data = shares(measured), measured.plan.sizes.copies
     held, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
-    if not held or held * size != whole * data:
+    over, experts = measured.plan.engine_options.get("experts_over", 1), measured["divided_over_experts"] or 0
+    of_experts = data // over // shards_of_experts(data, size, over)
+    if not held or held != (whole - experts) * (data // size) + experts * of_experts:
         copies = f"the workers have {held:,} elements together, {whole:,} of the model are trained"
         return f"{data // size} copies of shares for {size} workers were expected; {copies}"
     if measured["copies_equal"] is not True:
