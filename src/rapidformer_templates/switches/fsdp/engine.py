@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from rapidformer_templates.engines.pieces import by_mesh, bytes_held, local_part
 from rapidformer_templates.engines.reached import Route
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
-from rapidformer_templates.switches.fsdp.hybrid_switch import shards_of_experts
+from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts, widthwise
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
@@ -89,8 +89,14 @@ class FSDPEngine(SingleEngine):
                 stride=parameter.stride(),
             )
             stack.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
-        place = partial(_widthwise, over=mesh[SHARDS].size())
-        fully_shard(stack, mesh=over, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=place)
+        shards = mesh[SHARDS].size()
+        fully_shard(
+            stack,
+            mesh=over,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda parameter: Shard(widthwise(parameter.shape, shards)),
+        )
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
@@ -241,11 +247,6 @@ def _copies_of(tensor: torch.Tensor, workers: int) -> int:
         return workers
     sides = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sides if placement.is_replicate())
-
-
-def _widthwise(parameter: nn.Parameter, *, over: int) -> Shard:
-    """A part of each expert's matrices for each worker; of biases that are too short, whole experts."""
-    return Shard(next((dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % over == 0), 0))
 
 
 def _is_trained(parameter: Any) -> bool:

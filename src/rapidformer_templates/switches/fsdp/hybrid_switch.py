@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from rapidformer_templates.planning.switch import (
     Switch,
 )
 from rapidformer_templates.planning.worker_groups import Dimension
+from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts
 
 SIZE = "fsdp_shard_size"
 
@@ -40,17 +40,6 @@ class HybridShardingFlags:
 def shares(measured: Measured) -> int:
     """Workers that FSDP divides a copy of the states over."""
     return int(measured.config.get(SIZE) or measured.plan.sizes.copies)
-
-
-def shards_of_experts(workers: int, size: int, over: int) -> int:
-    """Workers that FSDP divides an expert over.
-
-    Args:
-        workers: all of them.
-        size: of a group that shares everything else.
-        over: workers that the experts are divided over, each of which has others.
-    """
-    return math.gcd(workers // over, max(1, size // over))
 
 
 def _groups_fit(request: Request) -> list[Finding]:
