@@ -190,6 +190,13 @@ def test_operations_give_what_whole_tensors_give(name: str, found: Any, expected
             torch.testing.assert_close(place[f"gradient of {name}"], expected[f"gradient of {name}"])
 
 
+def test_what_fsdp_asks_of_an_output_gathers_nothing() -> None:
+    rows = DividedRows(torch.zeros(2, 3, requires_grad=True) * 1, (4,), np.arange(2), peers=None)  # type: ignore[arg-type]
+    assert rows._base is None
+    assert rows.requires_grad
+    rows.register_hook(lambda gradient: None)
+
+
 @pytest.mark.distributed
 def test_a_worker_computes_the_logits_of_its_tokens_and_generates_whole(found: Any) -> None:
     assert [place["stretches"] for place in found] == [[2 * 7, 9], [2 * 6, 9]]
