@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
@@ -36,19 +37,17 @@ class Sharded:
         """Where most may be alive; where gradients are added up, in the last micro batch."""
         # Until they are copied out of their run; gloo copies the run once more.
         yield Moment(0, self._gradients(0, 0), (2 if self.setting.gpu else 3) * self.width * self.model.outside_blocks)
-        before, backward = 0, False
-        for phase in self.phases:
-            backward |= phase.name == "backward"
-            yield from self._of(phase, before, backward=backward)
+        before = 0
+        for number, phase in enumerate(self.phases):
+            yield from self._of(phase, before, self._gathered(number))
             before = phase.finished
         yield self._root_leaves(before)
 
-    def _of(self, phase: Phase, before: int, *, backward: bool) -> Iterator[Moment]:
-        """``before``: bytes of the gradients that were finished when the phase began."""
+    def _of(self, phase: Phase, before: int, gathered: int) -> Iterator[Moment]:
+        """``before``: bytes of the gradients that were finished when it began; ``gathered``: of whole parameters."""
         outside = min(before, self._of_head)
         of_blocks = before - outside
         run = FP32 * self.model.most_trained_in_a_block  # of a block's gradients, which leave while the next one works
-        gathered = self._gathered(phase, backward=backward)
         leaving = run if of_blocks else 0
         yield Moment(phase.peak_beside_earlier, self._gradients(outside, of_blocks), gathered + leaving)
         if phase.name != "backward":
@@ -68,13 +67,14 @@ class Sharded:
         leaving = 2 * FP32 * sum(outside) + width * sum(outside[-1:])
         return Moment(self.phases[-1].end, self._to_fp32(finished) // self.layout.shares, leaving)
 
-    def _gathered(self, phase: Phase, *, backward: bool) -> int:
-        """Bytes of whole parameters: of the root, of the block at work, and of the one that arrives."""
+    def _gathered(self, number: int) -> int:
+        """Bytes of whole parameters in a phase: of the root, of the block at work, and of the one that arrives."""
         if not self.setting.reshards:
             return self.width * sum(p.count for p in self.model.all_parameters.values())
-        blocks = 2 if phase.name == "forward" or backward else 1
-        root = self.width * self.model.outside_blocks
-        return root + (0 if phase.name == "end" else blocks * self._block)
+        blocks = {"forward": 2, "end": 0}.get(self.phases[number].name, 1)
+        if self._begins <= number < self._ends:  # after the last one none arrives
+            blocks = 2
+        return self.width * self.model.outside_blocks + blocks * self._block
 
     def _gradients(self, outside: int, of_blocks: int) -> int:
         """Of gradients that are finished, of the root and of blocks: those whole, and the shards of the others."""
@@ -99,5 +99,18 @@ class Sharded:
     @property
     def _of_head(self) -> int:
         """Bytes of the root's gradients that are finished before those of the last block."""
-        first = next((i for i, phase in enumerate(self.phases) if phase.name == "backward"), 0)
-        return self.phases[first - 1].finished if first else 0
+        return self.phases[self._begins - 1].finished if self._backwards else 0
+
+    @cached_property
+    def _backwards(self) -> list[int]:
+        return [number for number, phase in enumerate(self.phases) if phase.name == "backward"]
+
+    @property
+    def _begins(self) -> int:
+        """The number of the first backward of a block."""
+        return self._backwards[0] if self._backwards else 0
+
+    @property
+    def _ends(self) -> int:
+        """The number of the last one."""
+        return self._backwards[-1] if self._backwards else 0
