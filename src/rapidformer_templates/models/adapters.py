@@ -10,12 +10,13 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 _ATTRIBUTE = "frozen_base"
+_STACKS = "stack_adapters"
 SAMPLED = 65_536
 """Elements of a tensor whose order is looked at, too; of the others the sum alone."""
 
@@ -54,6 +55,35 @@ def adapter_parts(module: nn.Module) -> AdapterParts | None:
         return None
     (name,) = dict(children["lora_A"].named_children())
     return AdapterParts("base_layer", f"lora_A.{name}", f"lora_B.{name}")
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What stands beside a stack of N matrices: ``scaling · x @ down[i] @ up[i]`` beside the product with the i-th.
+
+    Attributes:
+        down: [N, in, rank].
+        up: [N, rank, out].
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+
+class _StackAdapter(Protocol):
+    def factors(self) -> Factors | None: ...
+
+
+def set_stack_adapter(module: nn.Module, parameter: str, adapter: _StackAdapter) -> None:
+    """Note in a module with stacks of matrices what stands beside one of them."""
+    vars(module).setdefault(_STACKS, {})[parameter] = adapter
+
+
+def factors_beside(module: nn.Module, parameter: str) -> Factors | None:
+    """What acts beside a stack of matrices now; None of one that has no adapter, or whose adapter is off."""
+    adapter: _StackAdapter | None = vars(module).get(_STACKS, {}).get(parameter)
+    return adapter.factors() if adapter else None
 
 
 def frozen_base_of(model: nn.Module) -> FrozenBase | None:

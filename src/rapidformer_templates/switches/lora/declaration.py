@@ -191,7 +191,7 @@ SWITCHES = (
                 "Adapters stand beside linear layers.",
                 "experts are one matrix for all of them, and ONNX Runtime puts graphs in the place of layers",
                 "[rapidformer_templates]",
-                excludes("lora", ("mixture-of-experts", "expert-parallel", "onnx-runtime")),
+                excludes("lora", ("onnx-runtime",)),
                 Example("--lora-rank 8 --onnx-runtime-training", {"packages": {"peft": "0.17"}}),
             ),
             Rule(

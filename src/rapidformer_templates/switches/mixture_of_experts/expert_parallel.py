@@ -99,6 +99,7 @@ class TokenDispatcher:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self.rank = dist.get_rank(group)
 
     @torch.compiler.disable(reason="how many tokens travel is known only from the data")
     def run(self, tokens: torch.Tensor, counts: torch.Tensor, experts: Compute, *, all_taken: bool) -> torch.Tensor:

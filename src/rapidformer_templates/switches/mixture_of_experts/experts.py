@@ -10,9 +10,13 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.models.adapters import Factors, factors_beside
 
 GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """What torch's grouped product can multiply."""
+
+RANKS = 8
+"""Ranks of adapters are filled up to a multiple of it."""
 
 
 class Experts(nn.Module):
@@ -28,6 +32,7 @@ class Experts(nn.Module):
     Attributes:
         tensor_styles: how tensor parallelism divides the parameters.
         bias_factor: of what ``down`` adds: 0 where another worker of those that share the matrices adds it.
+        is_transposed: as transformers and peft say it, that a matrix is (input, output) features.
     """
 
     up: nn.Parameter
@@ -36,6 +41,7 @@ class Experts(nn.Module):
     up_bias: nn.Parameter | None
     gate_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
+    is_transposed: ClassVar[bool] = True
     tensor_styles: ClassVar[Mapping[str, str]] = {
         "": "moe_tp_experts",
         **dict.fromkeys(("up", "gate", "up_bias", "gate_bias"), "experts_colwise"),
@@ -80,6 +86,7 @@ class Experts(nn.Module):
 
         def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
             product = grouped_product(inputs, local_part(getattr(self, name)), counts, all_taken=all_taken)
+            product = with_adapter(product, inputs, factors_beside(self, name), counts, all_taken=all_taken)
             if member is None:
                 return product
             offset = local_part(getattr(self, f"{name}_bias")).to(product.dtype)
@@ -130,6 +137,32 @@ def grouped_product(
     # torch leaves rows behind the last group as they were in memory, in the product as in the gradient.
     taken = (torch.arange(len(inputs), device=ends.device) < ends[-1]).unsqueeze(1)
     return F.grouped_mm(inputs.where(taken, 0), matrices, offs=ends).where(taken, 0)
+
+
+def with_adapter(
+    product: torch.Tensor,
+    inputs: torch.Tensor,
+    factors: Factors | None,
+    counts: torch.Tensor,
+    *,
+    first: int = 0,
+    all_taken: bool = True,
+) -> torch.Tensor:
+    """A grouped product of ``inputs`` with what the adapters of the groups add to it.
+
+    Args:
+        factors: of all experts; None adds nothing.
+        counts: of the experts here, of which ``first`` is the first one's number.
+    """
+    if factors is None:
+        return product
+    here = slice(first, first + len(counts))
+    # torch's grouped product on a GPU wants rows of a multiple of 16 bytes.
+    more = -factors.down.shape[2] % RANKS
+    down = F.pad(factors.down[here], (0, more)).contiguous()
+    up = F.pad(factors.up[here], (0, 0, 0, more)).contiguous()
+    inner = grouped_product(inputs, down, counts, all_taken=all_taken)
+    return product + grouped_product(inner, up, counts, all_taken=all_taken) * factors.scaling
 
 
 class _SegmentProduct(torch.autograd.Function):

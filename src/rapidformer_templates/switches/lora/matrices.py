@@ -1,0 +1,76 @@
+"""Adapters beside matrices that are no layers: stacks of experts, and the weights of routers.
+
+peft puts them there (``ParamWrapper``) and adds their product to the whole matrix before each forward. Here the tokens
+of an expert go through its two small matrices, as beside a linear layer, so that no second stack is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.lora import ParamWrapper
+from torch import nn
+from torch.func import functional_call
+
+from rapidformer_templates.models.adapters import Factors, set_stack_adapter
+
+
+class Factor(nn.Linear):
+    """One of the two matrices. Its forward gives it: whatever divides or gathers a module's weight then does so."""
+
+    def forward(self) -> torch.Tensor:  # type: ignore[override]
+        # A view: ZeRO-3 empties the parameter itself behind this forward.
+        return self.weight.view_as(self.weight)
+
+
+class StackAdapter(ParamWrapper):
+    """Beside one of the stacks [N, …] of a module of experts, which asks for what stands beside it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_layer(*args, **kwargs)
+
+    def factors(self) -> Factors | None:
+        """None while adapters are off."""
+        if self.disable_adapters:
+            return None
+        (name,) = self.active_adapters
+        down, up = self.lora_A[name](), self.lora_B[name]()  # [N · rank, in], [out, rank · N]
+        return Factors(
+            down.unflatten(0, (self.num_experts, -1)).transpose(1, 2),
+            up.unflatten(1, (-1, self.num_experts)).permute(2, 1, 0),
+            self.scaling[name],
+        )
+
+
+class MatrixAdapter(ParamWrapper):
+    """Beside the weight of a module that multiplies by it in its own way, such as a router."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.disable_adapters:
+            return self.base_layer(*args, **kwargs)
+        (name,) = self.active_adapters
+        down, up = self.lora_A[name](), self.lora_B[name]()
+        with torch.autocast(down.device.type, enabled=False):
+            weight = self.get_param() + self.scaling[name] * up @ down
+        return functional_call(self.base_layer, {self.parameter_name: weight}, args, kwargs)
+
+
+def matrix_adapters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
+    """Adapters of matrices that are no layers, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            yield name, module
+
+
+def install(model: nn.Module, adapter: str) -> None:
+    """Have peft's wrappers of matrices compute as the classes above do."""
+    for _, layer in matrix_adapters(model):
+        for factor in (layer.lora_A[adapter], layer.lora_B[adapter]):
+            factor.__class__ = Factor
+        if layer.get_param().ndim == 3:
+            layer.__class__ = StackAdapter
+            set_stack_adapter(layer.get_base_layer(), layer.parameter_name, layer)
+        else:
+            layer.__class__ = MatrixAdapter
