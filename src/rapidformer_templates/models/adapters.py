@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 _ATTRIBUTE = "frozen_base"
+_BASE = "base_layer"
 _STACKS = "stack_adapters"
 SAMPLED = 65_536
 """Elements of a tensor whose order is looked at, too; of the others the sum alone."""
@@ -41,20 +42,32 @@ class AdapterParts:
     Attributes:
         base: the layer itself.
         down, up: to the rank and back, as ``base(x) + up(down(x))``.
+        stack: the parameter of the base that they stand beside, if it is a stack of matrices and the base no layer.
     """
 
     base: str
     down: str
     up: str
+    stack: str | None = None
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor of an adapted layer as it was without adapters.
+
+    >>> plain_name("mlp.experts.base_layer.base_layer.down_proj")
+    'mlp.experts.down_proj'
+    """
+    return ".".join(part for part in name.split(".") if part != _BASE)
 
 
 def adapter_parts(module: nn.Module) -> AdapterParts | None:
     """The parts of an adapted layer of peft; None of any other module."""
     children = dict(module.named_children())
-    if not {"base_layer", "lora_A", "lora_B"} <= children.keys():
+    if not {_BASE, "lora_A", "lora_B"} <= children.keys():
         return None
     (name,) = dict(children["lora_A"].named_children())
-    return AdapterParts("base_layer", f"lora_A.{name}", f"lora_B.{name}")
+    stack = str(module.parameter_name) if hasattr(module, "factors") else None
+    return AdapterParts(_BASE, f"lora_A.{name}", f"lora_B.{name}", stack)
 
 
 @dataclass(frozen=True)

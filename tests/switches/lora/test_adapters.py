@@ -201,10 +201,10 @@ def test_a_folder_of_adapters_is_a_pretrained_model(base: Path, tmp_path: Path) 
         assert (model.eval()(tokens).logits - adapted(tokens).logits).abs().max() < 1e-6
 
 
-def test_all_linear_leaves_the_head_and_routers_out() -> None:
-    from rapidformer_templates.switches.lora.transform import _targets
+def test_all_linear_leaves_the_head_out() -> None:
+    from rapidformer_templates.switches.lora.transform import targets_of
 
     sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-    ends = {name.rpartition(".")[2] for name in _targets(model, "all-linear", [])}
+    ends = {name.rpartition(".")[2] for name in targets_of(model, "all-linear", []).layers}
     assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

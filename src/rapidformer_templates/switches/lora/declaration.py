@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from rapidformer_templates.planning.changes import add, drop
+from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import excludes
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -43,7 +44,7 @@ class LoraFlags:
     lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1, only_with=("lora_rank", 8))
     lora_target_modules: str = flag(
         "all-linear",
-        "layers that get adapters: all-linear, or ends of their names with commas",
+        "what gets adapters: all-linear, or ends of names with commas; experts and routers by name alone",
         metavar="NAMES",
         only_with=("lora_rank", 8),
     )
@@ -73,6 +74,24 @@ def _pretrained(request: Request) -> list[Finding]:
     message = "adapters are trained beside weights that somebody has trained, and --model-type starts from scratch"
     changes = (add({"pretrained_model_name_or_path": "FOLDER"}), drop({"lora_rank": None}))
     return [Finding(message, request.asked("lora_rank", "model_type"), changes=changes)]
+
+
+def _matrices(request: Request) -> list[str]:
+    """Names in --lora-target-modules that can mean no layer: of stacks of experts, and of what is in them."""
+    asked = str(request.config.get("lora_target_modules")).split(",")
+    return [name for name in map(str.strip, asked) if {"experts", "gate_up_proj"} & set(name.split("."))]
+
+
+def _beside_matrices(request: Request) -> list[Finding]:
+    named, config = _matrices(request), request.config
+    plain: dict[str, Any] = {"lora_dropout": 0.0, "lora_variant": "lora"}
+    given = [name for name in plain if config.get(name) not in (plain[name], "rslora")]
+    if not named or not given:
+        return []
+    words = " and ".join(map(spelling, given))
+    message = f"{', '.join(named)}: matrices that are no layers, beside which peft has no adapters with {words}"
+    changes = (drop({name: plain[name] for name in given}), replace({"lora_target_modules": "all-linear"}))
+    return [Finding(message, request.asked("lora_target_modules", *given), changes=changes)]
 
 
 def _not_beside(
@@ -127,9 +146,12 @@ def _reads_nf4(request: Request) -> list[Finding]:
 
 
 def _notes(request: Request) -> Sequence[str]:
-    return (
-        "lora: export/ holds the adapters, which peft loads; rapidformer export RUN --merge writes the whole model",
-    )
+    notes = ["lora: export/ holds the adapters, which peft loads; rapidformer export RUN --merge writes the whole model"]
+    if "mixture-of-experts" in request.active and request.config.get("lora_target_modules") == "all-linear":
+        notes.append(
+            "lora: experts and routers get no adapters; --lora-target-modules all-linear,experts gives experts some"
+        )
+    return notes
 
 
 def _acted(measured: Measured) -> str | None:
@@ -188,11 +210,20 @@ SWITCHES = (
             ),
             Rule(
                 "RF121",
-                "Adapters stand beside linear layers.",
-                "experts are one matrix for all of them, and ONNX Runtime puts graphs in the place of layers",
+                "Adapters do not go with ONNX Runtime.",
+                "ONNX Runtime puts graphs in the place of layers",
                 "[rapidformer_templates]",
                 excludes("lora", ("onnx-runtime",)),
                 Example("--lora-rank 8 --onnx-runtime-training", {"packages": {"peft": "0.17"}}),
+            ),
+            Rule(
+                "RF142",
+                "Beside experts there are plain adapters, without dropout.",
+                "what is dropped before one of the two matrices cannot be added to a whole one, as peft's ParamWrapper "
+                "does; nor has it DoRA",
+                "[peft]",
+                _beside_matrices,
+                Example("--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1"),
             ),
             Rule(
                 "RF122",

@@ -6,15 +6,16 @@ of an expert go through its two small matrices, as beside a linear layer, so tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from peft.tuners.lora import ParamWrapper
 from torch import nn
-from torch.func import functional_call
 
 from rapidformer_templates.models.adapters import Factors, set_stack_adapter
+from rapidformer_templates.models.blocks import shape_of
 
 
 class Factor(nn.Linear):
@@ -48,13 +49,40 @@ class MatrixAdapter(ParamWrapper):
     """Beside the weight of a module that multiplies by it in its own way, such as a router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_layer(*args, **kwargs)
+
+    def product(self) -> torch.Tensor | None:
+        """What is added to the weight; None while adapters are off."""
         if self.disable_adapters:
-            return self.base_layer(*args, **kwargs)
+            return None
         (name,) = self.active_adapters
         down, up = self.lora_A[name](), self.lora_B[name]()
         with torch.autocast(down.device.type, enabled=False):
-            weight = self.get_param() + self.scaling[name] * up @ down
-        return functional_call(self.base_layer, {self.parameter_name: weight}, args, kwargs)
+            return self.scaling[name] * up @ down
+
+
+class OnAdaptedWeight:
+    """A module's own forward; while it runs, its weight is the one with what an adapter adds.
+
+    It is the module's forward and not the adapter's, so that it finds the weight gathered, or the local part of it.
+    """
+
+    def __init__(self, module: nn.Module, adapter: MatrixAdapter) -> None:
+        functools.update_wrapper(self, module.forward)
+        self.module, self.forward = module, module.forward
+        self.name, self.product = adapter.parameter_name, adapter.product
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        product = self.product()
+        if product is None:
+            return self.forward(*args, **kwargs)
+        attributes: dict[str, Any] = self.module.__dict__
+        parameters = attributes["_parameters"]
+        attributes["_parameters"] = {**parameters, self.name: parameters[self.name] + product}
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            attributes["_parameters"] = parameters
 
 
 def matrix_adapters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
@@ -69,8 +97,10 @@ def install(model: nn.Module, adapter: str) -> None:
     for _, layer in matrix_adapters(model):
         for factor in (layer.lora_A[adapter], layer.lora_B[adapter]):
             factor.__class__ = Factor
-        if layer.get_param().ndim == 3:
+        if len(shape_of(layer.get_param())) == 3:
             layer.__class__ = StackAdapter
             set_stack_adapter(layer.get_base_layer(), layer.parameter_name, layer)
         else:
             layer.__class__ = MatrixAdapter
+            base = layer.get_base_layer()
+            base.forward = OnAdaptedWeight(base, layer)

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import factors_beside
+from rapidformer_templates.models.blocks import shape_of
 from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.switches.mixture_of_experts.experts import grouped_product, with_adapter
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
@@ -55,7 +56,7 @@ def watch_own_experts(model: Any, *, balance: float | None, z: float) -> Balance
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
     model.set_experts_implementation(IMPLEMENTATION)
     own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
-    experts = len(routers[0].weight)
+    experts = shape_of(routers[0].weight)[0]
     losses = BalanceLosses(len(routers), experts, balance=own if balance is None else balance, z=z)
     losses.watch(model)
     for layer, router in enumerate(routers):
