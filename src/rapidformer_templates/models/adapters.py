@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from torch import nn
 
 _ATTRIBUTE = "frozen_base"
 _BASE = "base_layer"
-_STACKS = "stack_adapters"
+_STACKS, _READERS = "stack_adapters", "stack_readers"
 SAMPLED = 65_536
 """Elements of a tensor whose order is looked at, too; of the others the sum alone."""
 
@@ -88,6 +88,10 @@ class _StackAdapter(Protocol):
     def factors(self) -> Factors | None: ...
 
 
+ReadStack = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+"""From what is stored of a stack, and a type, to [N, in, out]."""
+
+
 def set_stack_adapter(module: nn.Module, parameter: str, adapter: _StackAdapter) -> None:
     """Note in a module with stacks of matrices what stands beside one of them."""
     vars(module).setdefault(_STACKS, {})[parameter] = adapter
@@ -97,6 +101,24 @@ def factors_beside(module: nn.Module, parameter: str) -> Factors | None:
     """What acts beside a stack of matrices now; None of one that has no adapter, or whose adapter is off."""
     adapter: _StackAdapter | None = vars(module).get(_STACKS, {}).get(parameter)
     return adapter.factors() if adapter else None
+
+
+def set_stack_reader(module: nn.Module, parameter: str, read: ReadStack) -> None:
+    """Note in a module how a stack of matrices is read that lies in codes."""
+    vars(module).setdefault(_READERS, {})[parameter] = read
+
+
+def reader_of(module: nn.Module, parameter: str) -> ReadStack | None:
+    """How a stack is read; None of one whose numbers lie as they are."""
+    read: ReadStack | None = vars(module).get(_READERS, {}).get(parameter)
+    return read
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """A module without the adapters around it."""
+    while adapter_parts(module):
+        module = module.get_submodule(_BASE)
+    return module
 
 
 def frozen_base_of(model: nn.Module) -> FrozenBase | None:

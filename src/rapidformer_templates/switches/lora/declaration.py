@@ -157,8 +157,9 @@ def _notes(request: Request) -> Sequence[str]:
 def _acted(measured: Measured) -> str | None:
     trained, frozen = measured["trained_parameters"], measured["frozen_parameters"]
     adapted, in_codes = measured["adapted_layers"], measured["quantized_layers"]
-    if adapted and measured.config.get("quantize_base") in CODES and in_codes != adapted:
-        return f"{adapted} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
+    coded = adapted - measured["adapted_routers"]
+    if adapted and measured.config.get("quantize_base") in CODES and in_codes != coded:
+        return f"{coded} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
     if trained and frozen and measured["adapted_layers"]:
         return None
     return "adapters beside frozen weights were expected; " + (
@@ -195,7 +196,7 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.lora.receipt:TrainedBesideFrozen",
         receipt=(
             *("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
-            *("adapted_layers", "quantized_layers"),
+            *("adapted_layers", "adapted_routers", "quantized_layers"),
         ),
         acted=_acted,
         changes_result=True,

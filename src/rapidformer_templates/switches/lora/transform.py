@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.lora import LoraLayer
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -26,7 +26,7 @@ from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of, whole
 from rapidformer_templates.switches.lora import matrices
 from rapidformer_templates.switches.lora.exported import CONFIG
-from rapidformer_templates.switches.lora.quantized import QuantizedLinear
+from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
 from rapidformer_templates.system.replaced_functions import install
 from rapidformer_templates.system.workers import Workers
 
@@ -172,14 +172,14 @@ def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
 
 
 def _matrices(model: nn.Module) -> list[str]:
-    """Names of the parameters of two or three dimensions that are in no layer of a known kind."""
-    return [
-        f"{name}.{key}"
-        for name, module in model.named_modules()
-        if name and not isinstance(module, (*LINEAR, nn.Embedding))
-        for key, parameter in module.named_parameters(recurse=False)
-        if len(shape_of(parameter)) in (2, 3)
-    ]
+    """Names of stacks of matrices, and of single ones that are in no layer of a known kind."""
+    found = []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, (*LINEAR, nn.Embedding)):
+            sizes = {key: len(shape_of(p)) for key, p in module.named_parameters(recurse=False)}
+            most = max(sizes.values(), default=0)  # beside stacks, what has two dimensions is their biases
+            found += [f"{name}.{key}" for key, dimensions in sizes.items() if dimensions == most and most in (2, 3)]
+    return found
 
 
 def _matrices_ending_with(model: nn.Module, end: str) -> list[str]:
@@ -292,12 +292,12 @@ def _halve(model: nn.Module, kind: torch.dtype) -> None:
 
 
 def _quantize(model: nn.Module, coding: str, *, has_values: bool) -> None:
-    """Keep the weights of the layers that adapters stand beside in codes."""
+    """Keep the weights that adapters stand beside in codes; those of routers stay as they are."""
     for _, layer in adapted_layers(model):
-        if isinstance(layer, ParamWrapper):
-            continue
-        quantized = QuantizedLinear(layer.get_base_layer(), coding, has_values=has_values)
-        layer.base_layer = quantized
+        if isinstance(layer, matrices.StackAdapter):
+            quantize_stack(layer.get_base_layer(), layer.parameter_name, coding, has_values=has_values)
+        elif not isinstance(layer, matrices.MatrixAdapter):
+            layer.base_layer = QuantizedLinear(layer.get_base_layer(), coding, has_values=has_values)
 
 
 def _initialise(model: nn.Module, seed: int) -> None:

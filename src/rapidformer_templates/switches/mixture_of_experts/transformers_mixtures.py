@@ -15,12 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import factors_beside
 from rapidformer_templates.models.blocks import shape_of
 from rapidformer_templates.models.facts import OWN_EXPERTS
-from rapidformer_templates.switches.mixture_of_experts.experts import grouped_product, with_adapter
+from rapidformer_templates.switches.mixture_of_experts.experts import stack_product
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 
@@ -100,23 +98,15 @@ def grouped_experts(
 ) -> torch.Tensor:
     """The experts of transformers by grouped products, in the form of its ``ExpertsInterface``."""
     grouped = group_by_expert(hidden_states, top_k_index, None, experts.num_experts)
-    dispatcher = getattr(experts, "token_dispatcher", None)  # to experts of other workers
 
     def compute(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        first = dispatcher.rank * len(counts) if dispatcher else 0
-
-        def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
-            matrices = local_part(getattr(experts, name))
-            turned = matrices if experts.is_transposed else matrices.transpose(1, 2)
-            product = grouped_product(inputs, turned, counts)
-            return with_adapter(product, inputs, factors_beside(experts, name), counts, first=first)
-
         if experts.has_gate:
-            inner = experts._apply_gate(project(tokens, "gate_up_proj"))
+            inner = experts._apply_gate(stack_product(experts, "gate_up_proj", tokens, counts))
         else:
-            inner = experts.act_fn(project(tokens, "up_proj"))
-        return project(inner, "down_proj")
+            inner = experts.act_fn(stack_product(experts, "up_proj", tokens, counts))
+        return stack_product(experts, "down_proj", inner, counts)
 
+    dispatcher = getattr(experts, "token_dispatcher", None)  # to experts of other workers
     if dispatcher is None:
         outputs = compute(grouped.tokens, grouped.counts)
     else:
