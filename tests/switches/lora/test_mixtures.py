@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeForCausalLM
 
+from rapidformer_templates import load_mixture
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
 from rapidformer_templates.models.facts import OWN_EXPERTS
@@ -204,3 +205,65 @@ def test_the_export_says_what_peft_puts_where(bases: dict[str, Path], tmp_path: 
     dense = {f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
     stacks = {f"model.layers.1.mlp.experts.{part}_proj" for part in ("gate_up", "down")}
     assert set(saved["target_parameters"]) == dense | stacks
+
+
+class _OwnJob(jobs.CausalJob):
+    """A mixture of this library's from a folder."""
+
+    def build_model(self) -> torch.nn.Module:
+        return load_mixture(self.config.model.pretrained_model_name_or_path).train()  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_a_mixture_of_our_own_gets_adapters_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, flags = tmp_path / "mixture/export", "--train-iters 2 --global-batch-size 8 --num-experts 4"
+    jobs.train("causal", False, f"{flags} --moe-capacity-factor 4", str(tmp_path / "mixture"))
+    words = f"{STEPS} {EVERYTHING} --pretrained-model-name-or-path {base} --save {tmp_path}/run"
+    found = jobs.result_of(_OwnJob(words.split()), f"{tmp_path}/run")
+    assert found["summary"]["receipts"]["adapted_layers"] == 2 * (2 + 2 + 1)  # attention, up and down, gate
+    adapted = peft.PeftModel.from_pretrained(load_mixture(base), str(tmp_path / "run/export")).eval()
+    assert main(["export", str(tmp_path / "run"), "--merge"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--merge", "--step", "4", "--output", str(tmp_path / "again")]) == 0
+    capsys.readouterr()
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        logits = adapted(tokens).logits
+        for folder in (tmp_path / "run/merged", tmp_path / "again"):
+            assert (load_mixture(folder)(tokens).logits - logits).abs().max() < 1e-6
+        assert (load_mixture(base)(tokens).logits - logits).abs().max() > 1e-3
+
+
+def test_new_experts_are_not_frozen(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="new experts have learned nothing"):
+        jobs.train("causal", False, f"{STEPS} --num-experts 4", str(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("coding", ["int8", "int4"])
+def test_experts_in_codes_train_as_the_read_ones_do(coding: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    read = AutoModelForCausalLM.from_pretrained(bases["qwen2_moe"])
+    with torch.no_grad():
+        for name, parameter in read.named_parameters():
+            if ".experts." in name or (
+                ".layers." in name and parameter.ndim == 2 and not name.endswith("mlp.gate.weight")
+            ):
+                parameter.copy_(_read(parameter, coding))
+    read.save_pretrained(tmp_path / "read")
+    plain = run(tmp_path / "read", tmp_path / "plain", EVERYTHING)
+    found = run(bases["qwen2_moe"], tmp_path / "run", f"{EVERYTHING} --quantize-base {coding} --checkpoint-activations")
+    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(plain["curve"]), rtol=1e-5, atol=1e-7)
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-5)
+    receipts = found["summary"]["receipts"]
+    assert receipts["adapted_routers"] == 2
+    assert receipts["quantized_layers"] == receipts["adapted_layers"] - 2 == 2 * (4 + 4 + 2)
+    assert receipts["frozen_parameters"] == plain["summary"]["receipts"]["frozen_parameters"]
+
+
+def _read(weight: torch.Tensor, coding: str) -> torch.Tensor:
+    """What a weight becomes: the nearest multiple of a step, of its row or of a block of 64."""
+    lowest, highest = (-127, 127) if coding == "int8" else (-8, 7)
+    blocks = weight.flatten().split(weight.shape[-1] if coding == "int8" else 64)
+    steps = [part.abs().max() / ((highest - lowest) / 2) for part in blocks]
+    read = [(part * (1 / step)).round().clamp(lowest, highest) * step for part, step in zip(blocks, steps, strict=True)]
+    return torch.cat(read).view(weight.shape)

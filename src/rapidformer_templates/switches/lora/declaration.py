@@ -146,7 +146,9 @@ def _reads_nf4(request: Request) -> list[Finding]:
 
 
 def _notes(request: Request) -> Sequence[str]:
-    notes = ["lora: export/ holds the adapters, which peft loads; rapidformer export RUN --merge writes the whole model"]
+    notes = [
+        "lora: export/ holds the adapters, which peft loads; rapidformer export RUN --merge writes the whole model"
+    ]
     if "mixture-of-experts" in request.active and request.config.get("lora_target_modules") == "all-linear":
         notes.append(
             "lora: experts and routers get no adapters; --lora-target-modules all-linear,experts gives experts some"
