@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rapidformer_templates.planning.changes import add, drop, replace
-from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
@@ -116,6 +115,13 @@ def _not_beside(
     return check
 
 
+def _codes_whole(request: Request) -> list[Finding]:
+    """Experts lie in codes where they have adapters; other divided ones stay as they are."""
+    dividing = (*DIVIDING, *(("expert-parallel",) if _matrices(request) else ()))
+    message = "{} divides the weights, and numbers in codes of 8 or 4 bits are read together"
+    return _not_beside(message, dividing, "quantize_base", CODES, None)(request)
+
+
 def _half_of_what(request: Request) -> list[Finding]:
     if request.config.get("quantize_base") != "half" or request.config.get("mixed_precision"):
         return []
@@ -212,14 +218,6 @@ SWITCHES = (
                 Example("--lora-rank 8 --model-type gpt2", {"packages": {"peft": "0.17"}}),
             ),
             Rule(
-                "RF121",
-                "Adapters do not go with ONNX Runtime.",
-                "ONNX Runtime puts graphs in the place of layers",
-                "[rapidformer_templates]",
-                excludes("lora", ("onnx-runtime",)),
-                Example("--lora-rank 8 --onnx-runtime-training", {"packages": {"peft": "0.17"}}),
-            ),
-            Rule(
                 "RF142",
                 "Beside experts there are plain adapters, without dropout.",
                 "what is dropped before one of the two matrices cannot be added to a whole one, as peft's ParamWrapper "
@@ -268,13 +266,25 @@ SWITCHES = (
                 "A base in 8 or 4 bits lies whole on each worker that computes with it.",
                 "numbers have a scale in common, and what divides a weight would cut through them",
                 "[rapidformer_templates]",
+                _codes_whole,
+                Example(
+                    "--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}
+                ),
+            ),
+            Rule(
+                "RF143",
+                "A base in 8 or 4 bits is not for ONNX Runtime.",
+                "codes and their scales lie in one tensor of bytes, and torch's exporter has nothing that reads bytes as "
+                "numbers (aten.view.dtype)",
+                "[torch]",
                 _not_beside(
-                    "{} divides the weights, and numbers in codes of 8 or 4 bits are read together",
-                    DIVIDING,
+                    "{} computes in graphs that torch exports, which cannot read codes",
+                    ("onnx-runtime",),
                     *("quantize_base", CODES, None),
                 ),
                 Example(
-                    "--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}
+                    "--lora-rank 8 --quantize-base int8 --onnx-runtime-training",
+                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
                 ),
             ),
             Rule(
