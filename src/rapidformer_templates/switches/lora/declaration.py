@@ -274,7 +274,7 @@ SWITCHES = (
             Rule(
                 "RF143",
                 "A base in 8 or 4 bits is not for ONNX Runtime.",
-                "codes and their scales lie in one tensor of bytes, and torch's exporter has nothing that reads bytes as "
+                "codes and scales lie in one tensor of bytes, and torch's exporter has no operator that reads bytes as "
                 "numbers (aten.view.dtype)",
                 "[torch]",
                 _not_beside(
