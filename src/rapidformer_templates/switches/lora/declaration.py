@@ -288,6 +288,21 @@ SWITCHES = (
                 ),
             ),
             Rule(
+                "RF144",
+                "DoRA is not for ONNX Runtime.",
+                "a block must be one graph, and torch's compiler breaks it at what peft calls to measure the weights",
+                "[peft, torch]",
+                _not_beside(
+                    "dora's layers are not one graph, which {} needs",
+                    ("onnx-runtime",),
+                    *("lora_variant", ("dora",), "lora"),
+                ),
+                Example(
+                    "--lora-rank 8 --lora-variant dora --onnx-runtime-training",
+                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
+                ),
+            ),
+            Rule(
                 "RF141",
                 "nf4 is bitsandbytes' format.",
                 "it has kernels that write and read it on GPUs and, since 0.50, on CPUs; int8 and int4 need none",

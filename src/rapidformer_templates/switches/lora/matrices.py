@@ -100,13 +100,14 @@ def matrix_adapters(model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
 
 def install(model: nn.Module, adapter: str) -> None:
     """Have peft's wrappers of matrices compute as the classes above do."""
-    for _, layer in matrix_adapters(model):
-        for factor in (layer.lora_A[adapter], layer.lora_B[adapter]):
+    for _, wrapper in matrix_adapters(model):
+        for factor in (wrapper.lora_A[adapter], wrapper.lora_B[adapter]):
             factor.__class__ = Factor
-        if len(shape_of(layer.get_param())) == 3:
-            layer.__class__ = StackAdapter
-            set_stack_adapter(layer.get_base_layer(), layer.parameter_name, layer)
+        is_stack = len(shape_of(wrapper.get_param())) == 3
+        wrapper.__class__ = StackAdapter if is_stack else MatrixAdapter
+        layer: Any = wrapper
+        base = layer.get_base_layer()
+        if is_stack:
+            set_stack_adapter(base, layer.parameter_name, layer)
         else:
-            layer.__class__ = MatrixAdapter
-            base = layer.get_base_layer()
             base.forward = OnAdaptedWeight(base, layer)

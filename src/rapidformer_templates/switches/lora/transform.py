@@ -205,7 +205,7 @@ def _inject(config: LoraConfig, model: nn.Module) -> None:
     peft takes some names for those that older versions of transformers had in mixtures, and would put adapters
     beside experts in their place. What has no configuration it takes as it is.
     """
-    if not renamed_by_peft(model, config.target_modules):
+    if not renamed_by_peft(model, config.target_modules or ()):
         inject_adapter_in_model(config, model, ADAPTER)
         return
     holder = nn.Module()
@@ -227,7 +227,7 @@ def _means_another(end: str, model: nn.Module) -> bool:
         convert_peft_config_for_transformers(tried, model, None)
     except ValueError:  # of several that must be named together
         return True
-    return set(tried.target_modules) != {end}
+    return set(tried.target_modules or ()) != {end}
 
 
 def as_peft_reads(config: LoraConfig, model: nn.Module, targets: Targets) -> LoraConfig:
@@ -239,7 +239,7 @@ def as_peft_reads(config: LoraConfig, model: nn.Module, targets: Targets) -> Lor
     if not renamed:
         return config
     read = copy.copy(config)
-    read.target_modules = {name for name in targets.layers if name not in renamed}
+    read.target_modules = [name for name in targets.layers if name not in renamed]
     read.target_parameters = [*targets.matrices, *(f"{name}.weight" for name in sorted(renamed))]
     return read
 
@@ -283,10 +283,11 @@ def _halve(model: nn.Module, kind: torch.dtype) -> None:
     A router's weight is rounded together with what its adapter adds.
     """
     for _, layer in adapted_layers(model):
+        held: list[torch.Tensor] = []
         if isinstance(layer, matrices.StackAdapter):
             held = [layer.get_param()]
-        else:
-            held = [] if isinstance(layer, matrices.MatrixAdapter) else layer.get_base_layer().parameters()
+        elif not isinstance(layer, matrices.MatrixAdapter):
+            held = [*layer.get_base_layer().parameters()]
         for parameter in held:
             parameter.data = parameter.data.to(kind)
 
