@@ -69,8 +69,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     folder, found = tmp_path_factory.mktemp("whole"), {}
     for kind, targets, double in sorted({case[:3] for case in LAYOUTS.values()}):
         flags = f"{STEPS} --lora-target-modules {targets} --micro-batch-size 8"
-        place = f"{folder}/{len(found)}"
-        run = jobs.train(f"{kind}-wide", double, flags, place, lr="1e-2")
+        place = folder / str(len(found))
+        run = jobs.train(f"{kind}-wide", double, flags, str(place), lr="1e-2")
         found[kind, targets, double] = {**run, "losses": mixtures.losses_of(place)}
     return found
 

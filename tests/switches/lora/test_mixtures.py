@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from rapidformer_templates import load_mixture
 from rapidformer_templates.commands.main import main
@@ -207,6 +207,17 @@ def test_the_export_says_what_peft_puts_where(bases: dict[str, Path], tmp_path: 
     assert set(saved["target_parameters"]) == dense | stacks
 
 
+class _LlamaJob(jobs.CausalJob):
+    """Dense."""
+
+    def make(self) -> torch.nn.Module:
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=jobs.VOCABULARY, num_key_value_heads=2, **sizes))
+
+
+jobs.OTHERS["llama"] = _LlamaJob
+
+
 class _OwnJob(jobs.CausalJob):
     """A mixture of this library's from a folder."""
 
@@ -217,10 +228,10 @@ class _OwnJob(jobs.CausalJob):
 @pytest.mark.slow
 def test_a_mixture_of_our_own_gets_adapters_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, flags = tmp_path / "mixture/export", "--train-iters 2 --global-batch-size 8 --num-experts 4"
-    jobs.train("causal", False, f"{flags} --moe-capacity-factor 4", str(tmp_path / "mixture"))
+    jobs.train("llama", False, f"{flags} --moe-capacity-factor 4", str(tmp_path / "mixture"))
     words = f"{STEPS} {EVERYTHING} --pretrained-model-name-or-path {base} --save {tmp_path}/run"
     found = jobs.result_of(_OwnJob(words.split()), f"{tmp_path}/run")
-    assert found["summary"]["receipts"]["adapted_layers"] == 2 * (2 + 2 + 1)  # attention, up and down, gate
+    assert found["summary"]["receipts"]["adapted_layers"] == 2 * (4 + 3 + 1)  # attention, three stacks, gate
     adapted = peft.PeftModel.from_pretrained(load_mixture(base), str(tmp_path / "run/export")).eval()
     assert main(["export", str(tmp_path / "run"), "--merge"]) == 0
     assert main(["export", str(tmp_path / "run"), "--merge", "--step", "4", "--output", str(tmp_path / "again")]) == 0
@@ -231,6 +242,14 @@ def test_a_mixture_of_our_own_gets_adapters_like_any_other(tmp_path: Path, capsy
         for folder in (tmp_path / "run/merged", tmp_path / "again"):
             assert (load_mixture(folder)(tokens).logits - logits).abs().max() < 1e-6
         assert (load_mixture(base)(tokens).logits - logits).abs().max() > 1e-3
+
+
+def test_peft_has_not_both_beside_matrices_and_conv1d(tmp_path: Path) -> None:
+    flags = "--train-iters 1 --global-batch-size 8 --num-experts 4"
+    jobs.train("causal", False, flags, str(tmp_path / "mixture"))
+    words = f"{STEPS} {EVERYTHING} --pretrained-model-name-or-path {tmp_path}/mixture/export --save {tmp_path}/run"
+    with pytest.raises(ModelError, match="layers of the kind Conv1D beside matrices"):
+        jobs.result_of(_OwnJob(words.split()), f"{tmp_path}/run")
 
 
 def test_new_experts_are_not_frozen(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     options = building.options
     trained_whole = _trained_whole(model, options.lora_modules_to_save)
     targets = targets_of(model, options.lora_target_modules, trained_whole)
-    _check_matrices(targets, options)
+    _check_matrices(model, targets, options)
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha if options.lora_alpha is not None else 2 * options.lora_rank,
@@ -187,16 +187,20 @@ def _matrices_ending_with(model: nn.Module, end: str) -> list[str]:
     return [n for n in _matrices(model) if any(f".{name}".endswith(f".{end}") for name in (n, n.rpartition(".")[0]))]
 
 
-def _check_matrices(targets: Targets, options: Any) -> None:
+def _check_matrices(model: nn.Module, targets: Targets, options: Any) -> None:
     """Raise a :class:`ModelError` for what peft has not beside matrices; rules see it before, where they know names."""
-    if not targets.matrices or (not options.lora_dropout and options.lora_variant != "dora"):
-        return
-    flag = "--lora-dropout" if options.lora_dropout else "--lora-variant dora"
-    raise ModelError(
-        f"peft has no adapters with {flag} beside matrices that are no layers: {targets.matrices[0]}",
-        where=flag,
-        hint="leave it out, or name linear layers alone in --lora-target-modules",
-    )
+    lacking = {
+        "--lora-dropout": options.lora_dropout,
+        "--lora-variant dora": options.lora_variant == "dora",
+        "layers of the kind Conv1D": any(isinstance(model.get_submodule(name), Conv1D) for name in targets.layers),
+    }
+    named = next((what for what, given in lacking.items() if given), None)
+    if targets.matrices and named:
+        raise ModelError(
+            f"peft has no adapters with {named} beside matrices that are no layers: {targets.matrices[0]}",
+            where="--lora-target-modules",
+            hint="leave the one or the other out",
+        )
 
 
 def _inject(config: LoraConfig, model: nn.Module) -> None:

@@ -72,11 +72,13 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
     """The model in a marked folder, and what ``from_pretrained`` would tell of the loading.
 
     Args:
-        factory: transformers' class for the task, such as ``AutoModelForCausalLM``.
+        factory: transformers' class for the task, such as ``AutoModelForCausalLM``, or one of models.
         folder: that :func:`mark` has marked.
         config: from :func:`read_config`.
     """
-    model = with_mixtures(factory.from_config(config).float())
+    build = getattr(factory, "from_config", factory)  # of a class of models, the class itself
+    model = with_mixtures(build(config).float())
+    model.config.name_or_path = str(folder)  # as from_pretrained notes it; adapters name their base by it
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)
