@@ -51,12 +51,6 @@ class MatrixAdapter(ParamWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.base_layer(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # what a block asks its router for besides its choice
-            return getattr(super().__getattr__("base_layer"), name)
-
     def product(self) -> torch.Tensor | None:
         """What is added to the weight; None while adapters are off."""
         if self.disable_adapters:
