@@ -195,7 +195,6 @@ class BalanceLosses:
         self._unit = scale.double() * (self._counts / self._tokens)
         for layer, seen in self._unreached.items() if self._counts else ():
             self.note(seen, layer)
-        self._unreached = {}  # what is computed anew was noted once
 
     def seen(self) -> Any:
         return self._mask, self._shape, self._unreached
