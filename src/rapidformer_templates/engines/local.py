@@ -10,7 +10,6 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -186,8 +185,9 @@ class SingleEngine:
             self._drop_gradients()
             raise NonFiniteLoss(f"loss {float(loss)}, gradient norm {length}")
         for _ in self._gradients_in_turn() if finite else ():
-            if self.loss_scale is not None and (gradients := self._gradients()):
-                torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
+            if self.loss_scale is not None:
+                for gradients in engine_state.by_mesh(self._gradients()):
+                    torch._foreach_mul_(gradients, self.loss_scale.scale.reciprocal())
             if 0 < self.clip_grad < length + 1e-6:  # else torch would multiply everything by one
                 self._clip(norm)
             self._update()
@@ -214,7 +214,8 @@ class SingleEngine:
         return skipped
 
     def _clip(self, norm: torch.Tensor) -> None:
-        clip_grads_with_norm_(self._parameters, self.clip_grad, norm)
+        for parameters in engine_state.by_mesh(self._parameters):
+            clip_grads_with_norm_(parameters, self.clip_grad, norm)
 
     def _gradients_in_turn(self) -> Iterator[None]:
         """Have the gradients there of what is updated at a time: of all parameters."""
@@ -334,8 +335,6 @@ class SingleEngine:
     def _grad_norm(self) -> torch.Tensor:
         """Global norm of the gradient of the loss, before its loss scale."""
         norm = get_total_norm(self._gradients())
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _gradients(self) -> list[torch.Tensor]:

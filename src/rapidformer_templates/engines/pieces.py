@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -198,6 +199,14 @@ def full_weights(model: nn.Module, workers: Workers) -> dict[str, torch.Tensor] 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors that one operation may take together: those of one mesh of workers, and those of none."""
+    together: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(together.values())
 
 
 def elements_held(tensors: Sequence[torch.Tensor]) -> int:

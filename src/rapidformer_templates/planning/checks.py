@@ -67,8 +67,8 @@ def _of_side(request: Request, side: Side) -> list[tuple[str, str]]:
 
 
 def idle_alone(note: str) -> Callable[[Request], tuple[str, ...]]:
-    """The note of a switch that has nothing to do where there is one data-parallel worker."""
-    return lambda request: (note,) if request.sizes.data == 1 else ()
+    """The note of a switch that has nothing to do where no other worker has the same parameters."""
+    return lambda request: (note,) if request.sizes.copies == 1 else ()
 
 
 def one_claim(*resources: Resource) -> Callable[[Request], list[Finding]]:

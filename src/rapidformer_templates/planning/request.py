@@ -66,11 +66,21 @@ def precision(config: RunConfig, environment: Environment) -> str:
     return asked or "fp32"
 
 
+def engine_owner(request: Request) -> Switch | None:
+    """The switch whose engine owns the optimizer step: the first that brings one, in the order of the stages.
+
+    What divides the model comes before what divides its states, and its engine knows of both; what makes copies differ
+    is known to the others.
+    """
+    bringing = (switch for switch in request.active.values() if switch.engine)
+    return min(bringing, key=lambda switch: switch.copies_differ, default=None)
+
+
 def wide_weights(request: Request) -> str | None:
     """Why the parameters stay fp32 under mixed precision; None if they are of 16 bits, with fp32 masters."""
     if request.config.get("keep_fp32_parameters"):
         return "--keep-fp32-parameters"
-    owner = next((switch for switch in request.active.values() if switch.engine), None)
+    owner = engine_owner(request)
     if owner is not None and not owner.narrow_weights:
         return owner.name
     return next((switch.name for switch in request.active.values() if switch.narrow_weights is False), None)

@@ -12,7 +12,7 @@ from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.optimizers import implementation, optimizer_options
 from rapidformer_templates.planning.plan import PARALLEL_ENGINE, Plan
 from rapidformer_templates.planning.registry import REGISTRY, Registry
-from rapidformer_templates.planning.request import build_request, precision, wide_weights
+from rapidformer_templates.planning.request import build_request, engine_owner, precision, wide_weights
 from rapidformer_templates.planning.suggest import nearest, to_suggestion
 from rapidformer_templates.planning.switch import Request
 from rapidformer_templates.planning.worker_groups import groups_of
@@ -73,16 +73,14 @@ def plan_of(request: Request, registry: Registry) -> Plan:
 
 
 def _engine(request: Request) -> str:
-    """The engine that owns the optimizer step: the first that a switch asks for, in the order of the stages.
-
-    What divides the model comes before what divides its states, and its engine knows of both.
-    """
+    """The engine that owns the optimizer step."""
+    owner = engine_owner(request)
+    if owner is not None:
+        return str(owner.engine)
     narrow = precision(request.config, request.environment) != "fp32" and wide_weights(request) is None
     if narrow or request.sizes.context > 1:
-        plain = PARALLEL_ENGINE  # which has masters, and sums over those that share a sequence
-    else:
-        plain = DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE
-    return next((switch.engine for switch in request.active.values() if switch.engine), plain)
+        return PARALLEL_ENGINE  # which has masters, and sums over those that share a sequence
+    return DDP_ENGINE if request.sizes.data > 1 else SINGLE_ENGINE
 
 
 def _notes(request: Request, registry: Registry) -> tuple[str, ...]:

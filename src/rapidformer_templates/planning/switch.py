@@ -299,8 +299,8 @@ class Switch:
         under_3d: what differs of it, by attribute, where the engine of 3D layouts trains: where tensor, context or
             pipeline parallelism divide a replica, or one switch makes copies differ and another divides them.
         copies_differ: whether fewer workers have copies of some parameters than of others.
-        divides_copies: whether it shares out, or moves, the states of a parameter among those that have copies of it,
-            in the engine of 3D layouts; other partitioning is over all data-parallel workers.
+        divides_copies: whether it shares out, or moves, the states of a parameter among those that have copies of it;
+            other partitioning is over all data-parallel workers.
         implied: whether a model is such that the switch is on without any flag.
         keeps_base: whether the weights that a run begins with stay beside what is trained.
         narrow_weights: of an engine, whether it trains parameters of 16 bits with fp32 masters, which no engine of a

@@ -90,9 +90,10 @@ def _has(step: Mapping[str, Any], config: RunConfig, plan: Plan) -> bool:
 
 def _steps_ahead(config: RunConfig, plan: Plan) -> Iterator[Mapping[str, Any]]:
     yield from (step for step in FIRST if not _has(step, config, plan))
-    if plan.sizes.data > 1:  # a worker alone has nobody to share with
-        group = config.get("fsdp_shard_size") or plan.sizes.data
-        yield from ({"fsdp_shard_size": n} for n in range(group + 1, plan.sizes.data + 1) if plan.sizes.data % n == 0)
+    copies = plan.sizes.copies
+    if copies > 1:  # a worker alone has nobody to share with
+        group = config.get("fsdp_shard_size") or copies
+        yield from ({"fsdp_shard_size": n} for n in range(group + 1, copies + 1) if copies % n == 0)
         yield from (step for step in SHARDING if _saved(step.get) > _saved(config.get))
 
 

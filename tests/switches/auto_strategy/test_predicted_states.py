@@ -145,6 +145,7 @@ INTERLEAVED = {**PIPELINE, "virtual_pipeline_size": 2}
 NARROW = {"mixed_precision": "bf16"}
 SHARDED = {"use_distributed_optimizer": True}
 DIVIDED = {"num_experts": 4, "expert_parallel": True}
+CONTEXT = {"context_parallel_size": 2}
 IN_GROUPS = {"num_experts": 4, "expert_model_parallel_size": 2}
 SHARING_COPIES = ("zero-1", "zero-2", "distributed-optimizer")
 MASTERS: list[Case] = [
@@ -189,6 +190,13 @@ TOGETHER: list[Case] = [
     *((f"divided experts, {how}", 2, "Trainer", {**DIVIDED, **REGISTRY[how].on}) for how in SHARING_COPIES),
     *((f"experts in groups, {how}", 4, "Trainer", {**IN_GROUPS, **REGISTRY[how].on})
       for how in SHARING_COPIES),
+    ("divided experts, fsdp", 2, "Trainer", {**DIVIDED, **REGISTRY["fsdp"].on}),
+    ("experts in groups, fsdp", 4, "Trainer", {**IN_GROUPS, **AVERAGE, **REGISTRY["fsdp"].on}),
+    ("experts in groups, hybrid", 4, "Trainer", {**IN_GROUPS, **REGISTRY["hybrid-sharding"].on}),
+    ("divided experts, hybrid", 4, "Trainer", {**DIVIDED, **REGISTRY["hybrid-sharding"].on}),
+    ("experts in groups, context, fsdp", 4, "Trainer", {**IN_GROUPS, **CONTEXT, **REGISTRY["fsdp"].on}),
+    ("divided experts, context", 2, "Trainer", {**DIVIDED, **CONTEXT}),
+    ("experts in groups, context, zero-2", 4, "Trainer", {**IN_GROUPS, **CONTEXT, **REGISTRY["zero-2"].on}),
     *((f"masters, experts in groups, {how}", 4, "Trainer", {**IN_GROUPS, **NARROW, **REGISTRY[how].on})
       for how in SHARING_COPIES),
     ("masters, divided experts, zero-2, 16-bit sums, micro batches", 2, "Trainer",
@@ -244,7 +252,7 @@ CASES = [*SWITCHES, *BY_OPTIMIZER, *TOGETHER, *MASTERS]
 QUICK = {
     *(case[0] for case in SWITCHES if case[0] != "torch-compile"),  # half a minute of imports
     *(case[0] for case in CASES if case[1] == 1),
-    *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts, fsdp"),
+    *("zero-3, bf16, small ones cut", "zero-2, offload", "muon, oss", "experts, fsdp", "experts in groups, fsdp"),
     *("lora, int4, zero-2, bf16", "lora, int8, pipeline"),
     *("adafactor, pipeline, zero-2", "masters, muon, pipeline, zero-1"),
     *(

@@ -66,6 +66,32 @@ LAYOUTS = {  # name: (job, flags of the layout)
         "llama",
         f"{PIPELINE} --virtual-pipeline-size 2 {GROUPS} --micro-batch-size 1 --use-distributed-optimizer",
     ),
+    "groups, everything sharded": (
+        "gpt2",
+        f"{GROUPS} --micro-batch-size 1 --checkpoint-activations --fsdp-memory-optimization",
+    ),
+    "groups, sharded inside groups": (
+        "llama",
+        f"{GROUPS} --micro-batch-size 1 --fsdp-memory-optimization --fsdp-shard-size 2",
+    ),
+    "over all, sharded inside groups": (
+        "qwen3",
+        "--num-experts 4 --expert-parallel --micro-batch-size 1 --fsdp-memory-optimization --fsdp-shard-size 2"
+        " --no-fsdp-reshard-after-forward",
+    ),
+    "groups of a context, everything sharded": (
+        "mixtral",
+        f"--num-experts 4 {GROUPS} {CONTEXT} 2 --micro-batch-size 2 --fsdp-memory-optimization",
+    ),
+    "over a context of shards": (
+        "qwen3",
+        f"--num-experts 4 --expert-parallel {CONTEXT} 2 {TENSOR} --sequence-parallel --micro-batch-size 2",
+    ),
+    "over a ring, in stages": (
+        "llama",
+        f"--expert-parallel {CONTEXT} 2 --context-parallel-kind ring {PIPELINE} --micro-batch-size 2"
+        " --use-distributed-optimizer",
+    ),
     "own experts in groups": (
         "mixtral",
         f"--num-experts 4 {GROUPS} --micro-batch-size 1 --checkpoint-activations --zero-2-memory-optimization",
@@ -78,7 +104,7 @@ LAYOUTS = {  # name: (job, flags of the layout)
         f"{PIPELINE} {TENSOR} --sequence-parallel --checkpoint-activations --micro-batch-size 4",
     ),
 }
-RESUMED = ("stages and shards", "groups, gradients divided")
+RESUMED = ("stages and shards", "groups, everything sharded", "groups, gradients divided")
 """Begun in four workers, and gone on with in one."""
 HALF = "--mixed-precision fp16 --micro-batch-size 3"
 GENTLE = "--num-experts 4 --moe-loss-coeff 0.2 --moe-z-loss-coeff 0.02"  # in the range of fp16

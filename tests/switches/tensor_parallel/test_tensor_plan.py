@@ -124,7 +124,7 @@ def test_an_architecture_of_elsewhere_is_not_judged() -> None:
         ("--model-type my-own-kind", []),
         *((f"--model-type {kind}", []) for kind in ("llama", "qwen2", "mistral", "gpt_neox", *PLANS)),
         ("--model-type gpt2 --torch-compile", []),
-        ("--model-type gpt2 --onnx-runtime-training", ["RF069", "RF085"]),
+        ("--model-type gpt2 --onnx-runtime-training", ["RF085"]),
         ("--model-type gpt2 --num-attention-heads 3", ["RF010"]),
         ("--model-type gpt2 --hidden-size 33", ["RF010"]),
     ],

@@ -18,6 +18,7 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
     divided_groups,
     divided_groups_on_host,
     divided_in_rows,
+    divided_in_rows_beside_experts,
     each_divided,
     each_divided_on_disk,
     each_divided_on_host,
@@ -27,6 +28,7 @@ from rapidformer_templates.switches.auto_strategy.state_bytes import (
     replicated_on_host,
 )
 from rapidformer_templates.switches.auto_strategy.trace import Phase, Trace
+from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts
 
 FORMULAS: dict[str, dict[str, Formula]] = {
     "": {
@@ -102,7 +104,7 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
         ]
     formula = FORMULAS[setting.offload][layout.partitioning]
     if layout.experts > 1:
-        formula = partial(divided_experts, over=layout.experts)
+        formula = _beside_experts(layout)
     width = 2 if variant_of(layout, setting).weights == "narrow" and layout.partitioning != "fsdp" else FP32
     everything = model.all_parameters.values()
     frozen = [p for p in model.frozen_of(everything) if not p.code_bytes]
@@ -110,6 +112,14 @@ def held_by_worker(model: ModelShapes, layout: Layout, setting: Setting = PLAIN)
     codes = sum(p.code_bytes for p in everything)
     narrower = sum((FP32 - p.width) * p.count for p in frozen)
     return [mine.beside(other, codes - narrower) for mine, other in zip(*typed, strict=True)] * layout.copies
+
+
+def _beside_experts(layout: Layout) -> Formula:
+    over = layout.experts
+    if layout.partitioning != "fsdp":
+        return partial(divided_experts, over=over)
+    shards = shards_of_experts(layout.replicas, layout.shares, over)
+    return partial(divided_in_rows_beside_experts, over=over, shards=shards)
 
 
 def states_alone(model: ModelShapes, layout: Layout, setting: Setting) -> Memory:

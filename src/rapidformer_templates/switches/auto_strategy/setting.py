@@ -61,7 +61,7 @@ class Setting:
 
     def by_parallel_engine(self, layout: Layout) -> bool:
         """Whether the engine of 3D layouts trains it, which alone has masters, and exchanges gradients in windows."""
-        apart = layout.experts > 1 and (layout.partitioning != "none" or self.offload != "")
+        apart = layout.experts > 1 and (layout.partitioning not in ("none", "fsdp") or self.offload != "")
         return self.narrow is not None or layout.is_divided or apart
 
 

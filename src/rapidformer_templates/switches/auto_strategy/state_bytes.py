@@ -17,6 +17,7 @@ from rapidformer_templates.switches.auto_strategy.optimizer_states import (
     part_of,
     runs,
 )
+from rapidformer_templates.switches.fsdp.expert_shards import widthwise
 
 __all__ = ["FP32", "Facts", "Held", "How"]
 
@@ -148,15 +149,35 @@ def _of_owners(parameters: Sequence[Facts], workers: int, how: How) -> list[list
 
 def divided_in_rows(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:
     """FSDP: each parameter is divided along its first dimension, and filled up to equal parts; its state is not."""
-    count = FP32 * sum(_rows(p, 0, workers).count for p in parameters)
-    return [
-        Held(count, count, how.optimizer.bytes_of([_rows(p, rank, workers) for p in parameters]))
-        for rank in range(workers)
-    ]
+    return _in_parts([[_part(p, rank, workers) for p in parameters] for rank in range(workers)], how)
 
 
-def _rows(parameter: Facts, rank: int, workers: int) -> Facts:
-    return replace(parameter, shape=(part_of(parameter.shape[0], rank, workers), *parameter.shape[1:]))
+def divided_in_rows_beside_experts(
+    parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN, *, over: int, shards: int
+) -> list[Held]:
+    """FSDP beside expert parallelism: of the experts' share each of ``shards`` workers has a part of every expert."""
+    parts = []
+    for rank in range(workers):
+        own = rank // over % shards  # neighbours have different experts
+        parts.append([_of_expert(p, own, over, shards) if p.is_expert else _part(p, rank, workers) for p in parameters])
+    return _in_parts(parts, how)
+
+
+def _in_parts(parts: Sequence[Sequence[Facts]], how: How) -> list[Held]:
+    """``parts``: by rank, what it has; the memory of all is as large as that of the first."""
+    count = FP32 * sum(p.count for p in parts[0])
+    return [Held(count, count, how.optimizer.bytes_of(mine)) for mine in parts]
+
+
+def _of_expert(parameter: Facts, rank: int, over: int, shards: int) -> Facts:
+    mine = parameter.among(over)
+    return _part(mine, rank, shards, widthwise(mine.shape, shards))
+
+
+def _part(parameter: Facts, rank: int, workers: int, dim: int = 0) -> Facts:
+    shape = [*parameter.shape]
+    shape[dim] = part_of(shape[dim], rank, workers)
+    return replace(parameter, shape=tuple(shape))
 
 
 def divided_groups(parameters: Sequence[Facts], workers: int, width: int, how: How = PLAIN) -> list[Held]:

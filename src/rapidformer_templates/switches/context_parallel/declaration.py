@@ -8,7 +8,6 @@ from typing import Literal
 
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.changes import replace
-from rapidformer_templates.planning.checks import TOGETHER_REVERSED, excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -23,8 +22,6 @@ from rapidformer_templates.planning.switch import (
 from rapidformer_templates.switches.pipeline_parallel.layout_rules import LAYOUT_RULES
 
 CONTEXT, KIND = "context_parallel_size", "context_parallel_kind"
-
-NOT_WITH = ("onnx-runtime", "expert-parallel")
 
 
 @dataclass(frozen=True)
@@ -128,14 +125,6 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _one_sequence,
                 Example("--context-parallel-size 2 --task seq2seq_lm --world-size 2"),
-            ),
-            Rule(
-                "RF232",
-                "Sequences are not divided in graphs of ONNX Runtime, or beside divided experts.",
-                "a graph is captured of whole sequences, and experts that are divided take tokens of whole ones",
-                "[rapidformer_templates]",
-                excludes("context-parallel", NOT_WITH, TOGETHER_REVERSED),
-                Example("--context-parallel-size 2 --onnx-runtime-training --world-size 2"),
             ),
         ),
     ),

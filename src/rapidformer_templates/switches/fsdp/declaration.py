@@ -122,6 +122,7 @@ SWITCHES = (
         ),
         family=PARTITIONING,
         claims=frozenset({Resource.OPTIMIZER_STATE, Resource.GRADIENTS, Resource.PARAMETERS}),
+        divides_copies=True,
         notes=idle_alone("fsdp: one worker, so there is nothing to shard"),
         engine="rapidformer_templates.switches.fsdp.engine:FSDPEngine",
         receipt=("parameter_bytes", "parameter_bytes_whole", "optimizer_state_bytes"),

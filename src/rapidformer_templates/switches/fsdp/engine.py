@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -12,19 +13,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import get_total_norm
 
 from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.contract import Piece, StateReader
 from rapidformer_templates.engines.local import SingleEngine
-from rapidformer_templates.engines.pieces import bytes_held
+from rapidformer_templates.engines.pieces import by_mesh, bytes_held, local_part
 from rapidformer_templates.engines.reached import Route
 from rapidformer_templates.models.blocks import canonical_name, find_blocks
 from rapidformer_templates.planning.plan import Plan
+from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts, widthwise
 from rapidformer_templates.system import accelerator
 from rapidformer_templates.system.workers import Workers, open_group_alone
 
-COPIES, SHARDS = "copies", "shards"
+COPIES, SHARDS, EXPERTS = "copies", "shards", "experts"
 REDUCE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,7 +35,8 @@ class FSDPEngine(SingleEngine):
     """Parameters, gradients and optimizer state sharded over the workers, block by block.
 
     With a shard size of N they are sharded inside groups of N neighbours (hybrid sharding); each group has a copy of
-    all of them, and workers with the same shard sum its gradient.
+    all of them, and workers with the same shard sum its gradient. Experts that are divided already are sharded over
+    the workers that have the same ones.
 
     Attributes:
         group: workers that share one copy.
@@ -44,6 +48,7 @@ class FSDPEngine(SingleEngine):
     def __init__(self, plan: Plan, workers: Workers, *, clip_grad: float) -> None:
         super().__init__(plan, workers, clip_grad=clip_grad)
         self.group = int(plan.engine_options.get("fsdp_shard_size", workers.world))
+        self._experts_over = int(plan.engine_options.get("experts_over", 1))
         self.reshards = plan.engine_options.get("fsdp_reshard_after_forward", True)
         self.reduce_type = REDUCE_TYPES[plan.engine_options.get("fsdp_reduce_dtype") or "fp32"]
 
@@ -58,15 +63,40 @@ class FSDPEngine(SingleEngine):
 
     def _divide(self, model: nn.Module, reshard: bool | None) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
-            if self.workers.world > 1:
+            if self.workers.world > 1 and not isinstance(tensor, DTensor):  # of those somebody has seen to it
                 dist.broadcast(tensor.detach(), src=0)
         policy = MixedPrecisionPolicy()
         if self.compute_type is not None:
             # Parameters travel in the compute type; gradients are summed in fp32 unless it is asked otherwise.
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
+        for stack in _divided_already(model):
+            self._divide_further(stack, policy, reshard)
         for block in find_blocks(model).values():
             fully_shard(block, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    def _divide_further(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
+        """Shard experts, of which this worker has only some, over those of its group that have the same."""
+        mesh = self._mesh_of_experts
+        over = mesh[(COPIES, SHARDS) if mesh.size(0) > 1 else SHARDS]
+        for name, parameter in list(stack.named_parameters(recurse=False)):
+            share = DTensor.from_local(
+                local_part(parameter).detach(),
+                mesh[EXPERTS],
+                [Shard(0)],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            stack.register_parameter(name, nn.Parameter(share, requires_grad=parameter.requires_grad))
+        shards = mesh[SHARDS].size()
+        fully_shard(
+            stack,
+            mesh=over,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda parameter: Shard(widthwise(parameter.shape, shards)),
+        )
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
@@ -75,6 +105,14 @@ class FSDPEngine(SingleEngine):
         copies = self.workers.world // self.group
         shape, names = ((copies, self.group), (COPIES, SHARDS)) if copies > 1 else ((self.group,), (SHARDS,))
         return init_device_mesh(self.workers.device.type, shape, mesh_dim_names=names)
+
+    @cached_property
+    def _mesh_of_experts(self) -> DeviceMesh:
+        """The workers by copy, by shard and by which experts they have; neighbours have different ones."""
+        same = self.workers.world // self._experts_over
+        shards = shards_of_experts(self.workers.world, self.group, self._experts_over)
+        shape = (same // shards, shards, self._experts_over)
+        return init_device_mesh(self.workers.device.type, shape, mesh_dim_names=(COPIES, SHARDS, EXPERTS))
 
     def _distribute(self) -> nn.Module:
         units: dict[str, Any] = {n: m for n, m in self.model.named_modules() if isinstance(m, FSDPModule)}
@@ -135,16 +173,24 @@ class FSDPEngine(SingleEngine):
             self._route.forward_done()
         super()._backward(loss)
 
+    def _reduce(self) -> None:
+        experts = [local_part(p.grad) for p in self._parameters if p.grad is not None and _lies_in(p, EXPERTS)]
+        if experts:
+            # An average over those that have them, of sums over the workers that have sent them tokens.
+            torch._foreach_div_(experts, self._experts_over)
+
     def _grad_norm(self) -> torch.Tensor:
-        norm = super()._grad_norm()
-        if self._mesh.ndim > 1:
-            # Each group adds up the shards in an order of its own; another last bit would be clipped into its copy.
-            dist.broadcast(norm, group=self._mesh.get_group(COPIES), group_src=0)
-        return norm
+        """Of what the workers have, each part once; in one sum over all of them, so that copies are clipped alike."""
+        square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
+        for gradients in by_mesh(self._gradients()):
+            local = get_total_norm([local_part(gradient) for gradient in gradients])
+            square += local.double().square() / _copies_of(gradients[0], self.workers.world)
+        norm = self.workers.sum_tensor(square).sqrt()
+        return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _whole_now(self) -> float:
         """The share of the parameters' elements that are whole on this rank."""
-        sizes = [(p.numel(), isinstance(p, DTensor)) for p in self.model.parameters()]
+        sizes = [(p.numel(), _lies_in(p, SHARDS)) for p in self.model.parameters()]
         return sum(count for count, divided in sizes if not divided) / sum(count for count, _ in sizes)
 
     def _summed_in(self) -> list[str]:
@@ -183,6 +229,24 @@ def _groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def _divided_already(model: nn.Module) -> list[nn.Module]:
+    """The modules that have parts of parameters."""
+    return [m for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))]
+
+
+def _lies_in(parameter: nn.Parameter, dimension: str) -> bool:
+    """Whether a parameter is placed along a dimension of the workers."""
+    return isinstance(parameter, DTensor) and dimension in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _copies_of(tensor: torch.Tensor, workers: int) -> int:
+    """How many workers have the same part."""
+    if not isinstance(tensor, DTensor):
+        return workers
+    sides = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sides if placement.is_replicate())
 
 
 def _is_trained(parameter: Any) -> bool:

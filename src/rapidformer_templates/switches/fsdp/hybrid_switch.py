@@ -19,6 +19,7 @@ from rapidformer_templates.planning.switch import (
     Switch,
 )
 from rapidformer_templates.planning.worker_groups import Dimension
+from rapidformer_templates.switches.fsdp.expert_shards import shards_of_experts
 
 SIZE = "fsdp_shard_size"
 
@@ -86,7 +87,9 @@ def _acted(measured: Measured) -> str | None:
     """Each parameter is held by as many workers as there are copies, which are the same to the bit."""
     size, data = shares(measured), measured.plan.sizes.copies
     held, whole = sum(measured.all("updated_elements")), sum(measured.all("trained_elements")) // data
-    if not held or held * size != whole * data:
+    over, experts = measured.plan.engine_options.get("experts_over", 1), measured["divided_over_experts"] or 0
+    of_experts = data // over // shards_of_experts(data, size, over)
+    if not held or held != (whole - experts) * (data // size) + experts * of_experts:
         copies = f"the workers have {held:,} elements together, {whole:,} of the model are trained"
         return f"{data // size} copies of shares for {size} workers were expected; {copies}"
     if measured["copies_equal"] is not True:

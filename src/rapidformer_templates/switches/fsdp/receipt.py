@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,9 +23,21 @@ class Copies(Receipt):
         if not trained:
             return {}
         sums = engine.workers.gather([_sum_of_bits(parameter.to_local()) for parameter in trained])
-        ranks = trained[0].device_mesh.mesh.reshape(-1, trained[0].device_mesh.shape[-1]).tolist()
-        equal = all(sums[rank] == sums[first] for copy in ranks[1:] for rank, first in zip(copy, ranks[0], strict=True))
-        return {"copies": len(ranks), "copies_equal": equal}
+        copies = [_copies_of(parameter) for parameter in trained]
+        equal = all(
+            len({sums[rank][index] for rank in same}) == 1 for index, parts in enumerate(copies) for same in parts
+        )
+        return {"copies": max(len(same) for parts in copies for same in parts), "copies_equal": equal}
+
+
+def _copies_of(parameter: DTensor) -> list[list[int]]:
+    """By part of a parameter, the ranks that have it."""
+    mesh, placements = parameter.device_mesh.mesh, parameter.placements
+    apart = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    together = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
+    count = math.prod(mesh.shape[dim] for dim in apart)
+    parts: list[list[int]] = mesh.permute(*apart, *together).reshape(count, -1).tolist()
+    return parts
 
 
 def _sum_of_bits(values: torch.Tensor) -> int:

@@ -64,10 +64,12 @@ class MixtureOfExpertsFlags:
 class ExpertParallelFlags:
     """Acceleration"""
 
-    expert_parallel: bool = flag(False, "divide the experts over the data-parallel workers (all-to-all of tokens)")
+    expert_parallel: bool = flag(
+        False, "divide the experts over all workers that have copies of the rest (all-to-all of tokens)"
+    )
     expert_model_parallel_size: int | None = flag(
         None,
-        "divide the experts inside groups of N data-parallel workers, with a copy in each group",
+        "divide the experts inside groups of N workers that have copies of the rest, with a copy in each group",
         metavar="N",
         minimum=1,
     )
@@ -87,8 +89,8 @@ def _divides_experts(options: Any, sizes: Any) -> bool:
 
 
 def _group(request: Request) -> int:
-    """Data-parallel workers that the experts are divided over."""
-    return int(request.config.get(SIZE) or request.sizes.data)
+    """Workers that the experts are divided over: of those that have copies of everything else."""
+    return int(request.config.get(SIZE) or request.sizes.copies)
 
 
 def _asks_for_mixture(options: Any) -> bool:
@@ -98,6 +100,12 @@ def _asks_for_mixture(options: Any) -> bool:
 def _has_experts(model: ModelFacts) -> bool:
     kind = model.model_type or ""
     return kind in OWN_EXPERTS or kind.startswith(CONVERTED)
+
+
+def _sharers(request: Request) -> str:
+    sizes = request.sizes
+    context = f"context size {sizes.context} × " if sizes.context > 1 else ""
+    return f"{context}data-parallel size {sizes.data}"
 
 
 def _top_k_exists(request: Request) -> list[Finding]:
@@ -176,8 +184,8 @@ def _experts_divide(request: Request) -> list[Finding]:
     above = -(-experts // group) * group
     return [
         Finding(
-            f"{experts} experts cannot be shared out evenly over {group} data-parallel workers",
-            (*request.asked("num_experts", "expert_parallel", SIZE), f"data-parallel size {request.sizes.data}"),
+            f"{experts} experts cannot be shared out evenly over {group} workers",
+            (*request.asked("num_experts", "expert_parallel", SIZE), _sharers(request)),
             switches=("expert-parallel",),
             changes=tuple(replace({"num_experts": n}) for n in (above, above - group) if n),
         )
@@ -185,11 +193,11 @@ def _experts_divide(request: Request) -> list[Finding]:
 
 
 def _groups_fit(request: Request) -> list[Finding]:
-    size, workers = request.config.get(SIZE), request.sizes.data
+    size, workers = request.config.get(SIZE), request.sizes.copies
     if size is None:
         return []
     if request.config.get("expert_parallel") and size != workers:
-        message = f"--expert-parallel divides over all {workers} data-parallel workers, not over {size}"
+        message = f"--expert-parallel divides over all {workers} workers, not over {size}"
         changes = (drop({"expert_parallel": False}), drop({SIZE: None}))
         return [Finding(message, request.asked("expert_parallel", SIZE), changes=changes)]
     if workers % size == 0:
@@ -197,8 +205,8 @@ def _groups_fit(request: Request) -> list[Finding]:
     nearest = next((n for n in range(min(size, workers), 1, -1) if workers % n == 0), None)
     return [
         Finding(
-            f"{workers} data-parallel worker{'s' * (workers > 1)} cannot be divided into groups of {size}",
-            (*request.asked(SIZE), f"data-parallel size {workers}"),
+            f"{workers} worker{'s' * (workers > 1)} cannot be divided into groups of {size}",
+            (*request.asked(SIZE), _sharers(request)),
             switches=("expert-parallel",),
             changes=(*((replace({SIZE: nearest}),) if nearest else ()), drop({SIZE: None})),
         )
@@ -210,7 +218,7 @@ def _partitions_all_alike(switch: Switch) -> bool:
 
 
 def _dimensions(request: Request) -> Sequence[Dimension]:
-    size, workers, neighbours = _group(request), request.sizes.data, request.sizes.tensor
+    size, workers, neighbours = _group(request), request.sizes.copies, request.sizes.tensor
     copies = (Dimension("expert copies", "gradients of an expert", workers // size, size * neighbours),)
     experts = Dimension("experts", "tokens, to their experts and back", size, neighbours)
     return (experts, *(copies if workers > size else ()))
@@ -293,15 +301,6 @@ SWITCHES = (
                 Example("--model-type mixtral --num-experts 4 --moe-capacity-factor 1.25"),
             ),
             Rule(
-                "RF072",
-                "A mixture is computed eagerly.",
-                "how many tokens an expert gets is known only when the gate has chosen, so there is no graph to export "
-                "beforehand",
-                "[rapidformer_templates]",
-                excludes("mixture-of-experts", "onnx-runtime", TOGETHER_REVERSED),
-                Example("--num-experts 4 --onnx-runtime-training"),
-            ),
-            Rule(
                 "RF073",
                 "A capacity factor is above zero.",
                 "an expert without room takes no token at all",
@@ -313,7 +312,7 @@ SWITCHES = (
     ),
     Switch(
         name="expert-parallel",
-        summary="Each data-parallel worker holds a share of the experts; tokens travel to them.",
+        summary="Each worker of a group holds a share of the experts; tokens travel to them.",
         source="[S]",
         no_second_forward="adds losses over all tokens of a forward",
         precedence=Precedence.SHARD,
@@ -347,7 +346,7 @@ SWITCHES = (
             ),
             Rule(
                 "RF277",
-                "--expert-model-parallel-size divides the data-parallel workers.",
+                "--expert-model-parallel-size divides the workers that have copies of everything else: data × context.",
                 "every group of them has one copy of the experts, and all groups are alike; --expert-parallel is one "
                 "group of all of them",
                 "[M]",
@@ -357,12 +356,12 @@ SWITCHES = (
             Rule(
                 "RF074",
                 "Divided experts go with what partitions the states of a parameter among those that have copies of it: "
-                "ZeRO-1, ZeRO-2 and the distributed optimizer; with CPU offload, too.",
-                "other partitioning sums and gathers every parameter over all data-parallel workers, and an expert's "
-                "has only some",
-                "[rapidformer_templates]",
+                "FSDP, ZeRO-1, ZeRO-2 and the distributed optimizer; with CPU offload, too.",
+                "fairscale has one process group for all parameters, and DeepSpeed refuses experts of its own under "
+                "ZeRO-3; an expert has only some of the workers that everything else has",
+                "[fairscale, deepspeed]",
                 excludes("expert-parallel", _partitions_all_alike, TOGETHER_REVERSED),
-                Example("--num-experts 4 --expert-parallel --fsdp-memory-optimization --world-size 2"),
+                Example("--num-experts 4 --expert-parallel --zero-3-memory-optimization --world-size 2"),
             ),
         ),
     ),

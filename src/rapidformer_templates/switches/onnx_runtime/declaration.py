@@ -27,7 +27,8 @@ EXPORTER = ("onnx", "onnxscript")
 
 OTHERS_BLOCKS = {
     "tensor-parallel": "parallelises the blocks by hooks and sharded tensors, which a graph cannot hold",
-    "pipeline-parallel": "cuts the model into stages",
+    "pipeline-parallel": "cuts the model into stages, whose forward ends in the middle of the model",
+    "context-parallel": "exchanges keys and values inside attention, for which a graph has no operator",
     "flash-attention": "chooses a kernel of torch for attention, which is part of the graph",
     "mixture-of-experts": "sends tokens to experts by their values, and a graph has sizes of its own for each tensor",
 }
@@ -131,7 +132,7 @@ SWITCHES = (
             ),
             Rule(
                 "RF085",
-                "ONNX Runtime captures plain blocks: no tensor or pipeline parallelism, flash attention or experts.",
+                "ONNX Runtime captures plain blocks: none that are divided, no flash attention, no experts.",
                 "a graph is made of the operators of a block as it was built",
                 "[onnxruntime, torch]",
                 excludes("onnx-runtime", OTHERS_BLOCKS),

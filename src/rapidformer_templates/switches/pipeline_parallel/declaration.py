@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rapidformer_templates.planning.acted import shown
 from rapidformer_templates.planning.balance import balanced_cut
 from rapidformer_templates.planning.changes import drop, replace
-from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -181,14 +180,6 @@ SWITCHES = (
                 "[rapidformer_templates]",
                 _one_run_of_blocks,
                 Example("--task seq2seq_lm --pipeline-model-parallel-size 2 --world-size 2"),
-            ),
-            Rule(
-                "RF078",
-                "ONNX Runtime runs whole models, not the stages of a pipeline.",
-                "the forward of a stage ends in the middle of the model, which an exported graph has no way to do",
-                "[onnxruntime]",
-                excludes("onnx-runtime", "pipeline-parallel"),
-                Example("--onnx-runtime-training --pipeline-model-parallel-size 2 --world-size 2"),
             ),
         ),
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rapidformer_templates.planning.checks import excludes
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
     Example,
@@ -97,14 +96,6 @@ TENSOR_PARALLEL = Switch(
             "[transformers]",
             _has_tensor_plan,
             Example("--tensor-model-parallel-size 2 --model-type bloom --world-size 2"),
-        ),
-        Rule(
-            "RF069",
-            "ONNX Runtime needs the whole model in each worker.",
-            "the exchanges between tensor-parallel workers stand inside the blocks, and an exported graph has none",
-            "[onnxruntime]",
-            excludes("onnx-runtime", "tensor-parallel"),
-            Example("--tensor-model-parallel-size 2 --onnx-runtime-training --world-size 2"),
         ),
     ),
 )

@@ -117,7 +117,7 @@ def _notes(request: Request) -> Sequence[str]:
 def _notes_under_3d(request: Request) -> Sequence[str]:
     where = "under 3D parallelism" if request.sizes.divides > 1 else "beside divided experts"
     what = f"the product's own sharding over the data-parallel workers takes DeepSpeed's place {where}"
-    idle = "; there is one of them, so there is nothing to shard" if request.sizes.data == 1 else ""
+    idle = "; there is one of them, so there is nothing to shard" if request.sizes.copies == 1 else ""
     return (f"ZeRO: {what}{idle}",)
 
 
