@@ -43,6 +43,13 @@ LAYOUTS = {  # name: (kind, what has adapters, fp64, flags)
         "mixtral", EVERYTHING, True, f"--micro-batch-size 2 {GROUPS} --zero-2-memory-optimization",
     ),
     "groups of shards": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {TENSOR} --expert-parallel"),
+    "groups, sharded": (
+        "mixtral", EVERYTHING, True, f"--micro-batch-size 1 {GROUPS} --fsdp-memory-optimization",
+    ),
+    "groups, all sharded over four": (
+        "qwen3-moe", EXPERTS, True, "--micro-batch-size 2 --expert-parallel --fsdp-memory-optimization",
+    ),
+    "groups of stretches of sequences": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {CONTEXT} {GROUPS}"),
     "groups of stages": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {PIPELINE} {GROUPS}"),
 }  # fmt: skip
 

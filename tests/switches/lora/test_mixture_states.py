@@ -34,6 +34,7 @@ CASES = {  # name: (workers, flags)
     "distributed optimizer": (2, "--use-distributed-optimizer --quantize-base int4"),
     "divided experts": (2, "--expert-parallel"),
     "divided experts, zero-1": (2, "--expert-parallel --zero-1-memory-optimization"),
+    "divided experts, fsdp": (2, "--expert-parallel --fsdp-memory-optimization"),
     "shards": (2, "--tensor-model-parallel-size 2"),
 }
 
