@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,22 @@ def test_a_real_run_holds_what_was_predicted(result: Result) -> None:
     assert abs(result.error) < 0.01
     assert result.would_fit
     assert result.allocator == pytest.approx(result.measured, rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("model", "precision", "more"),
+    [
+        ("gpt2", "fp32", {}),  # most is alive in the backward of the last block
+        ("llama", "fp32", {"recompute": "full"}),  # in that of one of the first
+        ("llama", "bf16", {"recompute": "full", "shard_size": 2}),  # where the gradients of the tables leave
+    ],
+)
+def test_shards_of_divided_sequences_hold_what_was_predicted(model: str, precision: str, more: dict[str, Any]) -> None:
+    (found,) = measure([Case(model, Layout(context=2, micro_batch=1, partitioning="fsdp", **more), precision)])
+    assert found.exact
+    assert abs(found.error) < 0.01
 
 
 @pytest.mark.slow

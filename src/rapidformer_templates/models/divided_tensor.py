@@ -76,6 +76,7 @@ _T: Any = torch.Tensor
 _OF_THE_WHOLE = {
     _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.layout.__get__, _T.ndim.__get__,
     _T.is_cuda.__get__, _T.is_meta.__get__, _T.is_sparse.__get__, _T.is_quantized.__get__, _T.is_nested.__get__,
+    _T._base.__get__,
     _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__,
     torch.numel, torch.is_floating_point, torch.is_complex,
 }  # fmt: skip

@@ -6,10 +6,13 @@ import functools
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rapidformer_templates.commands.main import main, plan_request
 from rapidformer_templates.errors import ModelError
@@ -145,6 +148,54 @@ def test_experts_are_divided_as_far_as_they_go(more: str, sizes: set[int], monke
         tokens = 32 * candidate.layout.accumulation
         trips = 4 * facts.visits * tokens * 32 * 4 * (count - 1) / count
         assert candidate.timing.experts == pytest.approx(trips / (search.hardware.intra_node * GB))
+
+
+MIXTURES = {
+    "mixtral": {"num_local_experts": 6},
+    "olmoe": {"num_experts": 6},
+    "qwen2_moe": {"num_experts": 6, "decoder_sparse_step": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": {"num_experts": 6, "mlp_only_layers": [1], "moe_intermediate_size": 32},
+}
+
+
+@pytest.fixture(params=MIXTURES)
+def mixture(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The folder of a mixture that transformers has itself; not every block of the last two has experts."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+    AutoConfig.for_model(request.param, **sizes, **MIXTURES[request.param]).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_experts_of_an_architecture_are_divided_and_visited(mixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (
+        f"--pretrained-model-name-or-path {mixture} --seq-length 16 --world-size 4 --local-world-size 4"
+    )
+    flags += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --device cpu"
+    flags += " --no-checkpoint-activations --use-distributed-optimizer --micro-batch-size 1"
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "4")
+    config, place, _ = plan_request(flags.split())
+    subject = Subject(config, resolve(config, place), gpu=False)
+    search = Search(config, place, subject, find_hardware(place, "fp32"))
+    assert {each.layout.experts for each in search.run().layouts} == {1, 2}  # six experts, four workers
+    assert subject.facts.visits == _visits(mixture)
+
+
+def _visits(folder: str) -> float:
+    """Calls of experts by a token, counted in a real forward."""
+    visits = 0
+
+    def count(experts: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        nonlocal visits
+        visits += args[1].numel()
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(count)
+    tokens = torch.arange(10)[None]
+    model(tokens)
+    return visits / tokens.numel()
 
 
 @pytest.mark.parametrize(("more", "sizes"), [("", {None, 2}), ("--fsdp-shard-size 4", {4})])

@@ -27,8 +27,10 @@ from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.switches.context_parallel.attention import repeats_of
 from rapidformer_templates.switches.context_parallel.divided_rows import DividedRows
+from rapidformer_templates.switches.context_parallel.stretches import ContextShards
 from rapidformer_templates.switches.context_parallel.transform import divide_context
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
+from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import _bert
 from tests.support.worker_group import alone, run_in_workers
@@ -188,6 +190,19 @@ def test_operations_give_what_whole_tensors_give(name: str, found: Any, expected
         assert place[f"{name} is divided"] is (name in DIVIDED)
         if f"gradient of {name}" in expected:
             torch.testing.assert_close(place[f"gradient of {name}"], expected[f"gradient of {name}"])
+
+
+def test_what_fsdp_asks_of_an_output_gathers_nothing() -> None:
+    rows = DividedRows(torch.zeros(2, 3, requires_grad=True) * 1, (4,), np.arange(2), peers=None)  # type: ignore[arg-type]
+    assert rows._base is None
+    assert rows.requires_grad
+    rows.register_hook(lambda gradient: None)
+
+
+def test_a_stretch_of_one_sample_lies_as_all_other_blocks_have_it() -> None:
+    """torch compiles a block once more for other strides."""
+    shards = ContextShards(Peers(None, 2, 0), Streams(0, active=False), "all-to-all", ends=True)  # type: ignore[arg-type]
+    assert shards.stretch(torch.zeros(1, 8, 3)).stride() == torch.zeros(1, 4, 3).stride()
 
 
 @pytest.mark.distributed

@@ -46,12 +46,12 @@ LAYOUTS = {  # name: (job, flags of the layout)
     ),
     "shards": ("gpt2", f"{TENSOR} --micro-batch-size 2 --zero-2-memory-optimization"),
     "stretches": ("bert", f"{TENSOR} --sequence-parallel --micro-batch-size 3"),
-    "context": ("gpt2", f"{CONTEXT} 4 --micro-batch-size 2 --checkpoint-activations --zero-2-memory-optimization"),
+    "context": ("gpt2", f"{CONTEXT} 4 --micro-batch-size 6 --checkpoint-activations --zero-2-memory-optimization"),
     "context in a ring, in stages": (
         "llama",
         f"{CONTEXT} 2 --context-parallel-kind ring {PIPELINE} --micro-batch-size 2 --use-distributed-optimizer",
     ),
-    "context and stretches": ("qwen3", f"{CONTEXT} 2 {TENSOR} --sequence-parallel --micro-batch-size 4"),
+    "context and stretches": ("qwen3", f"{CONTEXT} 2 {TENSOR} --sequence-parallel --micro-batch-size 6"),
     "groups": ("gpt2", f"{GROUPS} --micro-batch-size 1 --checkpoint-activations"),
     "groups, gradients divided": (
         "gpt2",
@@ -61,14 +61,14 @@ LAYOUTS = {  # name: (job, flags of the layout)
     "groups, states on the host": ("gpt2", f"{GROUPS} --micro-batch-size 3 --cpu-offload"),
     "one expert each, states divided": ("bert", "--expert-parallel --micro-batch-size 1 --use-distributed-optimizer"),
     "groups of shards": ("gpt2", f"{TENSOR} --expert-parallel --micro-batch-size 3 --zero-2-memory-optimization"),
-    "groups of stretches": ("bert", f"{TENSOR} --sequence-parallel {GROUPS} --micro-batch-size 2"),
+    "groups of stretches": ("bert", f"{TENSOR} --sequence-parallel {GROUPS} --micro-batch-size 3"),
     "groups of stages, in turn": (
         "llama",
         f"{PIPELINE} --virtual-pipeline-size 2 {GROUPS} --micro-batch-size 1 --use-distributed-optimizer",
     ),
     "groups, everything sharded": (
         "gpt2",
-        f"{GROUPS} --micro-batch-size 1 --checkpoint-activations --fsdp-memory-optimization",
+        f"{GROUPS} --micro-batch-size 3 --checkpoint-activations --fsdp-memory-optimization",
     ),
     "groups, sharded inside groups": (
         "llama",
@@ -76,16 +76,16 @@ LAYOUTS = {  # name: (job, flags of the layout)
     ),
     "over all, sharded inside groups": (
         "qwen3",
-        "--num-experts 4 --expert-parallel --micro-batch-size 1 --fsdp-memory-optimization --fsdp-shard-size 2"
+        "--num-experts 4 --expert-parallel --micro-batch-size 3 --fsdp-memory-optimization --fsdp-shard-size 2"
         " --no-fsdp-reshard-after-forward",
     ),
     "groups of a context, everything sharded": (
         "mixtral",
-        f"--num-experts 4 {GROUPS} {CONTEXT} 2 --micro-batch-size 2 --fsdp-memory-optimization",
+        f"--num-experts 4 {GROUPS} {CONTEXT} 2 --micro-batch-size 3 --fsdp-memory-optimization",
     ),
     "over a context of shards": (
         "qwen3",
-        f"--num-experts 4 --expert-parallel {CONTEXT} 2 {TENSOR} --sequence-parallel --micro-batch-size 2",
+        f"--num-experts 4 --expert-parallel {CONTEXT} 2 {TENSOR} --sequence-parallel --micro-batch-size 6",
     ),
     "over a ring, in stages": (
         "llama",
@@ -97,7 +97,7 @@ LAYOUTS = {  # name: (job, flags of the layout)
         f"--num-experts 4 {GROUPS} --micro-batch-size 1 --checkpoint-activations --zero-2-memory-optimization",
     ),
     "own experts over all": ("qwen3", "--num-experts 4 --expert-parallel --micro-batch-size 3"),
-    "own experts in groups of shards": ("mixtral", f"--num-experts 4 {TENSOR} --expert-parallel --micro-batch-size 2"),
+    "own experts in groups of shards": ("mixtral", f"--num-experts 4 {TENSOR} --expert-parallel --micro-batch-size 3"),
     "stages and shards": ("mixtral", f"{PIPELINE} {TENSOR} --micro-batch-size 3"),
     "stages and stretches": (
         "qwen3",

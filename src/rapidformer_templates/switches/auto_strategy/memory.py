@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from rapidformer_templates.switches.auto_strategy.fsdp_memory import Sharded
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes, Variant
 from rapidformer_templates.switches.auto_strategy.setting import Setting
@@ -175,7 +176,10 @@ def variant_of(layout: Layout, setting: Setting) -> Variant:
 
 def _worst(model: ModelShapes, layout: Layout, setting: Setting, held: Held, trace: Trace) -> Memory:
     here = held.on_gpu if setting.gpu else held
-    moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, here, phase)]
+    if layout.partitioning == "fsdp":
+        moments = [*Sharded(model, layout, setting, _width(layout, setting), trace.phases).moments()]
+    else:
+        moments = [moment for phase in trace.phases for moment in _beside(model, layout, setting, here, phase)]
     return _memory(model, held, [*moments, _update(layout, here)], gpu=setting.gpu)
 
 
@@ -188,9 +192,14 @@ def _memory(model: ModelShapes, held: Held, moments: Sequence[Moment], *, gpu: b
     return Memory(here.parameters, here.gradients, here.optimizer, buffers, max(activations, 0), beside)
 
 
+def _width(layout: Layout, setting: Setting) -> int:
+    """Bytes of a number of the parameters that are computed with."""
+    return 2 if variant_of(layout, setting).weights == "narrow" else FP32
+
+
 def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, phase: Phase) -> list[Moment]:
     """What may lie beside parameters and optimizer state in a phase, in the first micro batch and in later ones."""
-    width = 2 if variant_of(layout, setting).weights == "narrow" else FP32
+    width = _width(layout, setting)
     whole = width * sum(p.count for p in model.parameters.values())
     later = layout.accumulation > 1
     apart = phase.peak - phase.peak_without_gradients
@@ -211,10 +220,6 @@ def _beside(model: ModelShapes, layout: Layout, setting: Setting, held: Held, ph
             return [Moment(phase.peak if begun and not later else alone, 2 * added_up, bucket + whole if begun else 0)]
         case "zero-3":
             return [Moment(alone, held.gradients, bucket + _gathered_by_zero(model, setting, width))]
-        case "fsdp":
-            # Until they are summed, gradients of earlier micro batches lie whole in the type of the sum.
-            gradients = FP32 // width * whole if later else apart // layout.shares
-            return [Moment(alone, gradients, _gathered_by_fsdp(model, setting, phase, width))]
     raise KeyError(layout.partitioning)
 
 
@@ -227,19 +232,3 @@ def _update(layout: Layout, held: Held) -> Moment:
 def _gathered_by_zero(model: ModelShapes, setting: Setting, width: int) -> int:
     """Whole parameters that ZeRO-3 holds: all of them, until there are 10^9 elements, and what they arrive in."""
     return 2 * width * sum(p.count for p in model.all_parameters.values() if p.count > setting.how.kept_whole)
-
-
-def _gathered_by_fsdp(model: ModelShapes, setting: Setting, phase: Phase, width: int) -> int:
-    """Whole parameters that FSDP holds: of the root, of the block at work, and of the next one on its way."""
-    if not setting.reshards:
-        gradients = 2 * FP32 * model.most_trained_in_a_block if phase.name == "backward" else 0
-        return width * sum(p.count for p in model.all_parameters.values()) + gradients
-    block = width * model.largest_block
-    root = width * model.outside_blocks
-    if phase.name in ("begin", "end"):
-        return root + (block if phase.name == "begin" else 0)
-    if phase.name == "backward":
-        # The block's gradient, and its copy in the order in which it is sent.
-        arriving = block if width < FP32 else 0  # parameters of a narrow type are copied once more
-        return root + 2 * block + arriving + 2 * FP32 * model.most_trained_in_a_block
-    return root + 2 * block

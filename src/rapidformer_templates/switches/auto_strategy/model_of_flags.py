@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +31,9 @@ from rapidformer_templates.switches.auto_strategy.answers import AnswersAboutDat
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.tensor_shares import no_loss
 from rapidformer_templates.switches.auto_strategy.timing import Facts
+from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.gate import Gate
+from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts, routers_of
 from rapidformer_templates.switches.pipeline_parallel.declaration import AUTO_MEMORY
 from rapidformer_templates.system.workers import Workers
 
@@ -71,10 +75,16 @@ class Subject:
         )
 
     def _visits(self) -> int:
-        """Experts that a token visits, in all blocks: of ours, or of those that the architecture has."""
+        """Experts that a token visits, in those blocks that have any: of ours, or of those of the architecture."""
         gates = [module for module in self.shapes.whole.modules() if isinstance(module, Gate)]
-        own = getattr(self._model_config, "num_experts_per_tok", 0) or 0
-        return sum(gate.top_k for gate in gates) if gates else own * sum(self.shapes.depths.values())
+        return sum(gate.top_k for gate in gates or routers_of(self.shapes.whole))
+
+    @cached_property
+    def experts(self) -> int:
+        """What divides the experts of every block that has any; 0 where none has."""
+        whole = self.shapes.whole
+        ours = [len(experts.up) for experts in whole.modules() if isinstance(experts, Experts)]
+        return math.gcd(*ours, *(experts.num_experts for experts in own_experts(whole)))
 
     def _build(self, blocks: int | None) -> nn.Module:
         model_config = self._model_config if blocks is None else _shortened(self._model_config, blocks)

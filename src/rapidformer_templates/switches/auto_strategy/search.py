@@ -190,35 +190,38 @@ class Search:
 
     def _families(self, contexts: Sequence[int], offload: bool) -> Iterator[Layout]:
         """Layouts without their batches."""
+        for tensor, context, pipeline, data in self._sizes(contexts):
+            replicas = data * context
+            for partitioning in self._partitionings(replicas):
+                for recompute, shard_size, virtual, experts in product(
+                    self._recomputed(),
+                    self._shard_sizes(partitioning, replicas),
+                    self._virtual_sizes(pipeline),
+                    self._expert_sizes(data),
+                ):
+                    yield Layout(
+                        tensor,
+                        pipeline,
+                        data,
+                        partitioning=partitioning,
+                        recompute=recompute,
+                        sequence_parallel=tensor > 1,
+                        shard_size=shard_size,
+                        context=context,
+                        offload=offload,
+                        virtual=virtual,
+                        experts=experts,
+                    )
+
+    def _sizes(self, contexts: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Tensor, context, pipeline and data: all that multiply to the workers."""
         world, local = self.environment.world_size, self.environment.local_world_size
-        for tensor, context in product(
-            self._allowed("tensor_model_parallel_size", _divisors(math.gcd(world, local))), contexts
-        ):
-            for pipeline in self._allowed("pipeline_model_parallel_size", _divisors(world // tensor)):
-                divides = tensor * context * pipeline
-                if world % divides:
-                    continue
-                data = world // divides
-                for partitioning in self._partitionings(data * context):
-                    for recompute, shard_size, virtual, experts in product(
-                        self._recomputed(),
-                        self._shard_sizes(partitioning, data * context),
-                        self._virtual_sizes(pipeline),
-                        self._expert_sizes(data),
-                    ):
-                        yield Layout(
-                            tensor,
-                            pipeline,
-                            data,
-                            partitioning=partitioning,
-                            recompute=recompute,
-                            sequence_parallel=tensor > 1,
-                            shard_size=shard_size,
-                            context=context,
-                            offload=offload,
-                            virtual=virtual,
-                            experts=experts,
-                        )
+        tensors = self._allowed("tensor_model_parallel_size", _divisors(math.gcd(world, local)))
+        pipelines = self._allowed("pipeline_model_parallel_size", _divisors(world))
+        for tensor, context, pipeline in product(tensors, contexts, pipelines):
+            data, rest = divmod(world, tensor * context * pipeline)
+            if not rest:
+                yield tensor, context, pipeline, data
 
     def _recomputed(self) -> list[str]:
         if "checkpoint_activations" not in self.config.origins:
@@ -253,12 +256,10 @@ class Search:
 
     def _expert_sizes(self, data: int) -> list[int]:
         """Replicas that share one copy of the experts."""
-        count = self.config.get("num_experts")
-        if count is None:
-            return [1]
         if self.config.get("expert_parallel"):
             return [data]
-        return self._allowed("expert_model_parallel_size", _divisors(math.gcd(count, data)))
+        sizes = _divisors(math.gcd(self.subject.experts, data)) if self.subject.experts else [1]
+        return self._allowed("expert_model_parallel_size", sizes)
 
     def _setting(self, layout: Layout) -> Setting | str:
         """What else a layout's memory depends on, or the first rule that the layout breaks."""

@@ -51,6 +51,7 @@ class Phase:
         stack: which list of blocks the block stands in, and its place there; None outside of blocks.
         peak: most bytes alive in it besides the model's states, gradients that are finished among them.
         peak_without_gradients: the same without those.
+        peak_beside_earlier: the same without those that were finished when it began.
         end: bytes alive when it ends, without finished gradients.
         flops: operations of the matrix products in it.
         traffic: bytes that its other operations read and write.
@@ -59,12 +60,15 @@ class Phase:
         kept: bytes made in it that are alive when the backward begins.
         casts: of these, autocast's copies of weights.
         sent: bytes of earlier blocks that go to the host in it.
+        blocks: like ones that it stands for.
+        kept_by_each: bytes that each of them keeps for its backward.
     """
 
     name: str
     stack: tuple[str, int] | None
     peak: int
     peak_without_gradients: int
+    peak_beside_earlier: int
     end: int
     flops: int
     traffic: int
@@ -73,6 +77,8 @@ class Phase:
     kept: int = 0
     casts: int = 0
     sent: int = 0
+    blocks: int = 1
+    kept_by_each: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,8 @@ class Trace:
             pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
             return {name: a + (b - a) * (micro_batch - first) // (second - first) for name, (a, b) in pairs.items()}
 
-        amounts = ("peak", "peak_without_gradients", "end", "flops", "traffic", "kept", "casts", "sent")
+        peaks = ("peak", "peak_without_gradients", "peak_beside_earlier")
+        amounts = (*peaks, "end", "flops", "traffic", "kept", "casts", "sent")
         phases = [replace(a, **between(a, b, amounts)) for a, b in zip(self.phases, other.phases, strict=True)]
         return replace(self, phases=tuple(phases), **between(self, other, ("hidden", "kept_output")))
 
@@ -190,6 +197,7 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 phase,
                 peak=phase.peak + alive + finished,
                 peak_without_gradients=phase.peak_without_gradients + alive,
+                peak_beside_earlier=phase.peak_beside_earlier + alive,
                 end=phase.end + (alive if i < backward[0] else 0),
                 finished=phase.finished + (gradients if i >= backward[1] else 0),
                 flops=phase.flops * times,
@@ -197,6 +205,8 @@ def _deepened(phases: tuple[Phase, ...], stack: str, depth: int, gradients: int)
                 kept=phase.kept * times,
                 casts=phase.casts * times,
                 sent=phase.sent * (1 + missing if i == last else 1),  # a block's goes in the forward of the next one
+                blocks=times,
+                kept_by_each=phases[middle].kept,
             )
         )
     return tuple(deeper)
@@ -221,7 +231,7 @@ class _Watch(LiveStorages):
         self._casts: set[int] = set()
         super().__init__([*model.parameters(), *model.buffers()])
         self._known = frozenset(self._sizes)
-        self.finished = 0
+        self.finished = self._finished_before = 0
         self.hidden = self.kept_output = 0
         self._output: int | None = None
         self.counts = Counts()
@@ -264,12 +274,13 @@ class _Watch(LiveStorages):
         """End the phase that is on, and begin another."""
         now = self.live - self.finished
         without = max(self._without, now)
-        amounts = (self.peak, without, now, self._flops, self._traffic)
+        amounts = (self.peak, without, self.peak - self._finished_before, now, self._flops, self._traffic)
         begun, sent = self._has_gradient, self.counts.sent - self._sent
         self._sent = self.counts.sent
         self.phases.append(Phase(*self._phase, *amounts, after_first_gradient=begun, finished=self.finished, sent=sent))
         self._has_gradient = self.finished > 0 or name == "reduce"
         self._phase = (name, stack)
+        self._finished_before = self.finished
         self.restart()
         self._without = now
         self._flops = self._traffic = 0

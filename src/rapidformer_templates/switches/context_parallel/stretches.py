@@ -90,4 +90,5 @@ class ContextShards(SequenceShards):
             missing = intervals.step - (end - begin)
             part = tensor.narrow(dim, begin, end - begin)
             parts.append(functional.pad(part, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else part)
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
+        # One sample would keep the stride of the whole, and the first block be compiled for it alone.
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)

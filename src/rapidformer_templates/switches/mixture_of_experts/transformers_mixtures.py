@@ -43,7 +43,7 @@ def watch_own_experts(model: Any, *, balance: float | None, z: float) -> Balance
         ModelError: its routers cannot be found.
     """
     config = model.config
-    routers = _routers(model)
+    routers = routers_of(model)
     if not routers:
         raise ModelError(
             f"found no router in {type(model).__name__}",
@@ -62,12 +62,13 @@ def watch_own_experts(model: Any, *, balance: float | None, z: float) -> Balance
     return losses
 
 
-def own_experts(model: nn.Module) -> list[nn.Module]:
+def own_experts(model: nn.Module) -> list[Any]:
     """The stacks of experts of an architecture that has them itself."""
     return [module for module in model.modules() if has_own_experts(model) and hasattr(module, "_apply_gate")]
 
 
-def _routers(model: nn.Module) -> list[Any]:
+def routers_of(model: nn.Module) -> list[Any]:
+    """The routers of transformers' own mixtures, one for each stack of experts."""
     kinds = {
         recorder.target_class
         for part in model.modules()
