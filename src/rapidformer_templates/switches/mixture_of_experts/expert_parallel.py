@@ -48,7 +48,7 @@ def divide_experts(model: nn.Module, building: Building) -> nn.Module:
     for _, layer in sparse_layers(model):
         layer.set_submodule("experts", DividedExperts(layer.experts, TokenDispatcher(group)))
     for experts in own_experts(model):
-        experts.token_dispatcher = TokenDispatcher(group)  # type: ignore[assignment]
+        experts.token_dispatcher = TokenDispatcher(group)
     return model
 
 
