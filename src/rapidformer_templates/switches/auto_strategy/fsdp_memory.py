@@ -47,7 +47,7 @@ class Sharded:
         """``before``: bytes of the gradients that were finished when it began; ``gathered``: of whole parameters."""
         outside = min(before, self._of_head)
         of_blocks = before - outside
-        run = FP32 * self.model.most_trained_in_a_block  # of a block's gradients, which leave while the next one works
+        run = self._run  # leaves while the next block works
         leaving = run if of_blocks else 0
         yield Moment(phase.peak_beside_earlier, self._gradients(outside, of_blocks), gathered + leaving)
         if phase.name != "backward":
@@ -70,7 +70,7 @@ class Sharded:
     def _gathered(self, number: int) -> int:
         """Bytes of whole parameters in a phase: of the root, of the block at work, and of the one that arrives."""
         if not self.setting.reshards:
-            return self.width * sum(p.count for p in self.model.all_parameters.values())
+            return self.width * sum(p.among(self.layout.experts).count for p in self.model.all_parameters.values())
         blocks = {"forward": 2, "end": 0}.get(self.phases[number].name, 1)
         if self._begins <= number < self._ends:  # after the last one none arrives
             blocks = 2
@@ -82,7 +82,8 @@ class Sharded:
         shards = of_blocks // self.layout.shares
         if not self._adds_up:
             return outside + shards
-        return FP32 * sum(p.count for p in self.model.parameters.values()) - of_blocks + shards
+        whole = FP32 * sum(p.among(self.layout.experts).count for p in self.model.parameters.values())
+        return max(whole - of_blocks, 0) + shards
 
     def _to_fp32(self, gradients: int) -> int:
         return gradients * FP32 // self.width
@@ -92,9 +93,15 @@ class Sharded:
         """Whether gradients of earlier micro batches lie whole in the type of the sum."""
         return self.layout.accumulation > 1
 
-    @property
+    @cached_property
     def _block(self) -> int:
-        return self.width * self.model.largest_block if self.setting.reshards else 0
+        """Bytes of a block's whole parameters."""
+        return self.width * self.model.largest_block(self.layout.experts) if self.setting.reshards else 0
+
+    @cached_property
+    def _run(self) -> int:
+        """Bytes of a block's gradients, in the type of the sum."""
+        return FP32 * self.model.most_trained_in_a_block(self.layout.experts)
 
     @property
     def _of_head(self) -> int:

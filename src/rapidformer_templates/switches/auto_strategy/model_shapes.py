@@ -249,15 +249,17 @@ class ModelShapes:
             names.setdefault(id(parameter), []).append(canonical_name(name))
         return {same[0]: same for same in names.values()}
 
-    @cached_property
-    def largest_block(self) -> int:
-        """Elements of the largest block."""
-        return max(self.block_elements.values(), default=0)
+    def largest_block(self, experts: int = 1) -> int:
+        """Elements of the largest block, of its experts a share of those of so many workers."""
+        return self._most_in_a_block(self.all_parameters, experts)
 
-    @cached_property
-    def most_trained_in_a_block(self) -> int:
+    def most_trained_in_a_block(self, experts: int = 1) -> int:
         """Trained elements of the block that has most of them."""
-        return max(self._by_block(self.parameters).values(), default=0)
+        return self._most_in_a_block(self.parameters, experts)
+
+    def _most_in_a_block(self, parameters: Mapping[str, Facts], experts: int) -> int:
+        here = {name: facts.among(experts) for name, facts in parameters.items()}
+        return max(self._by_block(here).values(), default=0)
 
     @cached_property
     def outside_blocks(self) -> int:
