@@ -18,6 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Finetuner, Pretrainer, Trainer
+from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.config import RunConfig, parse, spelling
 from rapidformer_templates.planning.environment import Environment, find_cxx, installed_packages
 from rapidformer_templates.planning.plan import Plan
@@ -25,6 +26,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import plan_of
 from rapidformer_templates.run.folder import read_metrics
+from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse
 from tests.support import jobs
 
 LENGTH, SAMPLES, MICRO = 40, 160, 4
@@ -202,7 +204,11 @@ class _Job:
         sizes = {"n_positions": 64, "n_embd": 256 if self.wide else 16, "n_layer": 4, "n_head": 2}
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **dropouts)
-        return (Branches if self.variant == "branches" else GPT2LMHeadModel)(config)
+        model = (Branches if self.variant == "branches" else GPT2LMHeadModel)(config)
+        flags: Any = self.config  # type: ignore[attr-defined]
+        if flags.get("lora_rank") and flags.get("num_experts"):  # adapters stand beside experts that are there already
+            make_sparse(model, find_blocks(model), MixtureSizes(flags.get("num_experts"), 2))
+        return model
 
     def on_step_end(self, step: int, result: Any) -> None:
         self.curve = [*getattr(self, "curve", []), (float(result.loss), float(result.grad_norm))]

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 _ATTRIBUTE = "frozen_base"
+_BASE = "base_layer"
+_STACKS, _READERS = "stack_adapters", "stack_readers"
 SAMPLED = 65_536
 """Elements of a tensor whose order is looked at, too; of the others the sum alone."""
 
@@ -40,20 +42,83 @@ class AdapterParts:
     Attributes:
         base: the layer itself.
         down, up: to the rank and back, as ``base(x) + up(down(x))``.
+        stack: the parameter of the base that they stand beside, if it is a stack of matrices and the base no layer.
     """
 
     base: str
     down: str
     up: str
+    stack: str | None = None
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor of an adapted layer as it was without adapters.
+
+    >>> plain_name("mlp.experts.base_layer.base_layer.down_proj")
+    'mlp.experts.down_proj'
+    """
+    return ".".join(part for part in name.split(".") if part != _BASE)
 
 
 def adapter_parts(module: nn.Module) -> AdapterParts | None:
     """The parts of an adapted layer of peft; None of any other module."""
     children = dict(module.named_children())
-    if not {"base_layer", "lora_A", "lora_B"} <= children.keys():
+    if not {_BASE, "lora_A", "lora_B"} <= children.keys():
         return None
     (name,) = dict(children["lora_A"].named_children())
-    return AdapterParts("base_layer", f"lora_A.{name}", f"lora_B.{name}")
+    stack = str(module.parameter_name) if hasattr(module, "factors") else None
+    return AdapterParts(_BASE, f"lora_A.{name}", f"lora_B.{name}", stack)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What stands beside a stack of N matrices: ``scaling · x @ down[i] @ up[i]`` beside the product with the i-th.
+
+    Attributes:
+        down: [N, in, rank].
+        up: [N, rank, out].
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float
+
+
+class _StackAdapter(Protocol):
+    def factors(self) -> Factors | None: ...
+
+
+ReadStack = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+"""From what is stored of a stack, and a type, to [N, in, out]."""
+
+
+def set_stack_adapter(module: nn.Module, parameter: str, adapter: _StackAdapter) -> None:
+    """Note in a module with stacks of matrices what stands beside one of them."""
+    vars(module).setdefault(_STACKS, {})[parameter] = adapter
+
+
+def factors_beside(module: nn.Module, parameter: str) -> Factors | None:
+    """What acts beside a stack of matrices now; None of one that has no adapter, or whose adapter is off."""
+    adapter: _StackAdapter | None = vars(module).get(_STACKS, {}).get(parameter)
+    return adapter.factors() if adapter else None
+
+
+def set_stack_reader(module: nn.Module, parameter: str, read: ReadStack) -> None:
+    """Note in a module how a stack of matrices is read that lies in codes."""
+    vars(module).setdefault(_READERS, {})[parameter] = read
+
+
+def reader_of(module: nn.Module, parameter: str) -> ReadStack | None:
+    """How a stack is read; None of one whose numbers lie as they are."""
+    read: ReadStack | None = vars(module).get(_READERS, {}).get(parameter)
+    return read
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """A module without the adapters around it."""
+    while adapter_parts(module):
+        module = module.get_submodule(_BASE)
+    return module
 
 
 def frozen_base_of(model: nn.Module) -> FrozenBase | None:

@@ -174,7 +174,7 @@ def read_config_of(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     Raises:
         OSError, ValueError: it cannot be read.
     """
-    reader = _own_reader(Path(path))
+    reader = own_reader(Path(path))
     if reader:
         return reader.read_config(Path(path))
     config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -193,7 +193,7 @@ class _Reader(Protocol):
     ) -> tuple[PreTrainedModel, dict[str, Any]]: ...
 
 
-def _own_reader(folder: Path) -> _Reader | None:
+def own_reader(folder: Path) -> _Reader | None:
     """What reads a folder that ``from_pretrained`` cannot; None for all others."""
     readers: list[Any] = [import_module(switch.exported) for switch in REGISTRY.switches if switch.exported]
     return next((reader for reader in readers if reader.is_marked(folder)), None)
@@ -224,7 +224,7 @@ def _load_weights(factory: Any, path: str, model_config: PreTrainedConfig, trust
         )
     try:
         with _quiet_loading():
-            reader = _own_reader(folder)
+            reader = own_reader(folder)
             model, info = (
                 reader.read_model(factory, folder, model_config)
                 if reader

@@ -168,9 +168,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_experts_of_an_architecture_are_divided_and_visited(mixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = (
-        f"--pretrained-model-name-or-path {mixture} --seq-length 16 --world-size 4 --local-world-size 4"
-    )
+    flags = f"--pretrained-model-name-or-path {mixture} --seq-length 16 --world-size 4 --local-world-size 4"
     flags += " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 --device cpu"
     flags += " --no-checkpoint-activations --use-distributed-optimizer --micro-batch-size 1"
     monkeypatch.setenv("DEVICE_MEMORY_GB", "4")

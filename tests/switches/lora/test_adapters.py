@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from rapidformer_templates import Data
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
-from tests.support.jobs import ClassJob, PretrainedJob, result_of
+from tests.support.jobs import ClassJob, PretrainedJob, _pad, _sequences, result_of
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -32,6 +33,13 @@ class _Recorded(PretrainedJob):
         if model.training and torch.is_grad_enabled() and hasattr(self, "model"):
             _BATCHES.append(batch)
         return super().compute_loss(model, batch)
+
+
+class _OneShape(PretrainedJob):
+    """All batches are of one length, and there is no validation: one graph each way."""
+
+    def build_data(self) -> Data:
+        return Data(train=_sequences(200), collate=lambda samples: _pad(samples, (len(samples), 40), classes=False))
 
 
 _BATCHES: list[dict[str, torch.Tensor]] = []
@@ -109,6 +117,19 @@ def test_merged_model_is_the_adapted_one(base: Path, tmp_path: Path, capsys: pyt
     assert "is there already" in capsys.readouterr().err
     assert main(["export", str(tmp_path), "--merge"]) == 2
     assert "holds no adapters" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--lora-dropout 0.2 --lora-variant rslora"])
+def test_graphs_of_onnx_runtime_have_the_adapters_in_them(base: Path, tmp_path: Path, flags: str) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    plain = run(base, tmp_path / "plain", flags, job=_OneShape)
+    found = run(base, tmp_path / "graphs", f"{flags} --onnx-runtime-training", job=_OneShape)
+    torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(plain["curve"]), rtol=1e-5, atol=1e-6)
+    assert found["weights"].keys() == plain["weights"].keys()
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -201,10 +222,10 @@ def test_a_folder_of_adapters_is_a_pretrained_model(base: Path, tmp_path: Path) 
         assert (model.eval()(tokens).logits - adapted(tokens).logits).abs().max() < 1e-6
 
 
-def test_all_linear_leaves_the_head_and_routers_out() -> None:
-    from rapidformer_templates.switches.lora.transform import _targets
+def test_all_linear_leaves_the_head_out() -> None:
+    from rapidformer_templates.switches.lora.transform import targets_of
 
     sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-    ends = {name.rpartition(".")[2] for name in _targets(model, "all-linear", [])}
+    ends = {name.rpartition(".")[2] for name in targets_of(model, "all-linear", []).layers}
     assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

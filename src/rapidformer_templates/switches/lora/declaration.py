@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from rapidformer_templates.planning.changes import add, drop
-from rapidformer_templates.planning.checks import excludes
+from rapidformer_templates.planning.changes import add, drop, replace
+from rapidformer_templates.planning.config import spelling
 from rapidformer_templates.planning.environment import version_of
 from rapidformer_templates.planning.flags import flag
 from rapidformer_templates.planning.switch import (
@@ -43,7 +43,7 @@ class LoraFlags:
     lora_dropout: float = flag(0.0, "dropout before the adapters", minimum=0, maximum=1, only_with=("lora_rank", 8))
     lora_target_modules: str = flag(
         "all-linear",
-        "layers that get adapters: all-linear, or ends of their names with commas",
+        "what gets adapters: all-linear, or ends of names with commas; experts and routers by name alone",
         metavar="NAMES",
         only_with=("lora_rank", 8),
     )
@@ -75,6 +75,24 @@ def _pretrained(request: Request) -> list[Finding]:
     return [Finding(message, request.asked("lora_rank", "model_type"), changes=changes)]
 
 
+def _matrices(request: Request) -> list[str]:
+    """Names in --lora-target-modules that can mean no layer: of stacks of experts, and of what is in them."""
+    asked = str(request.config.get("lora_target_modules")).split(",")
+    return [name for name in map(str.strip, asked) if {"experts", "gate_up_proj"} & set(name.split("."))]
+
+
+def _beside_matrices(request: Request) -> list[Finding]:
+    named, config = _matrices(request), request.config
+    plain: dict[str, Any] = {"lora_dropout": 0.0, "lora_variant": "lora"}
+    given = [name for name in plain if config.get(name) not in (plain[name], "rslora")]
+    if not named or not given:
+        return []
+    words = " and ".join(map(spelling, given))
+    message = f"{', '.join(named)}: matrices that are no layers, beside which peft has no adapters with {words}"
+    changes = (drop({name: plain[name] for name in given}), replace({"lora_target_modules": "all-linear"}))
+    return [Finding(message, request.asked("lora_target_modules", *given), changes=changes)]
+
+
 def _not_beside(
     message: str, names: tuple[str, ...], option: str, values: tuple[str, ...], default: str | None
 ) -> Callable[[Request], list[Finding]]:
@@ -95,6 +113,13 @@ def _not_beside(
         ]
 
     return check
+
+
+def _codes_whole(request: Request) -> list[Finding]:
+    """Experts lie in codes where they have adapters; other divided ones stay as they are."""
+    dividing = (*DIVIDING, *(("expert-parallel",) if _matrices(request) else ()))
+    message = "{} divides the weights, and numbers in codes of 8 or 4 bits are read together"
+    return _not_beside(message, dividing, "quantize_base", CODES, None)(request)
 
 
 def _half_of_what(request: Request) -> list[Finding]:
@@ -127,16 +152,22 @@ def _reads_nf4(request: Request) -> list[Finding]:
 
 
 def _notes(request: Request) -> Sequence[str]:
-    return (
-        "lora: export/ holds the adapters, which peft loads; rapidformer export RUN --merge writes the whole model",
-    )
+    notes = [
+        "lora: export/ holds the adapters, which peft loads; rapidformer export RUN --merge writes the whole model"
+    ]
+    if "mixture-of-experts" in request.active and request.config.get("lora_target_modules") == "all-linear":
+        notes.append(
+            "lora: experts and routers get no adapters; --lora-target-modules all-linear,experts gives experts some"
+        )
+    return notes
 
 
 def _acted(measured: Measured) -> str | None:
     trained, frozen = measured["trained_parameters"], measured["frozen_parameters"]
     adapted, in_codes = measured["adapted_layers"], measured["quantized_layers"]
-    if adapted and measured.config.get("quantize_base") in CODES and in_codes != adapted:
-        return f"{adapted} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
+    coded = adapted - measured["adapted_routers"]
+    if adapted and measured.config.get("quantize_base") in CODES and in_codes != coded:
+        return f"{coded} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
     if trained and frozen and measured["adapted_layers"]:
         return None
     return "adapters beside frozen weights were expected; " + (
@@ -173,7 +204,7 @@ SWITCHES = (
         receipt_hooks="rapidformer_templates.switches.lora.receipt:TrainedBesideFrozen",
         receipt=(
             *("trained_parameters", "frozen_parameters", "trained_bytes", "frozen_bytes"),
-            *("adapted_layers", "quantized_layers"),
+            *("adapted_layers", "adapted_routers", "quantized_layers"),
         ),
         acted=_acted,
         changes_result=True,
@@ -187,12 +218,13 @@ SWITCHES = (
                 Example("--lora-rank 8 --model-type gpt2", {"packages": {"peft": "0.17"}}),
             ),
             Rule(
-                "RF121",
-                "Adapters stand beside linear layers.",
-                "experts are one matrix for all of them, and ONNX Runtime puts graphs in the place of layers",
-                "[rapidformer_templates]",
-                excludes("lora", ("mixture-of-experts", "expert-parallel", "onnx-runtime")),
-                Example("--lora-rank 8 --onnx-runtime-training", {"packages": {"peft": "0.17"}}),
+                "RF142",
+                "Beside experts there are plain adapters, without dropout.",
+                "what is dropped before one of the two matrices cannot be added to a whole one, as peft's ParamWrapper "
+                "does; nor has it DoRA",
+                "[peft]",
+                _beside_matrices,
+                Example("--lora-rank 8 --lora-target-modules all-linear,experts --lora-dropout 0.1"),
             ),
             Rule(
                 "RF122",
@@ -234,13 +266,40 @@ SWITCHES = (
                 "A base in 8 or 4 bits lies whole on each worker that computes with it.",
                 "numbers have a scale in common, and what divides a weight would cut through them",
                 "[rapidformer_templates]",
+                _codes_whole,
+                Example(
+                    "--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}
+                ),
+            ),
+            Rule(
+                "RF143",
+                "A base in 8 or 4 bits is not for ONNX Runtime.",
+                "codes and scales lie in one tensor of bytes, and torch's exporter has no operator that reads bytes as "
+                "numbers (aten.view.dtype)",
+                "[torch]",
                 _not_beside(
-                    "{} divides the weights, and numbers in codes of 8 or 4 bits are read together",
-                    DIVIDING,
+                    "{} computes in graphs that torch exports, which cannot read codes",
+                    ("onnx-runtime",),
                     *("quantize_base", CODES, None),
                 ),
                 Example(
-                    "--lora-rank 8 --quantize-base int8 --fsdp-memory-optimization", {"packages": {"peft": "0.17"}}
+                    "--lora-rank 8 --quantize-base int8 --onnx-runtime-training",
+                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
+                ),
+            ),
+            Rule(
+                "RF144",
+                "DoRA is not for ONNX Runtime.",
+                "a block must be one graph, and torch's compiler breaks it at what peft calls to measure the weights",
+                "[peft, torch]",
+                _not_beside(
+                    "dora's layers are not one graph, which {} needs",
+                    ("onnx-runtime",),
+                    *("lora_variant", ("dora",), "lora"),
+                ),
+                Example(
+                    "--lora-rank 8 --lora-variant dora --onnx-runtime-training",
+                    {"packages": {"peft": "0.17", "onnxruntime": "1.30"}},
                 ),
             ),
             Rule(

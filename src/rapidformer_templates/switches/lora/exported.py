@@ -19,7 +19,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase, frozen_base_of, set_frozen_base
-from rapidformer_templates.models.loading import class_of
+from rapidformer_templates.models.loading import class_of, own_reader
+from rapidformer_templates.switches.mixture_of_experts.exported import with_mixtures
 
 CONFIG = "adapter_config"
 """Of an adapted model: peft's configuration of its adapters."""
@@ -70,6 +71,8 @@ def restore(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     from peft import PeftConfig, inject_adapter_in_model
 
     config: Any = PeftConfig.from_pretrained(str(folder))
+    with torch.device("meta"):
+        with_mixtures(model)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inject_adapter_in_model(config, model)
@@ -116,13 +119,19 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
     """
     from peft import PeftModel
 
-    base, info = factory.from_pretrained(
-        base_of(folder),
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,  # a head that was trained beside the adapters comes with them
-        output_loading_info=True,
+    named = base_of(folder)
+    reader = own_reader(Path(named))
+    base, info = (
+        reader.read_model(factory, Path(named), config)
+        if reader
+        else factory.from_pretrained(
+            named,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # a head that was trained beside the adapters comes with them
+            output_loading_info=True,
+        )
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

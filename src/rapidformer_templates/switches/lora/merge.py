@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.lora.exported import read_config, read_model
+from rapidformer_templates.switches.mixture_of_experts.exported import mark
 from rapidformer_templates.system.files import new_folder
 
 
@@ -34,5 +35,6 @@ def merge(adapters: Path, output: Path) -> None:
     logging.disable_progress_bar()
     with new_folder(output) as temporary:
         model.save_pretrained(temporary)
+        mark(temporary)
         if (adapters / "tokenizer_config.json").is_file():
             AutoTokenizer.from_pretrained(adapters, local_files_only=True).save_pretrained(temporary)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from rapidformer_templates.models.adapters import reader_of, set_stack_reader
 from rapidformer_templates.models.blocks import note_shape
 
 BLOCK = 64
@@ -194,3 +195,40 @@ class QuantizedLinear(nn.Module):
         bias = self.bias if self.bias is None else self.bias.to(kind)
         result: torch.Tensor = _Product.apply(x.to(kind), self.weight, bias, self.coding)
         return result
+
+
+class _StackReader:
+    """A stack of matrices from its bytes; one row is what goes into one output, as in a linear layer.
+
+    Args:
+        coding: of all rows of all matrices.
+        experts: how many matrices there are.
+    """
+
+    def __init__(self, coding: Coding, experts: int) -> None:
+        self.coding = coding
+        self.experts = experts
+
+    def __call__(self, stored: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+        """[N, in, out], of the bytes."""
+        return self.coding.read(stored, kind).unflatten(0, (self.experts, -1)).transpose(1, 2)
+
+
+def quantize_stack(experts: Any, name: str, coding: str, *, has_values: bool = True) -> None:
+    """Put the bytes of one of the stacks of a module of experts in its place."""
+    stack: torch.Tensor = getattr(experts, name).detach()
+    shape = tuple(stack.shape)
+    rows = (stack.transpose(1, 2) if experts.is_transposed else stack).flatten(0, 1)
+    read = _StackReader(CODINGS[coding]((rows.shape[0], rows.shape[1])), shape[0])
+    stored = read.coding.write(rows) if has_values else stack.new_empty(read.coding.size, dtype=torch.uint8)
+    parameter = nn.Parameter(stored, requires_grad=False)
+    note_shape(parameter, shape)
+    experts.register_parameter(name, parameter)
+    set_stack_reader(experts, name, read)
+
+
+def lies_in_codes(layer: Any) -> bool:
+    """Whether the weight beside which an adapter stands was quantized."""
+    name = getattr(layer, "parameter_name", None)
+    base = layer.get_base_layer()
+    return isinstance(base, QuantizedLinear) if name is None else reader_of(base, name) is not None

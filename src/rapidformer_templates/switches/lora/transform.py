@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -19,15 +22,17 @@ from rapidformer_templates.engines.local import COMPUTE_TYPES
 from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase, fingerprint, identity_of, set_frozen_base
-from rapidformer_templates.models.blocks import canonical_name
+from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of, whole
+from rapidformer_templates.switches.lora import matrices
 from rapidformer_templates.switches.lora.exported import CONFIG
-from rapidformer_templates.switches.lora.quantized import QuantizedLinear
+from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
 from rapidformer_templates.system.replaced_functions import install
 from rapidformer_templates.system.workers import Workers
 
 ADAPTER = "default"
 """The name that peft gives to an adapter of which there is one."""
+ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
 NEW_HEADS = ("classifier", "score", "qa_outputs")
 """What transformers calls heads that a pretrained language model does not have: they are trained whole."""
@@ -41,12 +46,14 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     """
     options = building.options
     trained_whole = _trained_whole(model, options.lora_modules_to_save)
-    targets = _targets(model, options.lora_target_modules, trained_whole)
+    targets = targets_of(model, options.lora_target_modules, trained_whole)
+    _check_matrices(model, targets, options)
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha if options.lora_alpha is not None else 2 * options.lora_rank,
         lora_dropout=options.lora_dropout,
-        target_modules=targets,
+        target_modules=targets.layers,
+        target_parameters=targets.matrices or None,
         modules_to_save=trained_whole or None,
         use_rslora=options.lora_variant == "rslora",
         use_dora=options.lora_variant == "dora",
@@ -56,13 +63,14 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     with warnings.catch_warnings(), nullcontext() if building.has_values else _moving_nothing():
         warnings.simplefilter("ignore")  # that Conv1D has its matrix the other way round, which peft then heeds
         try:
-            inject_adapter_in_model(config, model, ADAPTER)
+            _inject(config, model)
         except ValueError as error:
             raise ModelError(
                 f"{type(model).__name__} cannot get adapters: {error}",
                 where="--lora-target-modules",
                 hint="name layers of torch.nn.Linear by the ends of their names, such as q_proj,v_proj",
             ) from error
+    matrices.install(model, ADAPTER)
     if options.quantize_base == "half":
         _halve(model, COMPUTE_TYPES[building.plan.precision])
     elif options.quantize_base:
@@ -71,7 +79,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
         _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
     set_frozen_base(model, FrozenBase(frozen, identity))
-    vars(model)[CONFIG] = config
+    vars(model)[CONFIG] = as_peft_reads(config, model, targets)
     return model
 
 
@@ -103,30 +111,141 @@ def _trained_whole(model: nn.Module, asked: str | None) -> list[str]:
     return [name for name, _ in model.named_children() if name in NEW_HEADS]
 
 
-def _targets(model: nn.Module, asked: str, trained_whole: list[str]) -> list[str]:
-    """Full names of the layers that get adapters: all linear ones but the head, or those that end as asked."""
-    if asked != "all-linear":
-        layers = {end: _ending_with(model, end) for end in _names(asked)}
-        missing = [end for end, found in layers.items() if not found]
-        if missing or not layers:
-            raise ModelError(
-                f"{type(model).__name__} has no layer that is called {', '.join(missing) or asked}",
-                where="--lora-target-modules",
-                hint=f"its linear layers end in {', '.join(_ends(model))}",
-            )
-        return [name for found in layers.values() for name in found]
+@dataclass(frozen=True)
+class Targets:
+    """Full names of what gets adapters.
+
+    Attributes:
+        layers: linear ones.
+        matrices: parameters of modules that are no layers: stacks of experts, weights of routers.
+    """
+
+    layers: list[str]
+    matrices: list[str]
+
+
+def targets_of(model: nn.Module, asked: str, trained_whole: list[str]) -> Targets:
+    """What ends as asked; of ``all-linear`` all linear layers but the head, and no matrices.
+
+    Raises:
+        ModelError: there is nothing of a name.
+    """
+    layers: dict[str, None] = {}  # in order, each once
+    stacks: dict[str, None] = {}
+    for end in _names(asked):
+        if end == ALL_LINEAR:
+            found, held = _all_linear(model, trained_whole), []
+        else:
+            found, held = _ending_with(model, end), _matrices_ending_with(model, end)
+        if not found and not held:
+            raise _no_target(model, end)
+        owners = {name.rpartition(".")[0] for name in held}
+        layers |= dict.fromkeys(name for name in found if name not in owners)
+        stacks |= dict.fromkeys(held)
+    if not layers and not stacks:
+        raise _no_target(model, asked)
+    return Targets(list(layers), list(stacks))
+
+
+def _no_target(model: nn.Module, name: str) -> ModelError:
+    if name == ALL_LINEAR:
+        return ModelError(
+            f"{type(model).__name__} has no linear layer that could get an adapter", where="--lora-target-modules"
+        )
+    others = sorted({".".join(name.split(".")[-2:]) for name in _matrices(model)})
+    return ModelError(
+        f"{type(model).__name__} has no layer that is called {name}",
+        where="--lora-target-modules",
+        hint=f"its linear layers end in {', '.join(_ends(model))}"
+        + (f"; its other matrices in {', '.join(others)}" if others else ""),
+    )
+
+
+def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
-    found = [
+    return [
         name
         for name, module in model.named_modules()
         if isinstance(module, LINEAR) and module is not head and not _inside(name, trained_whole)
     ]
-    if not found:
-        raise ModelError(
-            f"{type(model).__name__} has no linear layer that could get an adapter", where="--lora-target-modules"
-        )
+
+
+def _matrices(model: nn.Module) -> list[str]:
+    """Names of stacks of matrices, and of single ones that are in no layer of a known kind."""
+    found = []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, (*LINEAR, nn.Embedding)):
+            sizes = {key: len(shape_of(p)) for key, p in module.named_parameters(recurse=False)}
+            most = max(sizes.values(), default=0)  # beside stacks, what has two dimensions is their biases
+            found += [f"{name}.{key}" for key, dimensions in sizes.items() if dimensions == most and most in (2, 3)]
     return found
+
+
+def _matrices_ending_with(model: nn.Module, end: str) -> list[str]:
+    """Those whose own names end so, or those of their modules."""
+    return [n for n in _matrices(model) if any(f".{name}".endswith(f".{end}") for name in (n, n.rpartition(".")[0]))]
+
+
+def _check_matrices(model: nn.Module, targets: Targets, options: Any) -> None:
+    """Raise a :class:`ModelError` for what peft has not beside matrices; rules see it before, where they know names."""
+    lacking = {
+        "--lora-dropout": options.lora_dropout,
+        "--lora-variant dora": options.lora_variant == "dora",
+        "layers of the kind Conv1D": any(isinstance(model.get_submodule(name), Conv1D) for name in targets.layers),
+    }
+    named = next((what for what, given in lacking.items() if given), None)
+    if targets.matrices and named:
+        raise ModelError(
+            f"peft has no adapters with {named} beside matrices that are no layers: {targets.matrices[0]}",
+            where="--lora-target-modules",
+            hint="leave the one or the other out",
+        )
+
+
+def _inject(config: LoraConfig, model: nn.Module) -> None:
+    """Have peft put adapters beside what is named, and nothing else.
+
+    peft takes some names for those that older versions of transformers had in mixtures, and would put adapters
+    beside experts in their place. What has no configuration it takes as it is.
+    """
+    if not renamed_by_peft(model, config.target_modules or ()):
+        inject_adapter_in_model(config, model, ADAPTER)
+        return
+    holder = nn.Module()
+    holder.model = model
+    inject_adapter_in_model(config, holder, ADAPTER)
+    model.peft_config = holder.peft_config
+
+
+def renamed_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of some layers' names that peft takes for something else in this architecture."""
+    if not hasattr(getattr(model, "config", None), "model_type"):
+        return set()
+    return {name for name in names if _means_another(name.rpartition(".")[2], model)}
+
+
+def _means_another(end: str, model: nn.Module) -> bool:
+    tried = LoraConfig(target_modules=[end])
+    try:
+        convert_peft_config_for_transformers(tried, model, None)
+    except ValueError:  # of several that must be named together
+        return True
+    return set(tried.target_modules or ()) != {end}
+
+
+def as_peft_reads(config: LoraConfig, model: nn.Module, targets: Targets) -> LoraConfig:
+    """The configuration from which peft puts adapters beside the same layers of a model that transformers reads.
+
+    The weight of a layer whose name peft takes for another one is named as a matrix: adapters of both are the same.
+    """
+    renamed = renamed_by_peft(model, targets.layers)
+    if not renamed:
+        return config
+    read = copy.copy(config)
+    read.target_modules = [name for name in targets.layers if name not in renamed]
+    read.target_parameters = [*targets.matrices, *(f"{name}.weight" for name in sorted(renamed))]
+    return read
 
 
 def _names(asked: str) -> list[str]:
@@ -163,17 +282,27 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def _halve(model: nn.Module, kind: torch.dtype) -> None:
-    """Keep what adapters stand beside in the type that autocast would round it to in each product."""
+    """Keep what adapters stand beside in the type that autocast would round it to in each product.
+
+    A router's weight is rounded together with what its adapter adds.
+    """
     for _, layer in adapted_layers(model):
-        for parameter in layer.get_base_layer().parameters():
+        held: list[torch.Tensor] = []
+        if isinstance(layer, matrices.StackAdapter):
+            held = [layer.get_param()]
+        elif not isinstance(layer, matrices.MatrixAdapter):
+            held = [*layer.get_base_layer().parameters()]
+        for parameter in held:
             parameter.data = parameter.data.to(kind)
 
 
 def _quantize(model: nn.Module, coding: str, *, has_values: bool) -> None:
-    """Keep the weights that adapters stand beside in codes."""
+    """Keep the weights that adapters stand beside in codes; those of routers stay as they are."""
     for _, layer in adapted_layers(model):
-        quantized = QuantizedLinear(layer.get_base_layer(), coding, has_values=has_values)
-        layer.base_layer = quantized
+        if isinstance(layer, matrices.StackAdapter):
+            quantize_stack(layer.get_base_layer(), layer.parameter_name, coding, has_values=has_values)
+        elif not isinstance(layer, matrices.MatrixAdapter):
+            layer.base_layer = QuantizedLinear(layer.get_base_layer(), coding, has_values=has_values)
 
 
 def _initialise(model: nn.Module, seed: int) -> None:

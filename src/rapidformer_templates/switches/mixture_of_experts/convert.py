@@ -208,6 +208,8 @@ class _Dense:
         self.inputs, self.outputs = shape if type(layer).__name__ == "Conv1D" else shape[::-1]
 
     def initialise(self, matrices: torch.Tensor, biases: torch.Tensor | None) -> None:
+        if self.weight.is_meta:
+            return
         with whole(*(p for p in (self.weight, self.bias) if p is not None)):
             matrices.normal_(std=float(self.weight.float().std()))
             if biases is not None and biases.shape[1] == self.outputs:

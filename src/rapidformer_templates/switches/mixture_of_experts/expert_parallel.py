@@ -23,8 +23,9 @@ from rapidformer_templates.engines.model_building import Building
 from rapidformer_templates.engines.parallel.copies import COPIES, NONE, copies_of
 from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.adapters import base_of
 from rapidformer_templates.switches.mixture_of_experts.convert import sparse_layers
-from rapidformer_templates.switches.mixture_of_experts.experts import Experts
+from rapidformer_templates.switches.mixture_of_experts.experts import SHARE, Experts
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import own_experts
 
@@ -34,13 +35,14 @@ def divide_experts(model: nn.Module, building: Building) -> nn.Module:
     workers, over = building.workers, int(building.plan.engine_options["experts_over"])
     if over == 1:
         return model
-    stacks = [*(layer.experts for _, layer in sparse_layers(model)), *own_experts(model)]
+    stacks = [*(base_of(layer.experts) for _, layer in sparse_layers(model)), *own_experts(model)]
     _check(stacks, over)
     shape = (workers.pipeline, workers.copies // over, over, workers.tensor)
     mesh = init_device_mesh(workers.device.type, shape, mesh_dim_names=("pipeline", COPIES, "experts", "tensor"))
     # Their own: the gradients of the rest travel at the same time.
     group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(2, -1).reshape(-1, over).tolist())
     for stack in stacks:
+        setattr(stack, SHARE, dist.get_rank(group))
         for name, parameter in list(stack.named_parameters()):
             stack.register_parameter(name, _share(parameter, mesh[COPIES, "experts", "tensor"]))
     for _, layer in sparse_layers(model):

@@ -10,9 +10,15 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rapidformer_templates.engines.pieces import local_part
+from rapidformer_templates.models.adapters import ReadStack, factors_beside, reader_of
 
 GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """What torch's grouped product can multiply."""
+
+SHARE = "share_of_experts"
+"""Of a module whose stacks have a share of the experts, where others have the rest: which of the shares."""
+RANKS = 8
+"""Ranks of adapters are filled up to a multiple of it."""
 
 
 class Experts(nn.Module):
@@ -28,6 +34,7 @@ class Experts(nn.Module):
     Attributes:
         tensor_styles: how tensor parallelism divides the parameters.
         bias_factor: of what ``down`` adds: 0 where another worker of those that share the matrices adds it.
+        is_transposed: as transformers and peft say it, that a matrix is (input, output) features.
     """
 
     up: nn.Parameter
@@ -36,6 +43,7 @@ class Experts(nn.Module):
     up_bias: nn.Parameter | None
     gate_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
+    is_transposed: ClassVar[bool] = True
     tensor_styles: ClassVar[Mapping[str, str]] = {
         "": "moe_tp_experts",
         **dict.fromkeys(("up", "gate", "up_bias", "gate_bias"), "experts_colwise"),
@@ -79,7 +87,7 @@ class Experts(nn.Module):
             member = _members(counts, len(tokens))
 
         def project(inputs: torch.Tensor, name: str) -> torch.Tensor:
-            product = grouped_product(inputs, local_part(getattr(self, name)), counts, all_taken=all_taken)
+            product = stack_product(self, name, inputs, counts, all_taken=all_taken)
             if member is None:
                 return product
             offset = local_part(getattr(self, f"{name}_bias")).to(product.dtype)
@@ -130,6 +138,58 @@ def grouped_product(
     # torch leaves rows behind the last group as they were in memory, in the product as in the gradient.
     taken = (torch.arange(len(inputs), device=ends.device) < ends[-1]).unsqueeze(1)
     return F.grouped_mm(inputs.where(taken, 0), matrices, offs=ends).where(taken, 0)
+
+
+def stack_product(
+    experts: Any, name: str, inputs: torch.Tensor, counts: torch.Tensor, *, all_taken: bool = True
+) -> torch.Tensor:
+    """Rows times the matrices of one stack of experts, and what adapters beside it add."""
+    read, stack = reader_of(experts, name), local_part(getattr(experts, name))
+    if read is None:
+        turned = stack if experts.is_transposed else stack.transpose(1, 2)
+        product = grouped_product(inputs, turned, counts, all_taken=all_taken)
+    else:
+        product = _product_of_codes(inputs, stack, counts, read, all_taken)
+    factors = factors_beside(experts, name)
+    if factors is None:
+        return product
+    first = getattr(experts, SHARE, 0) * len(counts)
+    here = slice(first, first + len(counts))
+    # torch's grouped product on a GPU wants rows of a multiple of 16 bytes.
+    more = -factors.down.shape[2] % RANKS
+    down = F.pad(factors.down[here], (0, more)).contiguous()
+    up = F.pad(factors.up[here], (0, 0, 0, more)).contiguous()
+    inner = grouped_product(inputs, down, counts, all_taken=all_taken)
+    return product + grouped_product(inner, up, counts, all_taken=all_taken) * factors.scaling
+
+
+def _product_of_codes(
+    inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_taken: bool
+) -> torch.Tensor:
+    device = inputs.device.type
+    if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
+        inputs = inputs.to(torch.get_autocast_dtype(device))
+    product: torch.Tensor = _CodesProduct.apply(inputs, stored, counts, read, all_taken)
+    return product
+
+
+class _CodesProduct(torch.autograd.Function):
+    """Keeps the codes for the backward, and not the stack that was read from them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, stored: torch.Tensor, counts: torch.Tensor, read: ReadStack, all_taken: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(stored, counts)
+        ctx.read, ctx.all_taken = read, all_taken
+        return grouped_product(inputs, read(stored, inputs.dtype), counts, all_taken=all_taken)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (stored, counts), (gradient,) = ctx.saved_tensors, gradients
+        turned = ctx.read(stored, gradient.dtype).transpose(1, 2)
+        with torch.autocast(gradient.device.type, enabled=False):
+            return grouped_product(gradient, turned, counts, all_taken=ctx.all_taken), None, None, None, None
 
 
 class _SegmentProduct(torch.autograd.Function):

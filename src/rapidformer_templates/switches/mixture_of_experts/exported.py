@@ -60,16 +60,25 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
+def with_mixtures(model: Any) -> Any:
+    """A model with the mixtures that its configuration speaks of, if it speaks of some; their values are to be read."""
+    sizes = getattr(model.config, KEY, None)
+    if sizes:
+        make_sparse(model, find_blocks(model), MixtureSizes(**sizes))
+    return model
+
+
 def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
     """The model in a marked folder, and what ``from_pretrained`` would tell of the loading.
 
     Args:
-        factory: transformers' class for the task, such as ``AutoModelForCausalLM``.
+        factory: transformers' class for the task, such as ``AutoModelForCausalLM``, or one of models.
         folder: that :func:`mark` has marked.
         config: from :func:`read_config`.
     """
-    model = factory.from_config(config).float()
-    make_sparse(model, find_blocks(model), MixtureSizes(**getattr(config, KEY)))
+    build = getattr(factory, "from_config", factory)  # of a class of models, the class itself
+    model = with_mixtures(build(config).float())
+    model.config.name_or_path = str(folder)  # as from_pretrained notes it; adapters name their base by it
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)

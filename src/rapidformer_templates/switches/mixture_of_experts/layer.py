@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer_templates.models.adapters import base_of
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.gate import Gate
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
@@ -40,7 +41,7 @@ class SparseFeedForward(nn.Module):
         losses = self._losses
         logits = losses.whole(self.gate(rows))
         mask = losses.mask_of(logits)
-        routing = self.gate.route(logits, mask)
+        routing = base_of(self.gate).route(logits, mask)  # type: ignore[operator]
         weights = losses.attach(routing.weights, logits, routing.chosen, routing.kept, mask, self._layer)
         weights, chosen = losses.here(weights), losses.here(routing.chosen)
         kept = None if routing.kept is None else losses.here(routing.kept).flatten(0, 1)

@@ -83,6 +83,7 @@ class BalanceLosses:
         self._mask: Any = None
         self._shape: tuple[int, ...] = ()
         self._tokens: float = 1.0  # of the global batch
+        self._unreached: dict[int, torch.Tensor] = {}  # what layers have seen that no backward comes by
         self._unit = torch.zeros(())  # gradient of one token's loss in the backward that runs now
         self._counts = True  # whether its micro batch counts
         # By layer: sums of both losses over the tokens, choices that were not carried out, choices of each expert.
@@ -100,6 +101,7 @@ class BalanceLosses:
             self._mask = given.get("attention_mask")
             inputs = given.get("input_ids", given.get("inputs_embeds"))
             self._shape = tuple(inputs.shape[:2]) if isinstance(inputs, torch.Tensor) else ()
+            self._unreached = {}
 
         model.register_forward_pre_hook(see, with_kwargs=True)
         setattr(model, ATTRIBUTE, self)
@@ -147,7 +149,7 @@ class BalanceLosses:
             mask: [B, T], False where there is padding.
             layer: its number.
         """
-        if not (torch.is_grad_enabled() and weights.requires_grad):
+        if not torch.is_grad_enabled():
             return weights
         with torch.autocast(logits.device.type, enabled=False):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -158,6 +160,9 @@ class BalanceLosses:
             lost = logits.new_zeros(()) if kept is None else (~kept * real.bool().unsqueeze(-1)).sum().to(logits.dtype)
             seen = torch.cat([torch.stack([balance.detach(), z.detach(), lost]), visits.sum((0, 1))])
             own = self.balance * balance + self.z * z
+        if not weights.requires_grad:  # nothing before this layer is trained, nor its router
+            self._unreached[layer] = seen
+            return weights
         carried: torch.Tensor = _Attach.apply(weights, own, seen, self, layer)
         return carried
 
@@ -188,12 +193,14 @@ class BalanceLosses:
     def follow_without_loss(self, microbatch: MicroBatch, scale: torch.Tensor) -> None:
         self._counts = not microbatch.idle
         self._unit = scale.double() * (self._counts / self._tokens)
+        for layer, seen in self._unreached.items() if self._counts else ():
+            self.note(seen, layer)
 
     def seen(self) -> Any:
-        return self._mask, self._shape
+        return self._mask, self._shape, self._unreached
 
     def recall(self, seen: Any) -> None:
-        self._mask, self._shape = seen
+        self._mask, self._shape, self._unreached = seen
 
     def results(self, workers: Workers) -> dict[str, torch.Tensor]:
         # Each layer is on one stage, and seen whole by all workers that share its matrices or its sequences.

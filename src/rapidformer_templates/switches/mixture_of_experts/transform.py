@@ -33,6 +33,12 @@ def mixture_of_experts(model: nn.Module, building: Building) -> nn.Module:
         losses: BalanceLosses = model.auxiliary_losses  # type: ignore[assignment]
         losses.balance, losses.z = balance, z
     else:
+        if "lora" in building.plan.switches:
+            raise ModelError(
+                "adapters leave the rest of a model as it is, and new experts have learned nothing",
+                where="--num-experts",
+                hint="train a mixture whole, and adapters beside its export/",
+            )
         sizes = _sizes(options, balance, z)
         make_sparse(model, building.blocks, sizes)
         describe(model, sizes)

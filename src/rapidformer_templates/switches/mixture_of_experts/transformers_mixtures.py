@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from rapidformer_templates.engines.pieces import local_part
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import shape_of
 from rapidformer_templates.models.facts import OWN_EXPERTS
-from rapidformer_templates.switches.mixture_of_experts.experts import grouped_product
+from rapidformer_templates.switches.mixture_of_experts.experts import stack_product
 from rapidformer_templates.switches.mixture_of_experts.layer import group_by_expert, ungroup
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses
 
@@ -54,7 +54,7 @@ def watch_own_experts(model: Any, *, balance: float | None, z: float) -> Balance
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, grouped_experts)
     model.set_experts_implementation(IMPLEMENTATION)
     own = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
-    experts = len(routers[0].weight)
+    experts = shape_of(routers[0].weight)[0]
     losses = BalanceLosses(len(routers), experts, balance=own if balance is None else balance, z=z)
     losses.watch(model)
     for layer, router in enumerate(routers):
@@ -101,16 +101,11 @@ def grouped_experts(
     grouped = group_by_expert(hidden_states, top_k_index, None, experts.num_experts)
 
     def compute(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        def project(inputs: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-            matrices = local_part(parameter)
-            turned = matrices if experts.is_transposed else matrices.transpose(1, 2)
-            return grouped_product(inputs, turned, counts)
-
         if experts.has_gate:
-            inner = experts._apply_gate(project(tokens, experts.gate_up_proj))
+            inner = experts._apply_gate(stack_product(experts, "gate_up_proj", tokens, counts))
         else:
-            inner = experts.act_fn(project(tokens, experts.up_proj))
-        return project(inner, experts.down_proj)
+            inner = experts.act_fn(stack_product(experts, "up_proj", tokens, counts))
+        return stack_product(experts, "down_proj", inner, counts)
 
     dispatcher = getattr(experts, "token_dispatcher", None)  # to experts of other workers
     if dispatcher is None:

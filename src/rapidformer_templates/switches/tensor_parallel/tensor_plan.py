@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import adapter_parts
+from rapidformer_templates.models.adapters import adapter_parts, plain_name
 from rapidformer_templates.models.stand_ins import Elsewhere
 from rapidformer_templates.models.vocabulary_loss import LossHead
 from rapidformer_templates.switches.tensor_parallel.styles import (
@@ -155,6 +155,13 @@ def check_sizes(model: nn.Module, plan: TensorPlan, size: int) -> None:
 
 _WHERE = "tensor plan"
 
+BESIDE_STACKS = {
+    "packed_colwise": (PARTIAL, "packed_colwise"),
+    **dict.fromkeys(("colwise", EXPERTS_COLUMN), (PARTIAL, "colwise")),
+    **dict.fromkeys((*ROW, EXPERTS_ROW), ("rowwise", PARTIAL)),
+}
+"""The styles of both matrices of an adapter, by the style of the stack of experts' matrices that it stands beside."""
+
 
 def _styles_of(model: nn.Module) -> dict[str, str]:
     """Styles of modules and of parameters that a plan names themselves."""
@@ -168,12 +175,12 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
         )
     expressions = [(re.compile(_expression(pattern)), style) for pattern, style in patterns.items()]
     # What another pipeline stage has is not divided here, nor is a layer that a mixture has taken the place of.
-    names = {name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, nn.Identity))} | {
-        name for name, _ in model.named_parameters(remove_duplicate=False)
-    }
+    names = {name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, nn.Identity))}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     styles: dict[str, str] = {}
-    for name in sorted(names):
-        style = next((style for expression, style in expressions if expression.fullmatch(name)), None)
+    for name in sorted(names | parameters):
+        named = plain_name(name) if name in parameters else name
+        style = next((style for expression, style in expressions if expression.fullmatch(named)), None)
         if style is not None:
             styles[name] = style
     if not any(style in COLUMN | ROW | {GATHERED_COLUMN, SPLIT_ROW} for style in styles.values()):
@@ -185,12 +192,19 @@ def _beside_adapters(model: nn.Module, styles: Mapping[str, str]) -> tuple[dict[
     """The styles with those of the parts of adapted layers in their place, and the layer of each such part.
 
     Beside columns the first matrix is whole, and each worker has a part of its gradient; the second is divided as the
-    layer is. Beside rows the first is divided as the layer is, and their sum goes through a whole second one.
+    layer is. Beside rows the first is divided as the layer is, and their sum goes through a whole second one; beside
+    the rows of experts there is no sum before the experts' own, and each worker has a part of the second's gradient.
     """
     styles_with_adapters, layers = dict(styles), {}
+    stacks = {plain_name(name): style for name, style in styles.items()}
     for name, module in model.named_modules():
         parts = adapter_parts(module)
         if parts is None:
+            continue
+        if parts.stack:
+            style = stacks.get(f"{plain_name(name)}.{parts.stack}", REPLICATED)
+            down, up = BESIDE_STACKS.get(style, (REPLICATED, REPLICATED))
+            styles_with_adapters |= {f"{name}.{parts.down}.weight": down, f"{name}.{parts.up}.weight": up}
             continue
         style = styles_with_adapters.pop(name, REPLICATED)
         down, up = {**dict.fromkeys(COLUMN, (PARTIAL, style)), **dict.fromkeys(ROW, (style, REPLICATED))}.get(
@@ -281,13 +295,16 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _division_of_parameter(name: str, parameter: nn.Parameter, style: str) -> Division | None:
-    """Of a parameter by itself: experts keep theirs as (experts, output features, input features)."""
+    """Of a parameter by itself: experts keep theirs as (experts, output features, input features).
+
+    Adapters beside them are (output, input) features, some for each expert.
+    """
     if style == PARTIAL:
         return None
-    if style in ("colwise", "packed_colwise") and parameter.ndim == 3:
-        return Division(1, PARTS.get(style, 1))
-    if style in ROW and parameter.ndim == 3:
-        return Division(2)
+    if style in ("colwise", "packed_colwise") and parameter.ndim in (2, 3):
+        return Division(parameter.ndim - 2, PARTS.get(style, 1))
+    if style in ROW and parameter.ndim in (2, 3):
+        return Division(parameter.ndim - 1)
     if style == EXPERTS_COLUMN:
         return Division(parameter.ndim - 1)
     if style == EXPERTS_ROW:

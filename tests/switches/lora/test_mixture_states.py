@@ -1,0 +1,83 @@
+"""What adapters in a mixture hold, as the planner predicts it, beside the receipts of runs: equal to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer_templates.planning.environment import detect
+from rapidformer_templates.planning.resolve import resolve
+from rapidformer_templates.switches.auto_strategy.layouts import layout_of
+from rapidformer_templates.switches.auto_strategy.memory import held_by_worker
+from rapidformer_templates.switches.auto_strategy.model_of_flags import with_switches
+from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
+from rapidformer_templates.switches.auto_strategy.setting import setting_of
+from rapidformer_templates.switches.auto_strategy.state_bytes import Held
+from tests.support import jobs, mixtures
+from tests.support.worker_group import run_in_workers
+
+pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
+pytestmark = pytest.mark.distributed
+
+STEPS = (
+    "--device cpu --train-iters 1 --micro-batch-size 2 --lr 1e-3 --no-export-model --num-experts 4 --moe-loss-coeff 0.2"
+    " --lora-rank 3 --lora-target-modules all-linear,experts,gate"
+)
+CASES = {  # name: (workers, flags)
+    "alone": (1, ""),
+    "int8": (1, "--quantize-base int8"),
+    "int4, bf16": (1, "--quantize-base int4 --mixed-precision bf16"),
+    "half": (1, "--quantize-base half --mixed-precision bf16"),
+    "fsdp": (2, "--fsdp-memory-optimization"),
+    "distributed optimizer": (2, "--use-distributed-optimizer --quantize-base int4"),
+    "divided experts": (2, "--expert-parallel"),
+    "divided experts, zero-1": (2, "--expert-parallel --zero-1-memory-optimization"),
+    "divided experts, fsdp": (2, "--expert-parallel --fsdp-memory-optimization"),
+    "shards": (2, "--tensor-model-parallel-size 2"),
+}
+
+
+def _held(workers: Any, folder: str, names: list[str]) -> dict[str, list[Held]]:
+    """What each rank holds, by the receipts."""
+    found = {}
+    for name in names:
+        run = jobs.train("mixtral-wide", False, f"{STEPS} {CASES[name][1]}", f"{folder}/{name.replace(' ', '-')}")
+        kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
+        ranks = run["summary"]["receipts"]["held_bytes_by_rank"]
+        found[name] = [Held(*(rank[kind] for kind in kinds)) for rank in ranks]
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Held]]:
+    folder = str(tmp_path_factory.mktemp("runs"))
+    alone, two = ([name for name, (workers, _) in CASES.items() if workers == count] for count in (1, 2))
+    return _held(None, folder, alone) | run_in_workers(2, _held, folder, two)[0]
+
+
+def _predicted(name: str) -> list[Held]:
+    workers, flags = CASES[name]
+    job = mixtures.WideJob([*STEPS.split(), *flags.split(), "--nproc-per-node", str(workers)])
+    plan = resolve(job.config, detect("Trainer", "test", device="cpu", world_size=workers))
+
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        return dict.fromkeys(("input_ids", "labels"), torch.zeros((samples, 16), dtype=torch.long))
+
+    of_model = ModelShapes(lambda blocks: with_switches(mixtures.tiny("mixtral", blocks or 4), job.config, plan), batch)
+    return held_by_worker(of_model, layout_of(plan), setting_of(plan, of_model.width))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_holds_what_is_predicted(name: str, measured: dict[str, list[Held]]) -> None:
+    assert measured[name] == _predicted(name)
+
+
+def test_experts_in_codes_take_fewer_bytes(measured: dict[str, list[Held]]) -> None:
+    """Their stacks, four layers of 4 experts, to one byte a number and a scale a row."""
+    linear = 4 * 4 * (16 * 16)
+    stacks = 4 * 4 * 3 * 16 * 24
+    rows = 4 * (4 * 16 + 4 * (48 + 16))
+    saved = measured["alone"][0].parameters - measured["int8"][0].parameters
+    assert saved == 3 * (linear + stacks) - 4 * rows
