@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -64,6 +65,28 @@ def build(kind: str) -> nn.Module:
 KINDS = ("unruly", "causal", "masked", "classifier", "pretrained")
 
 
+def _named(kind: type) -> type:
+    """A decorator, such as transformers has for its experts."""
+    init = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def named(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.name = "decorated"
+
+    kind.__init__ = named  # type: ignore[misc]
+    return kind
+
+
+def _imported_meanwhile() -> type[nn.Module]:
+    @_named
+    class Late(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+
+    return Late
+
+
 def _build_all(workers: Any) -> dict[str, Any]:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
@@ -82,6 +105,11 @@ def _build_all(workers: Any) -> dict[str, Any]:
         with GatheredParameters(list(model.parameters())):
             weights = {name: tensor.detach().clone() for name, tensor in model.state_dict(keep_vars=True).items()}
         found[kind] = (weights, held / whole, uncut)
+    with partitioned_construction(CONFIG):
+        late = _imported_meanwhile()
+        partitioned = late()
+    after = late()
+    found["late"] = [(module.name, module.weight.numel()) for module in (partitioned, after)]
     return found
 
 
@@ -100,3 +128,8 @@ def test_weights_are_those_of_a_model_that_is_built_whole(kind: str, built: Any)
             assert torch.equal(weights[name], weight), name
         assert 0.5 <= share < 0.53  # half, and what odd sizes add
         assert uncut == 0  # nothing was left whole
+
+
+def test_a_class_that_is_imported_meanwhile_keeps_its_decorators(built: Any) -> None:
+    for rank in built:
+        assert rank["late"] == [("decorated", 0), ("decorated", 16)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -50,9 +51,19 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     whole = _WholeAgain()
 
     class Partitioned(Init):
+        is_over = False
+
         def _post_init_method(self, module: Any) -> None:
-            with whole.paused():
-                super()._post_init_method(module)
+            if not self.is_over:
+                with whole.paused():
+                    super()._post_init_method(module)
+
+        def __exit__(self, *error: Any) -> None:
+            decorated = {kind: vars(kind)["__init__"] for kind in _subclasses(nn.Module) if _is_decorated(kind)}
+            super().__exit__(*error)
+            self.is_over = True
+            for kind, init in decorated.items():
+                setattr(kind, "__init__", init)  # noqa: B010 - of a class, which a type checker takes for unsound
 
     building = dict(config)
     if "nvme_path" not in config["zero_optimization"].get("offload_param", {}):
@@ -67,6 +78,23 @@ def partitioned_construction(config: Mapping[str, Any]) -> Iterator[None]:
     finally:
         unset_hf_deepspeed_config()
         del known_to_transformers
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    subclasses: list[type[Any]] = kind.__subclasses__()
+    for subclass in subclasses:
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _is_decorated(kind: type) -> bool:
+    """Whether a decorator has put something around the ``__init__`` that DeepSpeed has put around a class's own.
+
+    A module that is imported meanwhile has such classes. DeepSpeed gives them their own back, without the decorator's.
+    """
+    init = vars(kind).get("__init__")
+    own = vars(kind).get("_old_init")
+    return own is not None and init is not own and getattr(init, "__wrapped__", None) is not own
 
 
 @contextmanager
