@@ -6,6 +6,7 @@ Peaks of live storages on a CPU: bytes, and no times.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,8 +19,13 @@ from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
 FLAGS = (
     Flag("workers", 4, "most worker processes"),
+    Flag("num-experts", 0, "experts in the place of each feed-forward; 0: none", kind=int),
+    Flag("expert-model-parallel-size", 1, "workers that one copy of the experts is divided over"),
     Flag("longest", 32768, f"longest sequences, of {', '.join(map(str, LENGTHS))} tokens"),
 )
+
+GOAL = 0.10
+"""How far what lies beside the states may be from one Nth, as a share."""
 
 COLUMNS: Columns = {
     "tokens": "{tokens:,}",
@@ -36,13 +42,19 @@ COLUMNS: Columns = {
 def answer(options: argparse.Namespace) -> Answer:
     sizes = [workers for workers in (1, 2, 4) if workers <= options.workers]
     lengths = [length for length in LENGTHS if length <= options.longest]
-    cases = [Case(f"llama-{n}", Layout(context=w, partitioning="none")) for w in sizes for n in lengths]
+    experts = f"--num-experts {options.num_experts}" if options.num_experts else ""
+    over = options.expert_model_parallel_size
+    layouts = [Layout(context=workers, experts=math.gcd(over, workers)) for workers in sizes]
+    cases = [Case(f"llama-{n}", layout, adapters=experts) for layout in layouts for n in lengths]
     with progress("context", len(sizes)) as advance:
         results = measure(cases, advance)
     alone = {result.case.model: _beside(result) for result in results if result.case.layout.context == 1}
     rows = sorted((_row(result, alone) for result in results), key=lambda row: (row["tokens"], row["workers"]))
     title = "a worker's peak, and what of it is beside weights and optimizer state: a llama of 2 blocks, width 64"
-    return Answer({"rows": rows}, table(title, rows, COLUMNS, left=0), [], partial(_draw, rows))
+    title += f", {options.num_experts} experts" if experts else ""
+    farthest = max(abs(row["share"] * row["workers"] - 1) for row in rows)
+    note = f"beside the states: at most {farthest:.1%} from one Nth of one worker's (goal {GOAL:.0%})"
+    return Answer({"rows": rows}, table(title, rows, COLUMNS, left=0), [note], partial(_draw, rows))
 
 
 def _beside(result: Result) -> float:
