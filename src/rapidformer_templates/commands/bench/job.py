@@ -27,6 +27,7 @@ from rapidformer_templates.commands.bench.worker import (
 )
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.system import launch, program
+from rapidformer_templates.system.gloo_threads import let_go_at_exit
 
 
 def ours(job: Job, line: Line) -> None:
@@ -130,6 +131,7 @@ def work(job: Job) -> None:
 def main() -> int:
     job = Job(**json.loads(sys.argv[1]))
     if launch.is_worker():
+        let_go_at_exit()  # also where a peer opens the group
         launch.report_errors(lambda: work(job))
         return 0
     try:
