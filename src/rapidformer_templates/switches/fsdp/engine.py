@@ -174,18 +174,20 @@ class FSDPEngine(SingleEngine):
         super()._backward(loss)
 
     def _reduce(self) -> None:
-        experts = [local_part(p.grad) for p in self._parameters if p.grad is not None and _lies_in(p, EXPERTS)]
-        if experts:
-            # An average over those that have them, of sums over the workers that have sent them tokens.
-            torch._foreach_div_(experts, self._experts_over)
+        for parameter in self._parameters:
+            if parameter.grad is not None and _lies_in(parameter, EXPERTS):
+                # An average over those that have it, of sums over the workers that have sent it tokens.
+                local_part(parameter.grad).div_(self._experts_over)
 
     def _grad_norm(self) -> torch.Tensor:
         """Of what the workers have, each part once; in one sum over all of them, so that copies are clipped alike."""
         square = torch.zeros((), dtype=torch.float64, device=self.workers.device)
+        kind = torch.float32
         for gradients in by_mesh(self._gradients()):
             local = get_total_norm([local_part(gradient) for gradient in gradients])
             square += local.double().square() / _copies_of(gradients[0], self.workers.world)
-        norm = self.workers.sum_tensor(square).sqrt()
+            kind = local.dtype
+        norm = self.workers.sum_tensor(square).sqrt().to(kind)  # of a worker alone the norm that any engine takes
         return norm if self.loss_scale is None else norm / self.loss_scale.scale
 
     def _whole_now(self) -> float:

@@ -165,7 +165,7 @@ def _notes(request: Request) -> Sequence[str]:
 def _acted(measured: Measured) -> str | None:
     trained, frozen = measured["trained_parameters"], measured["frozen_parameters"]
     adapted, in_codes = measured["adapted_layers"], measured["quantized_layers"]
-    coded = adapted - measured["adapted_routers"]
+    coded = (adapted or 0) - (measured["adapted_routers"] or 0)
     if adapted and measured.config.get("quantize_base") in CODES and in_codes != coded:
         return f"{coded} layers in {measured.config.get('quantize_base')} were expected; {in_codes} are"
     if trained and frozen and measured["adapted_layers"]:
