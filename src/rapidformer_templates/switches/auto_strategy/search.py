@@ -197,7 +197,7 @@ class Search:
                     self._recomputed(),
                     self._shard_sizes(partitioning, replicas),
                     self._virtual_sizes(pipeline),
-                    self._expert_sizes(data),
+                    self._expert_sizes(replicas),
                 ):
                     yield Layout(
                         tensor,
@@ -254,11 +254,11 @@ class Search:
         sizes = [size for size in VIRTUAL_SIZES if each % size == 0]
         return self._allowed("virtual_pipeline_size", sizes if interleaves else [1])
 
-    def _expert_sizes(self, data: int) -> list[int]:
+    def _expert_sizes(self, replicas: int) -> list[int]:
         """Replicas that share one copy of the experts."""
         if self.config.get("expert_parallel"):
-            return [data]
-        sizes = _divisors(math.gcd(self.subject.experts, data)) if self.subject.experts else [1]
+            return [replicas]
+        sizes = _divisors(math.gcd(self.subject.experts, replicas)) if self.subject.experts else [1]
         return self._allowed("expert_model_parallel_size", sizes)
 
     def _setting(self, layout: Layout) -> Setting | str:
