@@ -293,6 +293,17 @@ def locate_part(
     return located, located.parts[chosen]
 
 
+def check_located(flags: DataFlags) -> None:
+    """Look at whether the data sets of a run are there, with the parts that it evaluates.
+
+    Raises:
+        DataError: one is not there, or it is not clear which files it is.
+    """
+    check_evaluated(flags)
+    for one in each_of(flags):
+        locate(one)
+
+
 def check_evaluated(flags: DataFlags) -> None:
     """Look at whether the sets are there that are evaluated besides the validation part.
 
