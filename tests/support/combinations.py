@@ -204,7 +204,7 @@ class _Job:
         return Data(train=samples, collate=_pad, lengths=[len(sample["input_ids"]) for sample in samples])
 
     def build_model(self) -> torch.nn.Module:
-        sizes = {"n_positions": 64, "n_embd": 256 if self.wide else 16, "n_layer": 4, "n_head": 2}
+        sizes = {"n_positions": 64, "n_embd": 256 if self.wide else 16, "n_layer": 4, "n_head": 4}  # to divide by 2 × 2
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **dropouts)
         model = (Branches if self.variant == "branches" else GPT2LMHeadModel)(config)
