@@ -59,11 +59,11 @@ class Registry:
         return _by_code([*self.rules, *(rule for switch in request.active.values() for rule in switch.rules)])
 
     def refusals(self, request: Request) -> list[tuple[Rule, Finding]]:
-        """Every rule that stands against the request, with what is wrong."""
+        """Return every rule that refuses the request, with the finding."""
         return [(rule, finding) for rule in self.consulted(request) if rule.refuses for finding in rule.check(request)]
 
     def noted(self, request: Request) -> list[Finding]:
-        """What the rules that only note find in the request."""
+        """Return the findings of the rules that only add a note."""
         return [finding for rule in self.consulted(request) if not rule.refuses for finding in rule.check(request)]
 
     def options(self) -> dict[str, type]:

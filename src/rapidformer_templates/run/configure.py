@@ -63,7 +63,7 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
 
 
 def read_black_box(argv: Sequence[str]) -> tuple[RunConfig, str]:
-    """(configuration, template) of a run without any code of the user's; no layout is searched for.
+    """Return the configuration and the template of a run without user code. Searches for no layout.
 
     Raises:
         ConfigError: an unknown flag, or a value that cannot be used.
@@ -74,14 +74,14 @@ def read_black_box(argv: Sequence[str]) -> tuple[RunConfig, str]:
 
 
 def _completed(config: RunConfig, template: str) -> RunConfig:
-    """The configuration with what files of the switches' own say, and what the library's template prefers."""
+    """Add the values from files that switches read, and the defaults of the template."""
     if config.launch.user_script:
         raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
     return with_template_defaults(REGISTRY.adopt(config), template)
 
 
 def is_searched(config: RunConfig) -> bool:
-    """Whether the planner finds some of the values."""
+    """Whether the planner chooses some of the values."""
     return bool(config.get("auto_strategy")) or config.get("pipeline_stages") == AUTO_MEMORY
 
 
@@ -159,7 +159,7 @@ def environment_of(
 
 
 def environment_of_library(template: str, config: RunConfig) -> Environment:
-    """The place in which a black-box run trains one of the library's templates."""
+    """Return the environment of a black-box run of one of the library's templates."""
     launch = config.launch
     return detect(template, _reason(template, config), device=launch.device, world_size=launch.nproc_per_node)
 

@@ -1,6 +1,6 @@
-"""What can be seen to be wrong with a run by its flags, its folder and the names of its data. Imports no torch.
+"""Checks of a run that need only its flags, its folder and the names of its data. Imports no torch.
 
-A run that is wrong need not wait for torch, which takes seconds to import: see :func:`refuse_mistakes`.
+Importing torch takes seconds, and a user who mistyped a flag should not wait for it: see :func:`refuse_mistakes`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rapidformer_templates.run.lock import try_folder
 
 
 def refuse_mistakes(argv: Sequence[str]) -> str:
-    """The template of a black-box run with these flags, in which no mistake can be seen without torch.
+    """Return the template of a black-box run after all checks that need no torch.
 
-    Everything is looked at again, and more, where the run begins.
+    The run itself repeats these checks and makes more.
 
     Raises:
-        RapidformerError: a mistake.
+        RapidformerError: the first mistake.
     """
     config, template = configure.read_black_box(argv)
     if configure.is_searched(config):
-        return template  # the search takes longer than torch, and is made once
+        return template  # the search takes longer than importing torch, and must run only once
     ask_torch_if_needed(config.launch.device)
     resolve(config, configure.environment_of_library(template, config), training=True)
     check_folder(config)
@@ -42,10 +42,10 @@ def refuse_mistakes(argv: Sequence[str]) -> str:
 
 
 def check_folder(config: RunConfig) -> None:
-    """Look at whether the run may use the folder of ``--save``, and has one where it needs one.
+    """Check that the run may use the folder of ``--save``, and that it has one if it needs one.
 
     Raises:
-        ConfigError: it may not, or has none.
+        ConfigError: the folder cannot be used, or is missing.
     """
     training = config.training
     folder = RunFolder(training.save) if training.save else None
@@ -60,10 +60,10 @@ def check_folder(config: RunConfig) -> None:
 
 
 def _check_overwritten(config: RunConfig, folder: RunFolder) -> None:
-    """Refuse to delete what the run reads.
+    """Refuse to delete files that the run reads.
 
     Raises:
-        ConfigError: names the flag that leads there.
+        ConfigError: with the flag that names such a file.
     """
     if not config.training.overwrite:
         return

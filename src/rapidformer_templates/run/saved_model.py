@@ -1,6 +1,6 @@
 """The model of a run, or of a folder of transformers, with the task that it was trained for.
 
-What only looks at the folder imports no torch.
+Functions that only inspect the folder import no torch.
 """
 
 from __future__ import annotations

@@ -294,10 +294,10 @@ def locate_part(
 
 
 def check_located(flags: DataFlags) -> None:
-    """Look at whether the data sets of a run are there, with the parts that it evaluates.
+    """Check that the data sets of a run exist, with the parts that it evaluates.
 
     Raises:
-        DataError: one is not there, or it is not clear which files it is.
+        DataError: a data set is missing, or several files could be meant.
     """
     check_evaluated(flags)
     for one in each_of(flags):
