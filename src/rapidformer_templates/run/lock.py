@@ -20,13 +20,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.system.files import explain, try_writing
-
-if TYPE_CHECKING:
-    from rapidformer_templates.system.workers import Workers
+from rapidformer_templates.system.workers import Workers
 
 T = TypeVar("T")
 
