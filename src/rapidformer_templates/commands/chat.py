@@ -17,8 +17,8 @@ from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import some_of
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.run.saved_model import find_saved, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
-from rapidformer_templates.system import accelerator
 
 if TYPE_CHECKING:
     from rapidformer_templates.run.conversation import Conversation
@@ -69,8 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     path, given = words_of_saved(build_parser(), argv)
 
-    from rapidformer_templates.run.saved_model import find_saved, load_saved_task
-
     saved = find_saved(path)
     config = saved.config(user=Asked, **given)
     task = load_saved_task(config, saved)
@@ -80,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from rapidformer_templates.data.generation import Generation
     from rapidformer_templates.run.conversation import Conversation
+    from rapidformer_templates.system import accelerator
     from rapidformer_templates.system.workers import join
 
     asked = config.user

@@ -12,12 +12,12 @@ from rapidformer_templates.commands.words import in_workers, parser_of_saved, wo
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, some_of
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.run.saved_model import Saved, find_saved
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from rapidformer_templates.run.saved_model import Saved
     from rapidformer_templates.trainer import Trainer
 
 DESCRIPTION = """Evaluate the exported model of a run, or any model of transformers, by the metrics of its task.
@@ -90,13 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     path, given = words_of_saved(build_parser(), argv)
 
-    from rapidformer_templates.run.fit import evaluate
-    from rapidformer_templates.run.saved_model import find_saved
-
     saved = find_saved(path)
     _check_hooks(saved, given)
     own_data = not any(name in given for name in WHERE)
     config = _config(saved, given, own_data=own_data)
+
+    from rapidformer_templates.run.fit import evaluate
+
     template = _template(saved, config, own_data=own_data)
 
     def check() -> None:

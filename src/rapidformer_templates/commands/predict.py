@@ -16,8 +16,9 @@ from rapidformer_templates.errors import ConfigError, DataError
 from rapidformer_templates.planning.config import RunConfig, some_of
 from rapidformer_templates.planning.environment import detect
 from rapidformer_templates.planning.flags import DataFlags, LaunchFlags, ModelFlags, TrainingFlags, flag
+from rapidformer_templates.run.saved_model import find_saved, load_saved_task
 from rapidformer_templates.switches.mixed_precision import MixedPrecisionFlags
-from rapidformer_templates.system import accelerator
+from rapidformer_templates.system import launch
 
 if TYPE_CHECKING:
     from rapidformer_templates.data.finetuning.tables import Part
@@ -97,9 +98,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     path, given = words_of_saved(build_parser(), argv)
 
-    from rapidformer_templates.run.saved_model import find_saved, load_saved_task
-    from rapidformer_templates.system import launch
-
     saved = find_saved(path)
     config = saved.config(user=Asked, **{**AT_ONCE, **given})
     if not launch.is_worker():
@@ -165,6 +163,7 @@ def read_rows(config: RunConfig, text_column: str) -> Part:
 def _predict(config: RunConfig, task: Task, part: Part, inputs: Inputs) -> int:
     from rapidformer_templates.data.generation import Generation
     from rapidformer_templates.run.predictions import predict_inputs
+    from rapidformer_templates.system import accelerator
     from rapidformer_templates.system.files import finite
     from rapidformer_templates.system.progress_bar import ProgressBar
     from rapidformer_templates.system.workers import join

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rapidformer_templates.run import configure
+from rapidformer_templates.run.first_look import refuse_mistakes
 from rapidformer_templates.run.handover import run_script, take_script
+from rapidformer_templates.system.launch import is_worker
 
 if TYPE_CHECKING:
     from rapidformer_templates.trainer import Trainer
@@ -22,17 +25,20 @@ def run(argv: Sequence[str]) -> int:
         run_script(script, rest)
         return 0
 
-    template_of(argv)(argv).fit()
+    name = configure.choose(argv)[0] if is_worker() else refuse_mistakes(argv)
+    _template(name)(argv).fit()
     return 0
 
 
 def template_of(argv: Sequence[str]) -> type[Trainer]:
     """The template that a black-box run with these flags has."""
+    return _template(configure.choose(argv)[0])
+
+
+def _template(name: str) -> type[Trainer]:
     from rapidformer_templates.finetuner import Finetuner
     from rapidformer_templates.pretrainer import Pretrainer
-    from rapidformer_templates.run import configure
     from rapidformer_templates.trainer import Trainer
 
-    name, _ = configure.choose(argv)
     kinds: dict[str, type[Trainer]] = {"Trainer": Trainer, "Pretrainer": Pretrainer, "Finetuner": Finetuner}
     return kinds[name]

@@ -55,8 +55,7 @@ class RunConfig:
     @cached_property
     def _declared_in(self) -> Mapping[str, str]:
         groups = {name: getattr(self, name) for name in (*SECTIONS, "user")} | dict(self.switches)
-        fields = [(f.name, name) for name, group in groups.items() if group for f in dataclasses.fields(group)]
-        return dict(reversed(fields))  # of two that declare one name, the first
+        return _sections_of_fields(tuple((name, type(group)) for name, group in groups.items() if group))
 
     def section_of(self, name: str) -> str:
         """The section ('data', 'user', …) or the switch that declares the field ``name``."""
@@ -96,11 +95,15 @@ class RunConfig:
         declared = next(f for f in dataclasses.fields(kind) if f.name == name)
         return _checked(declared, field_types(kind)[name], value, origin)
 
+    def kinds(self) -> tuple[type, ...]:
+        """The dataclasses of flags, section by section."""
+        groups = [*(getattr(self, section) for section in SECTIONS), *self.switches.values()]
+        return tuple(type(group) for group in ([*groups, self.user] if self.user is not None else groups))
+
     def fields(self) -> Iterable[dataclasses.Field[Any]]:
         """The declarations of all fields, section by section."""
-        groups = [getattr(self, section) for section in SECTIONS] + list(self.switches.values())
-        for group in [*groups, self.user] if self.user is not None else groups:
-            yield from dataclasses.fields(group)
+        for kind in self.kinds():
+            yield from fields_of(kind)
 
     def items(self) -> Iterable[tuple[str, Any]]:
         """All (field name, value) pairs, section by section."""
@@ -110,6 +113,19 @@ class RunConfig:
 def spelling(name: str) -> str:
     """The flag of a field: ``micro_batch_size`` → ``--micro-batch-size``."""
     return "--" + name.replace("_", "-")
+
+
+@cache
+def fields_of(options: type) -> tuple[dataclasses.Field[Any], ...]:
+    """The declarations of a flags dataclass. A search for a way out asks for them many thousands of times."""
+    return dataclasses.fields(options)
+
+
+@cache
+def _sections_of_fields(kinds: tuple[tuple[str, type], ...]) -> Mapping[str, str]:
+    """The section or the switch that declares each field."""
+    fields = [(f.name, name) for name, kind in kinds for f in fields_of(kind)]
+    return dict(reversed(fields))  # of two that declare one name, the first
 
 
 @cache

@@ -95,12 +95,22 @@ def installed_packages() -> dict[str, str]:
         if name == "apex" and importlib.util.find_spec("apex.optimizers") is None:
             continue
         try:
-            versions[name] = importlib.metadata.version(name)
+            versions[name] = version_of_package(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "unknown"
         else:
             versions[name] += "+cpu" if name == "onnxruntime" else ""
     return versions
+
+
+@cache
+def version_of_package(name: str) -> str:
+    """The version of an installed package. Every run asks for many of them, and reading one takes milliseconds.
+
+    Raises:
+        PackageNotFoundError: nothing says which version it is.
+    """
+    return importlib.metadata.version(name)
 
 
 def version_of(version: str) -> tuple[int, ...]:
@@ -165,6 +175,25 @@ def detect_accelerator() -> str | None:
 
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
+
+
+def ask_torch_if_needed(device: str) -> None:
+    """Import torch before the first :func:`detect` of a run, which uses every device that torch sees.
+
+    Without torch a GPU is overlooked if there is no ``nvidia-smi``. Torch is not needed if the run uses the CPU, if the
+    driver names a GPU, or if torch is built for CPUs. :func:`detect_accelerator` asks torch for other accelerators.
+    """
+    if device == "cpu" or detect_gpu() is not None or _is_for_cpus():
+        return
+    import torch  # noqa: F401
+
+
+def _is_for_cpus() -> bool:
+    """Whether torch is built for CPUs alone, or is not there."""
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return True
 
 
 def _may_have_another_kind() -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import Field
+from functools import cache
+from typing import Any
+
 from rapidformer_templates.planning.changes import add, drop, replace
 from rapidformer_templates.planning.checks import one_claim
-from rapidformer_templates.planning.config import spelling
+from rapidformer_templates.planning.config import fields_of, spelling
 from rapidformer_templates.planning.environment import no_device
 from rapidformer_templates.planning.optimizers import missing_package
 from rapidformer_templates.planning.plan import Sizes
@@ -112,15 +116,23 @@ def _sequence_fits(request: Request) -> list[Finding]:
 
 
 def _has_companion(request: Request) -> list[Finding]:
-    defaults = {declared.name: declared.default for declared in request.config.fields()}
     findings = []
-    for declared in request.config.fields():
-        name, (other, value) = declared.name, declared.metadata.get("only_with") or (None, None)
-        if other and request.config.get(name) != declared.default and request.config.get(other) == defaults[other]:
-            changes = (add({other: value}), drop({name: declared.default}))
+    for declared, companion in _with_companions(request.config.kinds()):
+        (name, default), (other, value) = (declared.name, declared.default), declared.metadata["only_with"]
+        if request.config.get(name) != default and request.config.get(other) == companion.default:
+            changes = (add({other: value}), drop({name: default}))
             message = f"{spelling(name)} acts only together with {spelling(other)}"
             findings.append(Finding(message, request.asked(name), changes=changes))
     return findings
+
+
+@cache
+def _with_companions(kinds: tuple[type, ...]) -> tuple[tuple[Field[Any], Field[Any]], ...]:
+    """Each flag that acts only with another one, and that one."""
+    fields = [declared for kind in kinds for declared in fields_of(kind)]
+    by_name = {declared.name: declared for declared in fields}
+    pairs = ((declared, declared.metadata.get("only_with")) for declared in fields)
+    return tuple((declared, by_name[pair[0]]) for declared, pair in pairs if pair)
 
 
 def _packs_samples(request: Request) -> list[Finding]:

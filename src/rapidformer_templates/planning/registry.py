@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from importlib.metadata import EntryPoint, entry_points
@@ -58,15 +58,13 @@ class Registry:
         """The general rules and those of the active switches, by code."""
         return _by_code([*self.rules, *(rule for switch in request.active.values() for rule in switch.rules)])
 
-    def broken(self, request: Request) -> Iterator[tuple[Rule, Finding]]:
-        """Every rule that the request breaks, with what is wrong; rules that only note are among them."""
-        for rule in self.consulted(request):
-            for finding in rule.check(request):
-                yield rule, finding
-
     def refusals(self, request: Request) -> list[tuple[Rule, Finding]]:
-        """What stands against the request."""
-        return [(rule, finding) for rule, finding in self.broken(request) if rule.refuses]
+        """Return every rule that refuses the request, with the finding."""
+        return [(rule, finding) for rule in self.consulted(request) if rule.refuses for finding in rule.check(request)]
+
+    def noted(self, request: Request) -> list[Finding]:
+        """Return the findings of the rules that only add a note."""
+        return [finding for rule in self.consulted(request) if not rule.refuses for finding in rule.check(request)]
 
     def options(self) -> dict[str, type]:
         """The options dataclass of each switch, by its name: the ``switch_options`` of ``config.parse``."""

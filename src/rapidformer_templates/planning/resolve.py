@@ -86,7 +86,7 @@ def _engine(request: Request) -> str:
 def _notes(request: Request, registry: Registry) -> tuple[str, ...]:
     notes = [*request.config.replaced, *request.config.chosen]
     notes += [note for switch in request.active.values() for note in switch.notes(request)]
-    notes += [finding.message for _, finding in registry.broken(request)]  # an accepted request breaks only notes
+    notes += [finding.message for finding in registry.noted(request)]
     micro = request.sizes.micro_batch
     if micro > 8 and micro % 8:
         notes.append(f"micro batch {micro}: multiples of 8 suit the matrix units better [S]")
@@ -101,8 +101,8 @@ def _values(request: Request) -> Mapping[str, Mapping[str, Any]]:
     """Each flag that was given, and the template, with its value and where it came from."""
     config, environment = request.config, request.environment
     values = {
-        spelling(name): {"value": value, "origin": config.origin(name)}
-        for name, value in config.items()
-        if name in config.origins
+        spelling(f.name): {"value": config.get(f.name), "origin": config.origin(f.name)}
+        for f in config.fields()
+        if f.name in config.origins
     }
     return {**values, "template": {"value": environment.template, "origin": environment.template_origin}}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rapidformer_templates.planning.config import RunConfig, spelling
+from rapidformer_templates.planning.config import RunConfig, fields_of, spelling
 from rapidformer_templates.planning.environment import Environment
 from rapidformer_templates.planning.plan import Plan, Sizes
 from rapidformer_templates.planning.worker_groups import Dimension
@@ -238,7 +238,8 @@ def _never(model: ModelFacts) -> bool:
 
 
 def _first_flag_given(options: Any, sizes: Sizes) -> bool:
-    first = dataclasses.fields(options)[0]
+    kind: type = type(options)
+    first = fields_of(kind)[0]
     return bool(getattr(options, first.name) != first.default)
 
 
@@ -369,5 +370,5 @@ def acting_together(switches: Iterable[Switch], sizes: Sizes) -> dict[str, Switc
     chosen = list(switches)
     apart = any(switch.copies_differ for switch in chosen) and any(switch.divides_copies for switch in chosen)
     if sizes.divides > 1 or apart:
-        chosen = [dataclasses.replace(switch, **switch.under_3d) for switch in chosen]
+        chosen = [dataclasses.replace(s, **s.under_3d) if s.under_3d else s for s in chosen]
     return {switch.name: switch for switch in chosen}

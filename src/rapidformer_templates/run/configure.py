@@ -54,14 +54,35 @@ def read_config(template: type[Template], argv: Sequence[str], in_code: Mapping[
             where=f"--template ({config.origin('template')})",
             hint=f"class {template.__name__}({config.launch.template}) is the way to change it",
         )
-    if config.launch.user_script:
-        raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
-    config = with_template_defaults(REGISTRY.adopt(config), name)
+    config = _completed(config, name)
     if config.get("auto_strategy"):
         return _searched(template, config, "auto_strategy", _with_best_layout)
     if config.get("pipeline_stages") == AUTO_MEMORY:
         return _searched(template, config, "pipeline_stages", _balanced_by_memory)
     return config
+
+
+def read_black_box(argv: Sequence[str]) -> tuple[RunConfig, str]:
+    """Return the configuration and the template of a run without user code. Searches for no layout.
+
+    Raises:
+        ConfigError: an unknown flag, or a value that cannot be used.
+    """
+    config = parse(argv, REGISTRY.options())
+    template, _ = choose_template(config)
+    return _completed(config, template), template
+
+
+def _completed(config: RunConfig, template: str) -> RunConfig:
+    """Add the values from files that switches read, and the defaults of the template."""
+    if config.launch.user_script:
+        raise ConfigError("--user-script is for the rapidformer command", where=config.origin("user_script"))
+    return with_template_defaults(REGISTRY.adopt(config), template)
+
+
+def is_searched(config: RunConfig) -> bool:
+    """Whether the planner chooses some of the values."""
+    return bool(config.get("auto_strategy")) or config.get("pipeline_stages") == AUTO_MEMORY
 
 
 AUTO_STRATEGY, AUTO_MEMORY = "auto-strategy", "auto-memory"
@@ -137,6 +158,12 @@ def environment_of(
     )
 
 
+def environment_of_library(template: str, config: RunConfig) -> Environment:
+    """Return the environment of a black-box run of one of the library's templates."""
+    launch = config.launch
+    return detect(template, _reason(template, config), device=launch.device, world_size=launch.nproc_per_node)
+
+
 def resolve_plan(template: type[Template], config: RunConfig, *, training: bool = True) -> Plan:
     """The plan of a training run, or of a session, which needs no folder and knows no end.
 
@@ -155,10 +182,15 @@ def choose(argv: Sequence[str]) -> tuple[str, str]:
 def _origin(template: type[Template], config: RunConfig) -> str:
     """Where the template was decided: ``train.py:8`` of a class, or why a black-box run has it."""
     if template.__name__ == library_template(template):
-        chosen, reason = choose_template(config)
-        return reason if chosen == template.__name__ else "in code"
+        return _reason(template.__name__, config)
     file, line = _source(template)
     return f"{file}:{line}" if line else file or "in code"
+
+
+def _reason(template: str, config: RunConfig) -> str:
+    """Why a run has one of the library's templates."""
+    chosen, reason = choose_template(config)
+    return reason if chosen == template else "in code"
 
 
 def _source(template: type[Template]) -> tuple[str | None, int | None]:

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from torch import nn
 
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of
+from rapidformer_templates.planning.environment import version_of_package
 from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.best import LOSS
@@ -67,7 +68,7 @@ def versions() -> dict[str, str]:
     versions_by_package = {"python": platform.python_version()}
     for name in ("rapidformer_templates", *REPORTED_PACKAGES):
         try:
-            versions_by_package[name] = version(name)
+            versions_by_package[name] = version_of_package(name)
         except PackageNotFoundError:
             continue
     return versions_by_package

@@ -33,10 +33,11 @@ from rapidformer_templates.run.console import say, show_plan, show_results, summ
 from rapidformer_templates.run.curves import Curves
 from rapidformer_templates.run.evaluation import Evaluator, Validation
 from rapidformer_templates.run.export import describe_model, export_model
+from rapidformer_templates.run.first_look import check_folder
 from rapidformer_templates.run.folder import MetricsFile, RunFolder, is_of_test, read_metrics
 from rapidformer_templates.run.hooks import checked_schedule
 from rapidformer_templates.run.intervals import EVALUATE, SAVE, Intervals
-from rapidformer_templates.run.lock import hold, try_folder
+from rapidformer_templates.run.lock import hold
 from rapidformer_templates.run.loop import Loop, Position
 from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
@@ -88,10 +89,9 @@ def check_before_workers(template: Template) -> tuple[dict[str, str], Callable[[
     Returns:
         What their environment is to have, and whether there is a checkpoint to go on from.
     """
-    training = template.config.training
-    _check(template, RunFolder(training.save) if training.save else None)
+    _check(template)
     show_plan(template.plan)
-    return chosen_layout(template.config), partial(_goes_on, training)
+    return chosen_layout(template.config), partial(_goes_on, template.config.training)
 
 
 def _train_in_new_workers(template: Template, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,19 +114,9 @@ def _goes_on(training: TrainingFlags) -> bool:
     return bool(own and training.save and candidates(RunFolder(training.save).checkpoints))
 
 
-def _check(template: Template, folder: RunFolder | None) -> None:
+def _check(template: Template) -> None:
     """What can be seen to be wrong before a worker starts."""
-    training = template.config.training
-    if training.resume and folder is None:
-        raise ConfigError("--resume needs --save, the run folder to go on in", where=template.config.origin("resume"))
-    if training.profile and folder is None:
-        raise ConfigError(
-            "--profile needs --save, the run folder that it writes to", where=template.config.origin("profile")
-        )
-    if folder:
-        folder.check(resume=training.resume, overwrite=training.overwrite)
-        _check_overwritten(template, folder)
-        try_folder(folder.path)
+    check_folder(template.config)
     if template.reads_task_data:
         task = template.task  # an unknown one is refused first
         check_data_flags(template.config)
@@ -134,24 +124,6 @@ def _check(template: Template, folder: RunFolder | None) -> None:
             check_metric(template.config)
         task.check()
     prepare_switches(template)
-
-
-def _check_overwritten(template: Template, folder: RunFolder) -> None:
-    """Refuse to delete what the run reads.
-
-    Raises:
-        ConfigError: names the flag that leads there.
-    """
-    if not template.config.training.overwrite:
-        return
-    for name, given in template.plan.values.items():
-        paths = given["value"] if isinstance(given["value"], list | tuple) else [given["value"]]
-        if name != "--save" and any(isinstance(path, str) and folder.holds(path) for path in paths):
-            raise ConfigError(
-                f"--overwrite would delete what {name} reads, in {folder.path}",
-                where=given["origin"],
-                hint="give another --save, or copy that elsewhere first",
-            )
 
 
 def join_and_train(template: Template, then: Then | None = None) -> dict[str, Any]:
@@ -172,7 +144,7 @@ def _run_folder(template: Template, workers: Workers) -> Iterator[RunFolder | No
     training = template.config.training
     folder = RunFolder(training.save) if training.save else None
     if workers.is_main and launch.CHECKED not in os.environ:
-        _check(template, folder)
+        _check(template)
         show_plan(template.plan)
     workers.barrier()
     if folder is None:

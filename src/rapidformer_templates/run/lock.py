@@ -20,11 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.system.files import explain, try_writing
-from rapidformer_templates.system.workers import Workers
+
+if TYPE_CHECKING:
+    from rapidformer_templates.system.workers import Workers
 
 T = TypeVar("T")
 

@@ -152,8 +152,8 @@ class Receipts:
     def measured(self) -> dict[str, Any]:
         """All that was wanted, after the first step."""
         engine, rule = self.engine, self.engine.update_rule
+        tensors = engine.held()  # first: FSDP shards again what an evaluation has left whole
         parameters = list(engine.model.parameters())
-        tensors = engine.held()
         held = bytes_held(tensors)
         measures: dict[str, Callable[[], Any]] = {
             "parameter_dtypes": lambda: _types(parameters),

@@ -1,4 +1,7 @@
-"""The model of a run, or of a folder of transformers, with the task that it was trained for."""
+"""The model of a run, or of a folder of transformers, with the task that it was trained for.
+
+Functions that only inspect the folder import no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from rapidformer_templates.data.tasks import Task, load_task
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import RunConfig, parse
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from rapidformer_templates.data.tasks import Task
 
 OF_THE_SAMPLES = (
     "task",
@@ -170,6 +175,8 @@ def load_saved_task(config: RunConfig, saved: Saved) -> Task:
     Raises:
         RapidformerError: the folder cannot be used for the task.
     """
+    from rapidformer_templates.data.tasks import load_task
+
     task = load_task(config)
     task.take_decisions(saved.decisions(config.training.task))
     return task

@@ -293,6 +293,17 @@ def locate_part(
     return located, located.parts[chosen]
 
 
+def check_located(flags: DataFlags) -> None:
+    """Check that the data sets of a run exist, with the parts that it evaluates.
+
+    Raises:
+        DataError: a data set is missing, or several files could be meant.
+    """
+    check_evaluated(flags)
+    for one in each_of(flags):
+        locate(one)
+
+
 def check_evaluated(flags: DataFlags) -> None:
     """Look at whether the sets are there that are evaluated besides the validation part.
 

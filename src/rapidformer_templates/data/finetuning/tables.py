@@ -11,8 +11,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import pyarrow as pa
 
@@ -33,6 +33,9 @@ from rapidformer_templates.errors import DataError, did_you_mean
 from rapidformer_templates.planning.config import RunConfig, spelling
 from rapidformer_templates.planning.flags import DataFlags
 from rapidformer_templates.planning.metrics import TEST
+
+if TYPE_CHECKING:
+    import datasets  # whose import brings pandas: only those who read a table pay for it
 
 EMPTY, FILL = "the data set is empty", "it needs at least one row"
 FIRST = 100
@@ -260,6 +263,8 @@ def _read_part(located: Located, files: Sequence[Path], bad: BadLines) -> Part:
 
 
 def _read_saved(folder: Path) -> Part:
+    import datasets
+
     try:
         table = datasets.load_from_disk(str(folder))
     except (FileNotFoundError, OSError, ValueError, pa.ArrowInvalid) as error:
@@ -269,6 +274,8 @@ def _read_saved(folder: Path) -> Part:
 
 
 def _read_cached(files: Sequence[Path]) -> Part:
+    import datasets
+
     try:
         table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     except (OSError, ValueError, pa.ArrowInvalid) as error:
@@ -306,6 +313,8 @@ def part_of(rows: Sequence[Row], origins: Sequence[tuple[int, int]], files: tupl
     Raises:
         DataError: a column holds values of several kinds.
     """
+    import datasets
+
     columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     untabled = Part(datasets.Dataset.from_dict({}), np.asarray(origins), files)
     for key, values in columns.items():

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 
 from rapidformer_templates.data.finetuning.content_parts import rows_with_texts
@@ -64,6 +63,8 @@ class RowStream:
         self._begin(None)
 
     def _begin(self, shard_state: dict[str, Any] | None) -> None:
+        import datasets  # here, so that only those who stream pay for it
+
         order: Any = range(len(self.files))
         if self.seed is not None:
             order = np.random.default_rng((self.seed, Stream.SHARDS, self.epoch)).permutation(len(self.files))

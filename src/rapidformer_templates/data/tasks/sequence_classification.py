@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.labels import (
@@ -133,6 +132,9 @@ class SequenceClassification(Task):
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
         if self.problem == "regression":
             return _errors(np.asarray(predictions), np.asarray(references))
+        # Here, because it takes a second and only an evaluation needs it.
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
         if self.problem == "multi_label_classification":
             guesses, truths = np.asarray(predictions), np.asarray(references)
             return {

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.labels import (
@@ -122,6 +121,9 @@ class TokenClassification(Task):
         return [[self.labels[i] for i in row[keep]] for row, keep in zip(numbers, wanted, strict=True)]
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        # Here, because it takes a second and only an evaluation needs it.
+        from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
+
         return {
             "precision": float(precision_score(references, predictions, zero_division=0)),
             "recall": float(recall_score(references, predictions, zero_division=0)),

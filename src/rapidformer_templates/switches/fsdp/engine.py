@@ -213,6 +213,10 @@ class FSDPEngine(SingleEngine):
         self._reshard()
         super()._exchange_averages()
 
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        self._reshard()
+        return super().held()
+
     def pieces(self, kind: str) -> Iterator[Piece]:
         self._reshard()
         return super().pieces(kind)
