@@ -11,10 +11,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 export NO_MKDOCS_2_WARNING := 1
 # Without bytecode each process of the tests would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help demo check test docs site
+.PHONY: help demo check test docs-test docs site
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
 demo: $(VENV)/.installed  ## fine-tune a pretrained model on 2,000 tweets with 2 workers
 	$(BIN)/rapidformer demo --save $(DEMO)
@@ -24,15 +24,19 @@ define LINT
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 endef
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+# Tests that start workers share one process, and the other process runs the rest file by file (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev  ## lint, format, types, and the quick tests that start no workers
 	$(LINT)
-	$(PYTEST) -m "not slow and not distributed and not deepspeed and not exhaustive"
+	$(PYTEST) -m "not slow and not distributed and not deepspeed and not docs and not exhaustive"
 
-test: $(VENV)/.installed-dev  ## lint, format, types and all tests
+test: $(VENV)/.installed-dev  ## lint, format, types and all tests, those of docs-test among them
 	$(LINT)
-	$(PYTEST)
+	$(PYTEST) --durations-file build/durations.json
+
+docs-test: $(VENV)/.installed-dev  ## the tests of the site, the notebook and the examples alone
+	$(PYTEST) -m docs
 
 docs: $(VENV)/.installed  ## write docs/switches.md, a table of docs/parallelism.md and the schema of YAML files anew
 	$(BIN)/python -m rapidformer_templates.commands.catalogue docs/switches.md docs/parallelism.md

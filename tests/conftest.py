@@ -1,20 +1,21 @@
-"""What every test stands on."""
+"""Fixtures and hooks of the whole suite: which tests share a process, and what every test starts from."""
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
-from tests.support.warm_workers import WarmWorkers
-from tests.support.worker_group import WITHOUT_PICTURES
+from tests.support import parity
+from tests.support.worker_pool import FAST_RUNS, FSYNC, WITHOUT_PICTURES, end_pool, leave_group
 
-pytest_plugins = ("tests.support.texts", "tests.support.indexed_sets")
+pytest_plugins = ("tests.support.durations", "tests.support.texts", "tests.support.indexed_sets")
 """Fixtures of every room."""
 
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -25,46 +26,84 @@ def _forget_worker() -> None:
         os.environ.pop(name, None)
 
 
+@cache
+def _starts_workers(path: Path) -> bool:
+    """Whether a file has tests that start workers."""
+    source = path.read_text(encoding="utf-8")
+    return "mark.distributed" in source or "mark.accelerator" in source
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all files that start workers to one test process, so that two never drive four workers at once.
+
+    The other test process runs the rest, file by file.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneDrivesWorkers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "workers" if _starts_workers(config.rootpath / file) else file
+
+    return OneDrivesWorkers(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start workers come first: what takes longest is not what the other process waits for at the end."""
-    long = {item.path for item in items if item.get_closest_marker("distributed")}
-    items.sort(key=lambda item: item.path not in long)
+    """Begin with the tests that start workers, because they take longest."""
+    items.sort(key=lambda item: not _starts_workers(item.path))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays: full collections of garbage need not go through it each time."""
+    """Hide what is imported and collected from the garbage collector: it stays until the end."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def has_no_group() -> None:
-    """An engine alone opens a process group for itself, which stays open for as long as the process lives."""
-    if torch.distributed.is_initialized():
-        # DeepSpeed keeps copies of the group, which it forgets only if it is told.
-        deepspeed: Any = sys.modules.get("deepspeed.comm.comm")
-        told = deepspeed is not None and deepspeed.cdb is not None
-        (deepspeed if told else torch.distributed).destroy_process_group()
+    """Close the process group that an engine without peers opens: it stays open for as long as the process lives."""
+    leave_group()
 
 
 @pytest.fixture(autouse=True)
 def is_no_worker() -> Iterator[None]:
-    """This process is no worker, whatever accelerate, which peers of ours use, writes into its environment."""
+    """Remove what accelerate, which peers of ours use, writes into the environment."""
     _forget_worker()
     yield
     _forget_worker()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def draws_no_pictures() -> Iterator[None]:
-    """Of runs in this process."""
-    with WITHOUT_PICTURES:
+def references_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All test processes of a session find the references of :func:`tests.support.parity.reference` in one folder."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "references"
+    folder.mkdir(exist_ok=True)
+    os.environ[parity.FOLDER] = str(folder)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def runs_are_fast() -> Iterator[None]:
+    """Runs in this process draw no pictures and do not wait for the disk. The marker ``durable`` makes them wait."""
+    with FAST_RUNS, WITHOUT_PICTURES:
+        yield
+    end_pool()
+
+
+@pytest.fixture(autouse=True)
+def waits_for_the_disk(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Give tests about crashes, files and power loss the real ``fsync``."""
+    if request.node.get_closest_marker("durable"):
+        with mock.patch("os.fsync", FSYNC):
+            yield
+    else:
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def deepspeed_parts(request: pytest.FixtureRequest) -> None:
-    """Built before the workers of a module start, as a launch does it; of several test processes one builds."""
+    """Build DeepSpeed's compiled parts before the workers of a module start, as a launch does it."""
     if any(request.node.get_closest_marker(name) is None for name in ("deepspeed", "distributed")):
         return
     from rapidformer_templates.switches.zero.compiled_parts import PartError, build
@@ -73,12 +112,3 @@ def deepspeed_parts(request: pytest.FixtureRequest) -> None:
         build(["cpu_adam"], "cpu")
     except PartError as error:
         pytest.skip(error.render())
-
-
-@pytest.fixture(scope="session")
-def groups() -> Iterator[dict[int, WarmWorkers]]:
-    """Workers for runs of a second: groups of two and of four, which start when they are first asked."""
-    groups = {count: WarmWorkers(count) for count in (2, 4)}
-    yield groups
-    for group in groups.values():
-        group.end()

@@ -1,10 +1,11 @@
-"""What the code promises about its own shape."""
+"""What the code promises about its own shape: each test asks all modules one question and lists those that differ."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -32,12 +33,24 @@ FLOORS = (
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
+@cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+@cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(_tree(path)))
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """Every import: at the top, in a function, for types alone."""
+    return tuple(_each_import(_nodes(path)))
+
+
+def _each_import(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -47,12 +60,12 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield from named if node.module == SOURCE.name else (str(node.module), *named)
 
 
-def _words(tree: ast.Module) -> Iterator[str]:
+def _words(path: Path) -> Iterator[str]:
     """Identifiers and strings; docstrings are prose and may explain what the code must not name."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    prose = {id(node.body[0].value) for node in ast.walk(tree)
+    prose = {id(node.body[0].value) for node in _nodes(path)
              if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -63,14 +76,13 @@ def _words(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_loop_and_templates_name_no_switch(name: str) -> None:
+def test_loop_and_templates_name_no_switch() -> None:
     switches = {switch.name for switch in REGISTRY.switches}
     fields = {field for switch in REGISTRY.switches for field in switch.fields}
     forbidden = (
         switches | fields | {spelling(field) for field in fields} | {s.replace("-", "_") for s in switches}
     ) - EVERYDAY
-    assert forbidden.isdisjoint(_words(_tree(SOURCE / name)))
+    assert {name: forbidden & set(_words(SOURCE / name)) for name in NEUTRAL} == {name: set() for name in NEUTRAL}
 
 
 BELOW = ("planning", "system", "models", "data", "engines", "run")
@@ -89,43 +101,49 @@ NAMING = {
 """Modules below the switches, and of a run, that name one: why none of them can do without."""
 
 
-def _named_in(path: Path) -> set[str]:
-    """The switches and fields of flags that a module names, whole, in its code."""
+@cache
+def _names_of_switches() -> frozenset[str]:
     names = {switch.name for switch in REGISTRY.switches} - EVERYDAY
     fields = {field for switch in REGISTRY.switches for field in switch.fields} - EVERYDAY
-    named = names | fields | {spelling(field) for field in fields}
-    tree = _tree(path)
-    return named & set(_words(tree)) | {module for module in _imports(tree) if _room_of(module) == "switches"}
+    return frozenset(names | fields | {spelling(field) for field in fields})
 
 
-@pytest.mark.parametrize("room", BELOW)
-def test_rooms_know_no_switch_by_name(room: str) -> None:
-    modules = {str(path.relative_to(SOURCE)): path for path in MODULES if _room(path) == room}
+@cache
+def _named_in(path: Path) -> set[str]:
+    """The switches and fields of flags that a module names, whole, in its code."""
+    return _names_of_switches() & set(_words(path)) | {m for m in _imports(path) if _room_of(m) == "switches"}
+
+
+def test_rooms_know_no_switch_by_name() -> None:
+    assert {_room(path) for path in MODULES} > set(BELOW)
+    modules = {str(path.relative_to(SOURCE)): path for path in MODULES if _room(path) in BELOW}
     others = {name: path for name, path in modules.items() if not name.startswith(tuple(NAMING))}
     assert {name: named for name, path in others.items() if (named := _named_in(path))} == {}
 
 
-@pytest.mark.parametrize("name", NAMING)
-def test_module_that_may_name_a_switch_does(name: str) -> None:
-    assert any(_named_in(path) for path in MODULES if str(path.relative_to(SOURCE)).startswith(name))
+def test_module_that_may_name_a_switch_does() -> None:
+    naming = [str(path.relative_to(SOURCE)) for path in MODULES if _named_in(path)]
+    assert [name for name in NAMING if not any(module.startswith(name) for module in naming)] == []
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_loop_and_templates_import_no_backend(name: str) -> None:
-    backends = [module for module in _imports(_tree(SOURCE / name)) if module.startswith(BACKENDS)]
-    assert backends == []
+def test_loop_and_templates_import_no_backend() -> None:
+    imported = [(name, module) for name in NEUTRAL for module in _imports(SOURCE / name)]
+    assert [(name, module) for name, module in imported if module.startswith(BACKENDS)] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_module_is_short_and_documented(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 600
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree) or not text.strip()
-    if path.parent.name == "bench":
-        return  # not an interface
+def test_module_is_short_and_documented() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in MODULES}
+    assert [str(path) for path, text in texts.items() if len(text.splitlines()) >= 600] == []
+    written = [path for path, text in texts.items() if text.strip()]
+    assert [str(path) for path in written if not ast.get_docstring(_tree(path))] == []
+    interfaces = [path for path in MODULES if path.parent.name != "bench"]
+    assert [(str(path), name) for path in interfaces for name in _undocumented(_tree(path))] == []
+
+
+def _undocumented(tree: ast.Module) -> list[str]:
+    """The public classes and functions of a module that are long and say nothing about themselves."""
     public = [node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"]
-    assert [node.name for node in public if not ast.get_docstring(node) and _lines(node) > 8] == []
+    return [node.name for node in public if not ast.get_docstring(node) and _lines(node) > 8]
 
 
 def _lines(node: ast.ClassDef | ast.FunctionDef) -> int:
@@ -157,24 +175,26 @@ def test_the_source_has_these_rooms() -> None:
     assert len(entries - {"__init__", "__main__"}) <= 13
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_rooms_import_downwards(path: Path) -> None:
+def test_rooms_import_downwards() -> None:
     """Every import: at the top, in a function, for types alone."""
-    here = _room(path)
-    rooms = {room for module in _imports(_tree(path)) if (room := _room_of(module)) and room != here}
-    assert [room for room in sorted(rooms) if FLOOR[room] >= FLOOR[here]] == []
+    upwards = []
+    for path in MODULES:
+        here = _room(path)
+        rooms = {room for module in _imports(path) if (room := _room_of(module)) and room != here}
+        upwards += [(str(path), room) for room in sorted(rooms) if FLOOR[room] >= FLOOR[here]]
+    assert upwards == []
+
+
+def test_the_package_does_not_know_its_benchmarks() -> None:
+    """They come with a checkout alone, and import the package."""
+    assert [str(path) for path in MODULES if any(name.startswith("benchmarks") for name in _imports(path))] == []
 
 
 @pytest.mark.slow
-def test_the_package_does_not_know_its_benchmarks() -> None:
-    """They come with a checkout alone, and import the package."""
-    assert [str(path) for path in MODULES if any(name.startswith("benchmarks") for name in _imports(_tree(path)))] == []
-
-
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
-def test_tests_share_only_what_is_support(path: Path) -> None:
-    taken = {module for module in _imports(_tree(path)) if module.split(".")[0] == "tests"}
-    assert [module for module in sorted(taken) if module.split(".")[:2] != ["tests", "support"]] == []
+def test_tests_share_only_what_is_support() -> None:
+    taken = [(str(path), module) for path in TESTS for module in _imports(path) if module.split(".")[0] == "tests"]
+    assert len({path for path, _ in taken}) > 100
+    assert [(path, module) for path, module in taken if module.split(".")[:2] != ["tests", "support"]] == []
 
 
 OBJECTS = {
@@ -195,9 +215,10 @@ def test_what_a_string_names_is_there(named: str) -> None:
 FOLDERS = sorted(path.name for path in (SOURCE / "switches").iterdir() if (path / "__init__.py").exists())
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_of_a_switch_declares_it(folder: str) -> None:
-    assert import_module(f"{SOURCE.name}.switches.{folder}.declaration").SWITCHES
+def test_a_folder_of_a_switch_declares_it() -> None:
+    assert FOLDERS
+    declarations = {folder: import_module(f"{SOURCE.name}.switches.{folder}.declaration") for folder in FOLDERS}
+    assert [folder for folder, declaration in declarations.items() if not declaration.SWITCHES] == []
 
 
 def _glossary() -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -213,6 +234,7 @@ STEMS = {form: term for term in {t for terms in GLOSSARY for t in terms}
          for form in (term, f"{term}s", f"{term}ed", f"{term}d", f"{term}ing", f"{term[:-1]}ing")}  # fmt: skip
 
 
+@cache
 def _terms_in(name: str) -> list[tuple[str, ...]]:
     """The words of the glossary in a name of code, whatever their endings."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
@@ -228,17 +250,16 @@ def _terms_in(name: str) -> list[tuple[str, ...]]:
 
 def _definitions(path: Path) -> Iterator[str]:
     yield path.parent.name if path.stem == "__init__" else path.stem
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name
 
 
-def _uses() -> Iterator[tuple[tuple[str, ...], str, str]]:
+@cache
+def _uses() -> tuple[tuple[tuple[str, ...], str, str], ...]:
     """(word of the glossary, module, name) of all names that have one."""
-    for path in MODULES:
-        for name in _definitions(path):
-            for term in _terms_in(name):
-                yield term, str(path.relative_to(SOURCE)), name
+    names = [(str(path.relative_to(SOURCE)), name) for path in MODULES for name in _definitions(path)]
+    return tuple((term, module, name) for module, name in names for term in _terms_in(name))
 
 
 @pytest.mark.slow
@@ -249,7 +270,7 @@ def test_names_use_words_as_the_glossary_says() -> None:
 
 @pytest.mark.slow
 def test_the_glossary_names_no_room_in_vain() -> None:
-    used = [(term, module) for term, module, _ in _uses()]
+    used = {(term, module) for term, module, _ in _uses()}
     listed = [(term, where) for term, rooms in GLOSSARY.items() for where in rooms]
     assert listed
     assert [(term, where) for term, where in listed if not any(t == term and _lies_in(m, where) for t, m in used)] == []

@@ -14,8 +14,9 @@ from rapidformer_templates.errors import NonFiniteLoss
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.profiler import read_summary
 from tests.support.ahead import FLAGS, Line
-from tests.support.jobs import VOCABULARY, CausalJob, train
+from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.mask_hooks import HOOKS, job_of
+from tests.support.parity import train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,12 +27,12 @@ STEPS = "--train-iters 10 --global-batch-size 8 --micro-batch-size 4"
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return train("causal", False, f"{STEPS} --device cpu", str(tmp_path_factory.mktemp("cpu") / "run"))
+def on_cpu() -> Any:
+    return train("causal", False, f"{STEPS} --device cpu")
 
 
-def test_gpu_follows_the_cpu_in_fp32(on_cpu: Any, tmp_path: Path) -> None:
-    run = train("causal", False, STEPS, str(tmp_path / "run"))
+def test_gpu_follows_the_cpu_in_fp32(on_cpu: Any) -> None:
+    run = train("causal", False, STEPS)
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=1e-4, atol=1e-5)
 
 
@@ -39,25 +40,25 @@ def test_gpu_follows_the_cpu_in_fp32(on_cpu: Any, tmp_path: Path) -> None:
     ("flags", "tolerance", "dtype"),
     [("--mixed-precision", 2**-9, "float16"), ("--mixed-precision bf16", 2**-6, "bfloat16")],
 )
-def test_half_precision_on_a_gpu(flags: str, tolerance: float, dtype: str, on_cpu: Any, tmp_path: Path) -> None:
-    run = train("causal", False, f"{STEPS} {flags}", str(tmp_path / "run"))
+def test_half_precision_on_a_gpu(flags: str, tolerance: float, dtype: str, on_cpu: Any) -> None:
+    run = train("causal", False, f"{STEPS} {flags}")
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=tolerance, atol=0)
     assert dtype in run["summary"]["receipts"]["activation_dtypes"]
 
 
-def test_tf32_acts_and_is_seen(on_cpu: Any, tmp_path: Path) -> None:
+def test_tf32_acts_and_is_seen(on_cpu: Any) -> None:
     before = torch.get_float32_matmul_precision()
     try:
-        run = train("causal", False, f"{STEPS} --tf32", str(tmp_path / "run"))
+        run = train("causal", False, f"{STEPS} --tf32")
     finally:
         torch.set_float32_matmul_precision(before)
     assert run["summary"]["receipts"]["matmul_precision"] == "high"
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=2**-8, atol=0)
 
 
-def test_loader_processes_and_pinned_memory(on_cpu: Any, tmp_path: Path) -> None:
+def test_loader_processes_and_pinned_memory(on_cpu: Any) -> None:
     flags = f"{STEPS} --dataloader-num-workers 2 --dataloader-pin-memory"
-    run = train("causal", False, flags, str(tmp_path / "run"))
+    run = train("causal", False, flags)
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=1e-4, atol=1e-5)
     assert run["summary"]["peak_memory_mb"] > 0
 
@@ -88,9 +89,9 @@ def test_fused_update_is_the_one_that_acts(tmp_path: Path) -> None:
     assert job.plan.optimizer_implementation == "torch.optim.AdamW (fused)"
 
 
-def test_clipping_on_the_device_is_that_of_the_cpu(tmp_path: Path) -> None:
+def test_clipping_on_the_device_is_that_of_the_cpu() -> None:
     flags = f"{STEPS} --clip-grad 0.3"
-    runs = [train("causal", False, f"{flags} {more}", str(tmp_path / more[-4:])) for more in ("", "--device cpu")]
+    runs = [train("causal", False, f"{flags} {more}") for more in ("", "--device cpu")]
     for name, weight in runs[0]["weights"].items():
         torch.testing.assert_close(weight, runs[1]["weights"][name], rtol=1e-3, atol=1e-4)
 
@@ -109,7 +110,7 @@ def test_a_broken_step_leaves_the_weights_and_is_named(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     flags = f"{STEPS} --save-interval 5 --mixed-precision bf16 --keep-checkpoints 9"
-    whole = train("causal", False, flags, str(tmp_path / "whole"))
+    whole = train("causal", False, flags)
     CausalJob(f"{flags} --lr 1e-3 --train-iters 5 --lr-decay-iters 10 --save {tmp_path / 'cut'}".split()).fit()
     more = f"{flags} --lr 1e-3 --log-interval 1 --save {tmp_path / 'cut'} --resume"
     resumed = CausalJob(more.split())
@@ -130,8 +131,8 @@ def test_profile_sees_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", ["--torch-compile", "--use-flash-attn --mixed-precision bf16", "--cpu-offload"])
-def test_switches_follow_plain_eager(flags: str, on_cpu: Any, tmp_path: Path) -> None:
-    run = train("causal", False, f"{STEPS} {flags}", str(tmp_path / "run"))
+def test_switches_follow_plain_eager(flags: str, on_cpu: Any) -> None:
+    run = train("causal", False, f"{STEPS} {flags}")
     tolerance = 2**-6 if "bf16" in flags else 1e-3
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(on_cpu["curve"]), rtol=tolerance, atol=0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -16,15 +15,33 @@ from rapidformer_templates.planning.registry import REGISTRY
 ASK = """
 source "$1"; shift
 function=$(complete -p rapidformer | sed -E 's/.*-F ([^ ]+) .*/\\1/')
-COMP_WORDS=("$@"); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
-$function "$1" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
-printf '%s\\n' "${COMPREPLY[@]}"
+for line in "$@"; do
+  COMP_WORDS=($line); [[ $line == *" " ]] && COMP_WORDS+=("")
+  COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_LINE=$line; COMP_POINT=${#COMP_LINE}; COMPREPLY=()
+  $function "${COMP_WORDS[0]}" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+  echo "${COMPREPLY[@]}"
+done
 """
+OFFERED = {
+    "rapidformer comp": {"completion"},
+    "rapidformer --task c": {"causal_lm"},
+    "rapidformer --mixed-precision ": {"fp16", "bf16"},
+    "rapidformer plan --tf32 --device ": {"auto", "cpu", "cuda", "xpu", "mps", "npu"},
+    "rapidformer plan --local-world": {"--local-world-size"},
+    "rapidformer data preprocess --tokenizer-backend g": {"gigatoken"},
+    "rapidformer new ": {"finetuner", "pretrainer", "trainer", "examples"},
+    "rapidformer new trainer job": {"job.yaml"},
+    "rapidformer --config j": {"job.yaml"},
+    "rapidformer --data-dir ": {"tweets"},
+    "rapidformer explain RF00": {f"RF00{n}" for n in range(1, 10)},
+}
+OF_MANY = ("rapidformer ", "rapidformer --", "rapidformer plan --")
+"""Lines for which much is offered."""
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for bash, and a folder beside it to complete."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """What bash offers for the last word of each line; all are asked of one bash, in a folder to complete."""
     if shutil.which("bash") is None:
         pytest.skip("no bash")
     folder = tmp_path_factory.mktemp("completion")
@@ -35,45 +52,24 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bash").write_text(printed[0], encoding="utf-8")
     (folder / "tweets").mkdir()
     (folder / "job.yaml").touch()
-    return folder / "bash"
+    lines = [*OFFERED, *OF_MANY]
+    words = ["bash", "-c", ASK, "bash", str(folder / "bash"), *lines]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return {line: set(offered.split()) for line, offered in zip(lines, done.stdout.splitlines(), strict=True)}
 
 
-def _completed(script: Path, words: str) -> set[str]:
-    """What bash offers for the last of the words."""
-    asked = [*words.split(" ")]
-    done = subprocess.run(
-        ["bash", "-c", ASK, "bash", str(script), *asked], cwd=script.parent, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+@pytest.mark.parametrize("line", OFFERED)
+def test_what_is_offered(line: str, answers: dict[str, set[str]]) -> None:
+    assert answers[line] == OFFERED[line]
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("rapidformer comp", {"completion"}),
-        ("rapidformer --task c", {"causal_lm"}),
-        ("rapidformer --mixed-precision ", {"fp16", "bf16"}),
-        ("rapidformer plan --tf32 --device ", {"auto", "cpu", "cuda", "xpu", "mps", "npu"}),
-        ("rapidformer plan --local-world", {"--local-world-size"}),
-        ("rapidformer data preprocess --tokenizer-backend g", {"gigatoken"}),
-        ("rapidformer new ", {"finetuner", "pretrainer", "trainer", "examples"}),
-        ("rapidformer new trainer job", {"job.yaml"}),
-        ("rapidformer --config j", {"job.yaml"}),
-        ("rapidformer --data-dir ", {"tweets"}),
-        ("rapidformer explain RF00", {f"RF00{n}" for n in range(1, 10)}),
-    ],
-)
-def test_what_is_offered(script: Path, words: str, offered: set[str]) -> None:
-    assert _completed(script, words) == offered
-
-
-def test_every_command_and_every_flag_are_offered(script: Path) -> None:
-    assert set(COMMANDS) <= _completed(script, "rapidformer ")
+def test_every_command_and_every_flag_are_offered(answers: dict[str, set[str]]) -> None:
+    assert set(COMMANDS) <= answers["rapidformer "]
     flags = {spelling(field.name) for field in REGISTRY.complete(RunConfig()).fields()}
     assert len(flags) > 140
-    assert flags <= _completed(script, "rapidformer --")
-    assert flags | {"--world-size", "--yaml"} <= _completed(script, "rapidformer plan --")
+    assert flags <= answers["rapidformer --"]
+    assert flags | {"--world-size", "--yaml"} <= answers["rapidformer plan --"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish", "powershell"])

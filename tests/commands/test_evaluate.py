@@ -16,7 +16,7 @@ from rapidformer_templates.commands.main import main
 from tests.support.preference_runs import judged, pairs, pretrained, scored, words
 from tests.support.scored import Scored
 from tests.support.texts import write_jsonl
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 FLAGS = (
     "--train-iters 2 --lr 5e-3 --eval-interval 2 --seq-length 32 --global-batch-size 4 --micro-batch-size 2"

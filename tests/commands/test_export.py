@@ -20,7 +20,7 @@ from rapidformer_templates.planning.environment import installed_packages
 from tests.support.preference_runs import make, words
 from tests.support.scored import Scored
 from tests.support.texts import write_jsonl
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 FLAGS = "--task causal_lm --train-iters 2 --save-interval 1 --keep-best --eval-interval 2 --micro-batch-size 2"
 RUNS: Mapping[str, str] = {

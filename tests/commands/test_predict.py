@@ -17,7 +17,7 @@ from rapidformer_templates import Trainer
 from rapidformer_templates.commands.main import main
 from tests.support.preference_runs import pretrained, words
 from tests.support.texts import write_jsonl
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 TEXTS = [words(2 + i * 5 % 11, i) for i in range(21)]
 LABELS = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}

@@ -11,7 +11,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -22,6 +21,7 @@ from rapidformer_templates.planning.config import RunConfig, spelling, to_yaml
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
 
+jsonschema: Any = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install jsonschema")
 ROOT = Path(__file__).parents[2]
 SCHEMA = yaml_schema()
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)

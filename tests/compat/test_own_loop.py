@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,8 +21,8 @@ from rapidformer_templates.compat import rapidformer
 from rapidformer_templates.compat.shared_loader import SharedLoader
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.plan import Sizes
-from rapidformer_templates.run.folder import read_metrics
-from tests.support.worker_group import alone, run_in_workers
+from tests.support.parity import trained
+from tests.support.worker_pool import alone, run_in_workers
 
 DRAW = torch.Generator().manual_seed(0)
 ROWS = [{"x": torch.randn(6, generator=DRAW), "labels": i % 3} for i in range(11)]
@@ -157,10 +156,10 @@ def headed(model: Any, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy((model(batch["x"]) @ HEAD).flatten(0, 1), batch["labels"].flatten())
 
 
-def test_the_loss_has_the_precision_and_the_rate_of_a_run(tmp_path: Path) -> None:
+def test_the_loss_has_the_precision_and_the_rate_of_a_run() -> None:
     flags = "--device cpu --mixed-precision bf16 --lr 0.1 --train-iters 4 --lr-warmup-iters 2 --lr-decay-style cosine"
-    Headed([*flags.split(), "--log-interval", "1", "--save", str(tmp_path), "--no-export-model"]).fit()
-    wanted = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
+    run = trained(Headed([*flags.split(), "--log-interval", "1", "--no-save"]))
+    wanted = [line["loss"] for line in run["lines"]]
     loader = DataLoader([TABLE])  # type: ignore[var-annotated, arg-type]
     engine, model, optimizer, batches, evaluated = composed(flags, loader, eval_dataloader=loader)
     assert (len(batches), len(evaluated), evaluated.dataset) == (1, 1, [TABLE])
@@ -209,7 +208,7 @@ def test_a_loader_that_cannot_be_cut_is_refused(loader: Callable[[], Any], flags
 def test_batches_without_labels_need_their_counts() -> None:
     rows = [{"x": row["x"], "y": row["labels"]} for row in ROWS]
 
-    def trained(flags: str, **more: Any) -> list[float]:
+    def losses_of(flags: str, **more: Any) -> list[float]:
         loader: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
         engine, model, optimizer, batches = composed(f"--device cpu --lr 0.1 {flags}", loader, **more)
         losses = []
@@ -222,11 +221,11 @@ def test_batches_without_labels_need_their_counts() -> None:
             engine.session.close()
         return [loss.item() for loss in losses]
 
-    assert len(trained("")) == 6  # one batch a step has one weight
+    assert len(losses_of("")) == 6  # one batch a step has one weight
     with pytest.raises(RapidformerError, match=r"nothing tells what the loop's loss is a mean over") as refused:
-        trained("--global-batch-size 4")
+        losses_of("--global-batch-size 4")
     assert "count_targets=" in refused.value.render()
-    assert len(trained("--global-batch-size 4", count_targets=lambda batch: len(batch["y"]))) == 6
+    assert len(losses_of("--global-batch-size 4", count_targets=lambda batch: len(batch["y"]))) == 6
 
 
 STARTED = "started"

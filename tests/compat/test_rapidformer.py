@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,11 +17,12 @@ from rapidformer_templates import Data, Finetuner, Pretrainer, RapidformerError
 from rapidformer_templates.compat import rapidformer
 from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.run.folder import read_metrics
-from tests.support.worker_group import run_in_workers
+from rapidformer_templates.run.loop import Loop
+from tests.support.worker_pool import run_in_workers
 
 EXAMPLES = Path(finetune.__file__).parent
 RATES = ("per_second", "step_ms", "memory")
-OF_A_RUN = "--device cpu --lr 1e-2 --log-interval 1 --save-interval 1000 --no-export-model"
+OF_A_RUN = "--device cpu --lr 1e-2 --log-interval 1"
 FINETUNING = f"{OF_A_RUN} --epochs 2 --clip-grad 0.1"
 PRETRAINING = f"{OF_A_RUN} --train-iters 6 --eval-iters 3 --eval-interval 3 --global-batch-size 8"
 LOOP = "--device cpu --lr 1e-2 --lr-warmup-iters 2 --clip-grad 0"
@@ -32,23 +33,29 @@ def given(words: str) -> Any:
     return mock.patch("rapidformer_templates.system.program.arguments", return_value=words.split())
 
 
-def lines(folder: str) -> list[dict[str, Any]]:
-    """Of ``metrics.jsonl``, without what depends on the clock."""
-    found = read_metrics(Path(folder) / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not any(word in k for word in RATES)} for line in found]
+def recorded(train: Callable[[], object]) -> list[dict[str, Any]]:
+    """The lines that runs write to ``metrics.jsonl`` if they have a folder, without what depends on the clock."""
+    lines: list[dict[str, Any]] = []
+    record = Loop.record
+
+    def record_too(loop: Loop, line: Mapping[str, Any]) -> None:
+        lines.append({k: v for k, v in line.items() if not any(word in k for word in RATES)})
+        record(loop, line)
+
+    with mock.patch.object(Loop, "record", record_too):
+        train()
+    return lines
 
 
-def finetuned(flags: str, folder: str) -> list[dict[str, Any]]:
-    with given(f"{flags} --save {folder}"):
+def finetuned(flags: str) -> list[dict[str, Any]]:
+    with given(flags):
         engine = rapidformer.RapidformerEngine(extra_args_provider=finetune.get_tasks_args)
-        finetune.MyFinetuner(engine=engine).train()
-    return lines(folder)
+        return recorded(finetune.MyFinetuner(engine=engine).train)
 
 
-def pretrained(flags: str, folder: str) -> list[dict[str, Any]]:
-    with given(f"{flags} --save {folder}"):
-        pretrain.MyBertPreTrainer(engine=rapidformer.RapidformerEngine()).train()
-    return lines(folder)
+def pretrained(flags: str) -> list[dict[str, Any]]:
+    with given(flags):
+        return recorded(pretrain.MyBertPreTrainer(engine=rapidformer.RapidformerEngine()).train)
 
 
 def looped(flags: str) -> tuple[list[float], float]:
@@ -106,11 +113,6 @@ class OursPretrained(Pretrainer):
         return model(**batch).loss
 
 
-def ours(kind: type[Finetuner] | type[Pretrainer], flags: str, folder: str) -> list[dict[str, Any]]:
-    kind([*flags.split(), "--save", folder]).fit()
-    return lines(folder)
-
-
 def torchs_own_loop(batch_size: int) -> list[float]:
     """The script of the own loop before it met an engine: plain torch, the whole batch in one process."""
     model: Any = no_trainer.build_model()
@@ -128,10 +130,10 @@ def torchs_own_loop(batch_size: int) -> list[float]:
     return losses
 
 
-def _everywhere(workers: Any, folder: str) -> dict[str, Any]:
+def _everywhere(workers: Any) -> dict[str, Any]:
     return {
-        "finetune": finetuned(f"{FINETUNING} --micro-batch-size 2", f"{folder}/finetune"),
-        "pretrain": pretrained(f"{PRETRAINING} --micro-batch-size 4", f"{folder}/pretrain"),
+        "finetune": finetuned(f"{FINETUNING} --micro-batch-size 2 --no-save"),
+        "pretrain": pretrained(f"{PRETRAINING} --micro-batch-size 4 --no-save"),
         "loop": looped(f"{LOOP} --micro-batch-size 4 --global-batch-size 8"),
         "zero": looped(f"{LOOP} --micro-batch-size 8 --zero-3-memory-optimization"),
         "tensor": looped(f"{LOOP} --micro-batch-size 8 --global-batch-size 16 --tensor-model-parallel-size 2"),
@@ -139,8 +141,8 @@ def _everywhere(workers: Any, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def in_workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_in_workers(2, _everywhere, str(tmp_path_factory.mktemp("compat")))
+def in_workers() -> list[dict[str, Any]]:
+    return run_in_workers(2, _everywhere)
 
 
 CASES: dict[str, tuple[Any, Any, str]] = {
@@ -155,9 +157,10 @@ def test_scripts_train_as_our_templates_do(name: str, in_workers: list[dict[str,
     script, kind, flags = CASES[name]
     with given(""):
         rapidformer.RapidformerEngine(extra_args_provider=finetune.get_tasks_args)  # for get_args()
-        wanted = ours(kind, flags, str(tmp_path / "ours"))
-    found = script(flags, str(tmp_path / "theirs"))
+        wanted = recorded(kind([*flags.split(), "--no-save"]).fit)
+    found = script(f"{flags} --no-export-model --save {tmp_path}")
     assert found == wanted  # to the last bit
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [line["step"] for line in wanted]
     assert any("eval_loss" in line for line in wanted)
     assert name == "pretrain" or any("accuracy" in line for line in wanted)
     for line, other in zip(in_workers[0][name], wanted, strict=True):
@@ -260,16 +263,15 @@ class Counted(Unlabelled):
         return int(batch["text"][:, 1:].numel())
 
 
-def test_what_cannot_be_told_apart_names_the_hook(tmp_path: Path) -> None:
-    flags = f"{OF_A_RUN} --train-iters 3 --micro-batch-size 2"
-    with given(f"{flags} --global-batch-size 4 --save {tmp_path / 'refused'}"):
+def test_what_cannot_be_told_apart_names_the_hook() -> None:
+    flags = f"{OF_A_RUN} --train-iters 3 --micro-batch-size 2 --global-batch-size 4 --no-save"
+    with given(flags):
         engine = rapidformer.RapidformerEngine()
         with pytest.raises(RapidformerError, match="nothing tells what the loss of run_forward_step is a mean over"):
             Unlabelled(engine=engine).train()
-    with given(f"{flags} --global-batch-size 4 --save {tmp_path / 'counted'}"):
-        Counted(engine=rapidformer.RapidformerEngine()).train()
-    found = lines(str(tmp_path / "counted"))
-    assert [line["lr"] for line in found] == [0.1, 0.05, 0.025]  # their own scheduler
+    with given(flags):
+        lines = recorded(Counted(engine=rapidformer.RapidformerEngine()).train)
+    assert [line["lr"] for line in lines] == [0.1, 0.05, 0.025]  # their own scheduler
     with given("--device cpu --lr 1e-2 --epochs 1 --no-save"), pytest.raises(ConfigError, match="--epochs"):
         pretrain.MyBertPreTrainer(engine=rapidformer.RapidformerEngine()).train()
     with pytest.raises(ConfigError, match="GPTPredictor of PAI-Rapidformer is not there"):

@@ -28,6 +28,7 @@ ELSEWHERE = {
     r"cat |head |python3 -m venv|\. \.venv/bin/activate|case \$\?": "the shell's",
     r"make |\.ci/run": "what runs the tests; tests/docs/test_docs.py holds the targets",
     r"python -m benchmarks": "tests/benchmarks",
+    r"(\.venv/bin/)?python -m tests\.support\.covering": "tests/switches/test_pairs.py reads what it writes",
     r"python scripts/gpu_check": "needs a GPU; tests/scripts/test_gpu_check.py",
     r"python scripts/promises": "tests/scripts/test_promises.py",
     r"(torchrun --nproc-per-node 2 |python )examples/": "tests/docs/test_examples.py",

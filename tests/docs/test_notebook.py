@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
+nbformat: Any = pytest.importorskip("nbformat", reason="needs nbformat: pip install nbformat")
+nbclient: Any = pytest.importorskip("nbclient", reason="needs nbclient: pip install nbclient")
+pytest.importorskip("ipykernel", reason="needs ipykernel: pip install ipykernel")
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples/notebook.ipynb"
 
@@ -24,6 +25,7 @@ def said(cell: Any, name: str) -> str:
     return "".join(output["text"] for output in cell.outputs if output.get("name") == name)
 
 
+@pytest.mark.docs
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +33,8 @@ def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     kept = nbformat.read(NOTEBOOK, 4)
     notebook = nbformat.read(NOTEBOOK, 4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    place = {"metadata": {"path": tmp_path}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=place).execute()
     cells = {kind: [cell for cell in read.cells if cell.cell_type == "code"]
              for kind, read in (("run", notebook), ("kept", kept))}  # fmt: skip
     for kind in ("run", "kept"):

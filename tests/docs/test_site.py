@@ -22,8 +22,9 @@ from scripts import pictures
 from tests.support.chromium import PROGRAM, Chromium
 from tests.support.manual import ROOT
 
-pytest.importorskip("mkdocs", reason="needs the extra docs")
-pytestmark = pytest.mark.slow
+for package in ("mkdocs", "material", "mkdocstrings"):
+    pytest.importorskip(package, reason=f"needs {package}: pip install 'rapidformer_templates[docs]'")
+pytestmark = [pytest.mark.docs, pytest.mark.slow]
 HOST = "http://site"
 LOOKED_AT = (
     *("", "switches/", "switches/zero-3/", "how-to/fewer-gpus/"),

@@ -10,7 +10,7 @@ import pytest
 
 from rapidformer_templates import Finetuner, Trainer
 from rapidformer_templates.commands.demo import demo_model_folder
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
 SHARDED = {"plain": "", "fsdp": "--fsdp-memory-optimization", "zero-3": "--zero-3-memory-optimization"}
 FLAGS = (
     "--task seq2seq_lm --model-type t5 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
-    " --micro-batch-size 2 --train-iters 2 --lr 1e-3 --data-name pairs --eval-interval 2 --no-export-model"
+    " --micro-batch-size 2 --train-iters 2 --lr 1e-3 --data-name pairs --eval-interval 2 --no-save"
 )
 
 
@@ -26,7 +26,7 @@ def _evaluate(workers: Any, folder: str) -> dict[str, Any]:
     metrics = {}
     for name, switch in SHARDED.items():
         base = Trainer if name == "zero-3" else Finetuner
-        given = f"{FLAGS} --tokenizer-path {demo_model_folder()} --data-dir {folder} {switch} --save {folder}/{name}"
+        given = f"{FLAGS} --tokenizer-path {demo_model_folder()} --data-dir {folder} {switch}"
 
         def read_outputs(self: Any, outputs: Any, batch: Any) -> Any:
             self.task.longest_target = 2 + 6 * workers.rank  # the second worker goes on alone

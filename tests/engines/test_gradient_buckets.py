@@ -13,6 +13,7 @@ from rapidformer_templates import Data
 from rapidformer_templates.engines.local import DDPEngine
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
 from tests.support.jobs import OTHERS
+from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
 STEPS = 4
@@ -24,7 +25,7 @@ def _storages(tensors: Any) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def _watch(micro_batches: int) -> dict[str, Any]:
+def _watch(workers: Any, micro_batches: int) -> dict[str, Any]:
     """What holds gradients after each micro batch, what DDP sends, and the most that steps had in memory."""
     held: list[dict[int, int]] = []
     sent: list[int] = []
@@ -66,8 +67,8 @@ def _watch(micro_batches: int) -> dict[str, Any]:
     return {"held": held, "sent": sent, "peaks": peaks, "receipt": receipts["gradient_bytes"]}
 
 
-def test_accumulated_gradients_lie_in_the_buckets_alone(groups: Any) -> None:
-    for once, thrice in zip(groups[2].run(_watch, 1), groups[2].run(_watch, 3), strict=True):
+def test_accumulated_gradients_lie_in_the_buckets_alone() -> None:
+    for once, thrice in zip(run_in_workers(2, _watch, 1), run_in_workers(2, _watch, 3), strict=True):
         whole = once["receipt"]
         assert thrice["receipt"] == whole
         assert [sum(storages.values()) for storages in thrice["held"]] == [whole] * 3 * STEPS

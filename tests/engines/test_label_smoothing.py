@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +9,18 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from rapidformer_templates.planning.environment import installed_packages
-from tests.support.jobs import DeepJob, result_of
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import DeepJob
+from tests.support.parity import Trained, trained
+from tests.support.worker_pool import run_in_workers
 
 SHARE = 0.2
 STEPS = "--task causal_lm --train-iters 4 --global-batch-size 8 --clip-grad 0.5 --log-interval 1 --no-export-model"
 ON = f"--label-smoothing {SHARE}"
 ALONE = {
     "plain": "--micro-batch-size 8",
-    "accumulated": "--micro-batch-size 2",
+    "accumulated": "--micro-batch-size 2 --checkpoint-activations",
     "fused": "--micro-batch-size 8 --fused-linear-cross-entropy",
     "compiled": "--micro-batch-size 8 --torch-compile aot_eager",
-    "checkpointed": "--micro-batch-size 8 --checkpoint-activations",
 }
 TWO = {
     "ddp": "--micro-batch-size 4",
@@ -33,8 +32,8 @@ if "deepspeed" in installed_packages():
     TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
 
 
-def run(flags: str, folder: str) -> dict[str, Any]:
-    return result_of(DeepJob([*flags.split(), "--lr", "1e-3", "--save", folder]), folder)
+def run(flags: str) -> Trained:
+    return trained(DeepJob([*flags.split(), "--lr", "1e-3"]))
 
 
 class ByHand(DeepJob):
@@ -47,33 +46,32 @@ class ByHand(DeepJob):
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("by-hand"))
-    return result_of(ByHand([*f"{STEPS} --micro-batch-size 8 --lr 1e-3 --save {folder}".split()]), folder)
+def wanted() -> Trained:
+    return trained(ByHand(f"{STEPS} --micro-batch-size 8 --lr 1e-3".split()))
 
 
-def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def assert_follows(found: Trained, wanted: Trained) -> None:
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
     assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_one_process_computes_torchs_smoothed_loss(name: str, wanted: dict[str, Any], tmp_path: Path) -> None:
-    assert_follows(run(f"{STEPS} {ON} {ALONE[name]}", str(tmp_path)), wanted)
+def test_one_process_computes_torchs_smoothed_loss(name: str, wanted: Trained) -> None:
+    assert_follows(run(f"{STEPS} {ON} {ALONE[name]}"), wanted)
 
 
-def test_without_the_flag_it_is_another_loss(wanted: dict[str, Any], tmp_path: Path) -> None:
-    plain = run(f"{STEPS} {ALONE['plain']}", str(tmp_path))
+def test_without_the_flag_it_is_another_loss(wanted: Trained) -> None:
+    plain = run(f"{STEPS} {ALONE['plain']} --train-iters 1")
     assert abs(plain["curve"][0][1] - wanted["curve"][0][1]) > 0.01  # the norm of the gradient
 
 
-def _all(workers: Any, folder: str) -> dict[str, Any]:
-    return {name: run(f"{STEPS} {ON} {flags}", f"{folder}/{name}") for name, flags in TWO.items()}
+def _all(workers: Any) -> dict[str, Trained]:
+    return {name: run(f"{STEPS} {ON} {flags}") for name, flags in TWO.items()}
 
 
 @pytest.mark.distributed
-def test_two_workers_compute_torchs_smoothed_loss(wanted: dict[str, Any], tmp_path: Path) -> None:
-    for runs in run_in_workers(2, _all, str(tmp_path)):
+def test_two_workers_compute_torchs_smoothed_loss(wanted: Trained) -> None:
+    for runs in run_in_workers(2, _all):
         for found in runs.values():
             assert_follows(found, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,9 @@ from rapidformer_templates.engines.layerwise_rates import depths_of, layerwise
 from rapidformer_templates.engines.recipe import OptimizerSpec, undecayed
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
-from tests.support.jobs import DeepJob, result_of
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import DeepJob
+from tests.support.parity import Trained, trained
+from tests.support.worker_pool import run_in_workers
 
 DECAY, PEAK = 0.5, 1e-2
 STEPS = f"--train-iters 4 --global-batch-size 8 --log-interval 1 --no-export-model --lr {PEAK}"
@@ -98,35 +98,35 @@ class ByHand(DeepJob):
         return OptimizerSpec(torch.optim.AdamW, {"lr": PEAK, "weight_decay": 0.01}, options)
 
 
-def run(job: type[DeepJob], flags: str, folder: Path | str) -> dict[str, Any]:
-    return result_of(job([*f"{STEPS} {flags}".split(), "--save", str(folder)]), str(folder))
+def run(job: type[DeepJob], flags: str) -> Trained:
+    return trained(job(f"{STEPS} {flags}".split()))
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(ByHand, "--micro-batch-size 8", tmp_path_factory.mktemp("by-hand"))
+def wanted() -> Trained:
+    return run(ByHand, "--micro-batch-size 8")
 
 
-def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def assert_follows(found: Trained, wanted: Trained) -> None:
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
     for name, weight in wanted["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_it_is_a_group_for_each_layer(wanted: dict[str, Any], tmp_path: Path) -> None:
-    found = run(DeepJob, f"{ON} --micro-batch-size 8 --optimizer adamw_torch", tmp_path / "on")
+def test_it_is_a_group_for_each_layer(wanted: Trained) -> None:
+    found = run(DeepJob, f"{ON} --micro-batch-size 8 --optimizer adamw_torch")
     assert_follows(found, wanted)
-    plain = run(DeepJob, "--micro-batch-size 8 --optimizer adamw_torch", tmp_path / "plain")
+    plain = run(DeepJob, "--micro-batch-size 8 --optimizer adamw_torch")
     assert abs(plain["curve"][-1][0] - found["curve"][-1][0]) > 1e-3
 
 
-def _all(workers: Any, folder: str) -> dict[str, Any]:
-    return {name: run(DeepJob, f"{ON} {flags}", f"{folder}/{name}") for name, flags in TWO.items()}
+def _all(workers: Any) -> dict[str, Trained]:
+    return {name: run(DeepJob, f"{ON} {flags}") for name, flags in TWO.items()}
 
 
 @pytest.mark.distributed
-def test_two_workers_follow_one(wanted: dict[str, Any], tmp_path: Path) -> None:
-    for runs in run_in_workers(2, _all, str(tmp_path)):
+def test_two_workers_follow_one(wanted: Trained) -> None:
+    for runs in run_in_workers(2, _all):
         for found in runs.values():
             assert_follows(found, wanted)

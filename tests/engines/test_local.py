@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.jobs import JOBS, train
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import JOBS
+from tests.support.parity import reference, train
+from tests.support.worker_pool import run_in_workers
 
 CLIP = 0.1
 STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
@@ -35,28 +35,23 @@ PRECISIONS = {
 KINDS = [(job, double) for job in JOBS for double in (False, True)]
 
 
-def _train_all(workers: Any, folder: str, layouts: dict[str, str]) -> dict[tuple[str, bool, str], Any]:
+def _train_all(workers: Any, layouts: dict[str, str]) -> dict[tuple[str, bool, str], Any]:
     cases = [(job, double, name, flags) for job, double in KINDS for name, flags in layouts.items()]
     if workers is not None:
         cases += [("causal", False, name, flags) for name, flags in PRECISIONS.items()]
-    return {
-        (job, double, name): train(job, double, flags, f"{folder}/{job}-{double}-{name}")
-        for job, double, name, flags in cases
-    }
+    return {(job, double, name): train(job, double, flags) for job, double, name, flags in cases}
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
-    folder = tmp_path_factory.mktemp("references")
+def references() -> dict[tuple[str, bool], Any]:
     flags = f"{STEPS} --micro-batch-size 8"
-    return {(job, double): train(job, double, flags, str(folder / f"{job}-{double}")) for job, double in KINDS}
+    return {(job, double): reference(job, double, flags) for job, double in KINDS}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool, str], Any]:
     """All layouts, those of two workers in one group of workers."""
-    folder = str(tmp_path_factory.mktemp("runs"))
-    return _train_all(None, folder, ALONE) | run_in_workers(2, _train_all, folder, PAIRS)[0]
+    return _train_all(None, ALONE) | run_in_workers(2, _train_all, PAIRS)[0]
 
 
 def _assert_close(actual: Any, expected: Any, double: bool) -> None:
@@ -84,14 +79,14 @@ def test_layout_follows_one_process(layout: str, job: str, double: bool, referen
 @pytest.mark.distributed
 def test_the_reference_learns(references: Any) -> None:
     """A curve that did not move would agree with anything."""
-    for reference in references.values():
-        losses = [loss for loss, _ in reference["curve"]]
+    for run in references.values():
+        losses = [loss for loss, _ in run["curve"]]
         assert len(set(losses)) == len(losses)
-        assert max(norm for _, norm in reference["curve"]) > 2 * CLIP  # so that clipping acts
+        assert max(norm for _, norm in run["curve"]) > 2 * CLIP  # so that clipping acts
 
 
 @pytest.mark.slow
-def test_reference_equals_a_loop_by_hand(references: Any, tmp_path: Path) -> None:
+def test_reference_equals_a_loop_by_hand(references: Any) -> None:
     """The one-process run itself against plain torch: token losses summed and divided by hand."""
     from rapidformer_templates.data.order import SampleOrder
     from tests.support.jobs import CausalJob, _pad, _sequences
@@ -131,11 +126,11 @@ def test_reference_equals_a_loop_by_hand(references: Any, tmp_path: Path) -> Non
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", PRECISIONS)
-def test_half_precision_follows_one_process_of_that_precision(layout: str, runs: Any, tmp_path: Path) -> None:
+def test_half_precision_follows_one_process_of_that_precision(layout: str, runs: Any) -> None:
     """Within the rounding of the format: 8 bits of mantissa in bf16, 11 in fp16."""
     precision = layout.rpartition("-")[2]
     flags = f"{STEPS} --micro-batch-size 8 --mixed-precision {precision}"
-    expected, actual = train("causal", False, flags, str(tmp_path / "one")), runs["causal", False, layout]
+    expected, actual = reference("causal", False, flags), runs["causal", False, layout]
     tolerance = {"bf16": 2**-8, "fp16": 2**-11}[precision]
     torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=tolerance, atol=0)
     receipts = actual["summary"]["receipts"]

@@ -17,9 +17,10 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.engines.embedding_noise import add_noise, keys_of, rows_of, uniform
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.planning.environment import installed_packages
-from tests.support.jobs import VOCABULARY, DeepJob, result_of
+from tests.support.jobs import VOCABULARY, DeepJob
+from tests.support.parity import Trained, trained
 from tests.support.requests import codes
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 SEED, ALPHA = 1234, 20.0
 STEPS = (
@@ -37,8 +38,8 @@ if "deepspeed" in installed_packages():
     TWO["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
 
 
-def run(flags: str, folder: Path | str) -> dict[str, Any]:
-    return result_of(DeepJob([*f"{STEPS} {flags}".split(), "--save", str(folder)]), str(folder))
+def run(flags: str) -> Trained:
+    return trained(DeepJob(f"{STEPS} {flags}".split()))
 
 
 def numpys(place: int, tokens: int, features: int) -> np.ndarray:
@@ -129,17 +130,17 @@ def test_a_sample_has_the_same_noise_in_any_micro_batch() -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(f"--micro-batch-size 8 {ON}", tmp_path_factory.mktemp("alone"))
+def alone() -> Trained:
+    return run(f"--micro-batch-size 8 {ON}")
 
 
-def assert_follows(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def assert_follows(found: Trained, wanted: Trained) -> None:
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(wanted["curve"]), rtol=1e-5, atol=1e-6)
     assert found["evaluations"] == pytest.approx(wanted["evaluations"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_that_of_noise_by_hand(alone: dict[str, Any], tmp_path: Path) -> None:
+def test_the_first_loss_is_that_of_noise_by_hand(alone: Trained) -> None:
     """A job that gives its model the noisy embeddings, row by row, with numpy's numbers."""
 
     class ByHand(DeepJob):
@@ -157,15 +158,15 @@ def test_the_first_loss_is_that_of_noise_by_hand(alone: dict[str, Any], tmp_path
             mask, labels = batch["attention_mask"], batch["labels"]
             return model(inputs_embeds=embeddings + noise, attention_mask=mask, labels=labels).loss
 
-    wanted = result_of(ByHand([*f"{STEPS} --micro-batch-size 8 --save {tmp_path}".split()]), str(tmp_path))
+    wanted = trained(ByHand(f"{STEPS} --micro-batch-size 8".split()))
     assert_follows(alone, wanted)
 
 
 @pytest.mark.slow
-def test_it_changes_the_losses_and_not_the_other_random_numbers(alone: dict[str, Any], tmp_path: Path) -> None:
-    plain = run("--micro-batch-size 8", tmp_path / "plain")
+def test_it_changes_the_losses_and_not_the_other_random_numbers(alone: Trained) -> None:
+    plain = run("--micro-batch-size 8")
     assert plain["curve"][0][1] > 1.5 * alone["curve"][0][1], "the norm of the gradient"
-    zero = run("--micro-batch-size 8 --neftune-alpha 0", tmp_path / "zero")
+    zero = run("--micro-batch-size 8 --neftune-alpha 0")
     assert zero["curve"] == plain["curve"]
 
 
@@ -173,18 +174,17 @@ def test_it_changes_the_losses_and_not_the_other_random_numbers(alone: dict[str,
 @pytest.mark.parametrize(
     "flags",
     [
-        "--micro-batch-size 1",
-        "--micro-batch-size 4 --checkpoint-activations",
+        "--micro-batch-size 1 --checkpoint-activations",
         "--micro-batch-size 4 --fused-linear-cross-entropy",
         "--micro-batch-size 4 --torch-compile aot_eager",
     ],
 )
-def test_micro_batches_and_switches_do_not_change_it(flags: str, alone: dict[str, Any], tmp_path: Path) -> None:
-    assert_follows(run(f"{flags} {ON}", tmp_path), alone)
+def test_micro_batches_and_switches_do_not_change_it(flags: str, alone: Trained) -> None:
+    assert_follows(run(f"{flags} {ON}"), alone)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_bitwise_the_whole_one(alone: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_the_whole_one(alone: Trained, tmp_path: Path) -> None:
     job = DeepJob([*f"{STEPS} --micro-batch-size 8 {ON} --save-interval 2 --save {tmp_path}".split()])
     counts = job.on_step_end
 
@@ -201,13 +201,13 @@ def test_a_resumed_run_is_bitwise_the_whole_one(alone: dict[str, Any], tmp_path:
     assert resumed.curve == alone["curve"][2:]
 
 
-def _all(workers: Any, folder: str) -> dict[str, Any]:
-    return {name: run(f"{flags} {ON}", f"{folder}/{name}") for name, flags in TWO.items()}
+def _all(workers: Any) -> dict[str, Trained]:
+    return {name: run(f"{flags} {ON}") for name, flags in TWO.items()}
 
 
 @pytest.mark.distributed
-def test_two_workers_add_what_one_adds(alone: dict[str, Any], tmp_path: Path) -> None:
-    for runs in run_in_workers(2, _all, str(tmp_path)):
+def test_two_workers_add_what_one_adds(alone: Trained) -> None:
+    for runs in run_in_workers(2, _all):
         for found in runs.values():
             assert_follows(found, alone)
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F  # noqa: N812
 from rapidformer_templates import Data
 from rapidformer_templates.errors import RapidformerError
 from tests.support import parallel_jobs
-from tests.support.jobs import OTHERS, CausalJob, ClassJob, train
-from tests.support.warm_workers import Failure
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import OTHERS, CausalJob, ClassJob
+from tests.support.parity import reference, train
+from tests.support.worker_pool import Failure, outcomes_in_workers, run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
@@ -208,17 +208,14 @@ def _is_double(job: str, engine: str) -> bool:
     return job == "nothing" and engine not in ZERO
 
 
-def _train_all(workers: Any, folder: str) -> dict[Any, Any]:
+def _train_all(workers: Any) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for job, engine in CASES:
         flags = f"{LENGTH[job]} --micro-batch-size {MICRO[job]} {(ENGINES | DIVIDED)[engine]}"
         kept: list[Any] = []
-        with (
-            mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
-            mock.patch.object(JOBS[job], "on_train_start", lambda self, kept=kept: kept.append(self)),
-        ):
+        with mock.patch.object(JOBS[job], "on_train_start", lambda self, kept=kept: kept.append(self)):
             try:
-                found[job, engine] = train(job, _is_double(job, engine), flags, f"{folder}/{job}-{engine}")
+                found[job, engine] = train(job, _is_double(job, engine), flags)
             except RapidformerError as error:
                 found[job, engine] = error
         found["tasks", job, engine] = kept[0].tasks if kept else []
@@ -226,16 +223,15 @@ def _train_all(workers: Any, folder: str) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def runs() -> list[dict[Any, Any]]:
     """By rank."""
-    return run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")))
+    return run_in_workers(2, _train_all)
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
-    folder = tmp_path_factory.mktemp("references")
+def references() -> dict[tuple[str, bool], Any]:
     needed = {(job, _is_double(job, engine)) for job, engine in CASES}
-    return {(job, double): train(job, double, _alone(job), f"{folder}/{job}-{double}") for job, double in needed}
+    return {(job, double): reference(job, double, _alone(job)) for job, double in needed}
 
 
 def _alone(job: str) -> str:
@@ -272,7 +268,7 @@ def test_zero_refuses_what_no_worker_reaches(engine: str, runs: Any) -> None:
         assert run["late", engine].message == "the loss does not reach 2 parameters: second.weight, second.bias"
 
 
-def _skip(flags: str, begins: int, skipping: tuple[int, ...]) -> None:
+def _skip(workers: Any, flags: str, begins: int, skipping: tuple[int, ...]) -> None:
     job = SkipJob([*f"{BY_STEPS} --micro-batch-size 2 {flags}".split(), "--lr", "1e-3"])
     job.begins, job.skipping = begins, skipping
     job.fit()
@@ -282,10 +278,10 @@ def _skip(flags: str, begins: int, skipping: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("begins", [0, 2])
 @pytest.mark.parametrize("engine", ["fsdp", "zero-3"])
 def test_engines_that_gather_blocks_refuse_a_batch_that_leaves_one_out(
-    engine: str, begins: int, skipping: tuple[int, ...], groups: Any
+    engine: str, begins: int, skipping: tuple[int, ...]
 ) -> None:
     """One worker alone would gather other parameters than the others: all see it at first, later it alone does."""
-    ended = groups[2].run(_skip, ENGINES[engine], begins, skipping)
+    ended = outcomes_in_workers(2, _skip, ENGINES[engine], begins, skipping)
     for rank in skipping if begins else (0, 1):
         assert isinstance(ended[rank], Failure), ended
         assert ended[rank].kind == "RapidformerError", ended

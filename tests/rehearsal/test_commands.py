@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from rapidformer_templates.commands.bench import flops, measure, worker
 from rapidformer_templates.commands.bench.tables import TABLES
+from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import RapidformerError
 from tests.support import stand_in
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing())]
 ROOT = Path(__file__).parents[2]
@@ -51,9 +55,17 @@ def test_doctor_tells_of_the_accelerator(package: Path) -> None:
     assert machine["gpus"] == []
 
 
-def test_a_plan_takes_it_without_a_flag(package: Path) -> None:
+def _planned(workers: Any) -> str:
+    """What ``plan`` prints in a process whose torch knows the accelerator."""
     sizes = "--model-type gpt2 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
-    assert f"device       │ {stand_in.NAME}" in _told(package, f"plan {sizes}")
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, {"COLUMNS": "120"}), contextlib.redirect_stdout(said):
+        assert main(["plan", *sizes.split()]) == 0
+    return said.getvalue()
+
+
+def test_a_plan_takes_it_without_a_flag() -> None:
+    assert f"device       │ {stand_in.NAME}" in run_in_workers(1, _planned, device=stand_in.NAME)[0]
 
 
 def _bench(workers: Any) -> tuple[list[str], str, float, float]:

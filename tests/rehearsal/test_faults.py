@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,16 +15,21 @@ from rapidformer_templates import compose
 from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.run.folder import read_metrics
 from tests.support import stand_in
-from tests.support.jobs import VOCABULARY
-from tests.support.parallel_jobs import JOBS
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import VOCABULARY, CausalJob
+from tests.support.worker_pool import end_pool, run_in_workers
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing())]
 FLAGS = "--global-batch-size 8 --lr 1e-3 --no-export-model --dataloader-num-workers 0 --device standin"
-Plain: Any = JOBS["gpt2-4-tied"]
 
 
-class Silent(Plain):
+@pytest.fixture(autouse=True)
+def no_other_test_gets_the_device() -> Iterator[None]:
+    """It has failed: end the worker that has it."""
+    yield
+    end_pool()
+
+
+class Silent(CausalJob):
     """Reads nothing of the device itself; in ``wrong_step`` its tokens are none of the vocabulary."""
 
     wrong_step: int | None = None

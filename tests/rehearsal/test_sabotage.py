@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from rapidformer_templates.data.loader import on_device
-from rapidformer_templates.run.folder import read_metrics
-from rapidformer_templates.switches.offload_activations import offloader
 from rapidformer_templates.system import random_state
 from rapidformer_templates.system.host_copy import HostCopy
 from tests.support import stand_in
-from tests.support.jobs import result_of, weights_apart
-from tests.support.parallel_jobs import JOBS
+from tests.support.parity import Trained, weights_apart
 from tests.support.sabotage import without
 from tests.support.stand_in import late
-from tests.support.worker_group import run_in_workers
+from tests.support.stand_in.runs import CASES, rehearsed, train_silently
+from tests.support.worker_pool import WorkerError, run_in_workers
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing())]
-STEPS = (
-    "--train-iters 2 --global-batch-size 8 --micro-batch-size 4 --lr 1e-3 --clip-grad 0.1 --weight-decay 0.1"
-    " --log-interval 1 --no-export-model --device standin --dataloader-num-workers 0"
-)
 PACKAGE = "rapidformer_templates."
 
 
@@ -41,28 +32,25 @@ class Line(NamedTuple):
 
     Attributes:
         module, line, instead: see :func:`without`.
-        flags: of the run.
+        run: by its name in :data:`CASES`.
         main, side: how late streams are, in seconds.
-        devices: that the run is on.
     """
 
     module: str
     line: str
     instead: str = "pass"
-    flags: str = ""
+    run: str = ""
     main: float = 0.0
     side: float = 0.0
-    devices: int = 1
 
 
-OFFLOADED = "--offload-activations"
-SAVED = "--async-save --save-interval 2 --keep-checkpoints 1"
-HALF = "--mixed-precision fp16"
+OFFLOADED = "offloaded activations"
+HALF = "fp16"
 LINES = {
     "tensors are made before they are sent": Line(
         "switches.offload_activations.host",
         "stream.wait_stream(torch.accelerator.current_stream(self._device))",
-        flags=OFFLOADED,
+        run=OFFLOADED,
         main=0.002,
     ),
     "copies are waited for": Line(
@@ -73,12 +61,15 @@ LINES = {
         side=0.01,
     ),
     "a checkpoint's copy is waited for": Line(
-        "run.checkpoint.async_save", "accelerator.synchronize(self._workers.device)", flags=SAVED, main=0.002
+        "run.checkpoint.async_save",
+        "accelerator.synchronize(self._workers.device)",
+        run="saved beside training",
+        main=0.002,
     ),
     "gradients on the host are waited for": Line(
         "engines.host_optimizer",
         "torch.accelerator.synchronize()  # the copies to the host run behind",
-        flags="--cpu-offload",
+        run="offloaded state",
         main=0.002,
     ),
     "gradients are divided by the loss scale": Line(
@@ -96,64 +87,29 @@ LINES = {
     "summed gradients are waited for": Line(  # each micro batch's, which are added to those before
         "engines.parallel.replicas",
         "work.wait()",
-        flags="--context-parallel-size 2 --zero-2-memory-optimization",
+        run="context, all to all × zero-2",
         side=0.01,
-        devices=2,
     ),
     "hidden states of other stages are waited for": Line(
         "switches.pipeline_parallel.stage_links",
         "self.work.wait()",
-        flags="--pipeline-model-parallel-size 2",
+        run="pipeline",
         side=0.01,
-        devices=2,
     ),
     "keys and values in a ring are waited for": Line(
         "switches.context_parallel.ring",
         "work.wait()",
-        flags="--context-parallel-size 2 --context-parallel-kind ring",
+        run="context, in a ring",
         side=0.01,
-        devices=2,
     ),
 }
 """What each is for."""
 
 
-class Silent(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
-    """Reads nothing of the device itself: nobody waits for it who need not."""
-
-    curve = ()
-
-    def on_step_end(self, step: int, result: Any) -> None:
-        pass
-
-
-def _train(flags: str, place: str) -> dict[str, Any]:
-    """What a run leaves in its folder."""
-    with mock.patch.object(offloader, "LEAST_BYTES", 0):  # these models are small
-        run = result_of(Silent([*f"{STEPS} {flags}".split(), "--save", place]), place)
-    lines = [line for line in read_metrics(Path(place) / "metrics.jsonl") if "loss" in line]
-    return {"weights": run["weights"], "curve": [(line["loss"], line["grad_norm"]) for line in lines]}
-
-
-def _as_it_is(workers: Any, folder: str) -> dict[str, Any]:
-    cases = dict.fromkeys(line.flags for line in LINES.values() if line.devices == workers.world)
-    return {flags: _train(flags, f"{folder}/{i}") for i, flags in enumerate(cases)}
-
-
-def _sabotaged(workers: Any, folder: str, name: str) -> dict[str, Any]:
+def _sabotaged(workers: Any, name: str) -> Trained:
     line = LINES[name]
     with late(main=line.main, side=line.side), without(PACKAGE + line.module, line.line, line.instead):
-        return _train(line.flags, folder)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs as they are, by their flags; that late streams change nothing in them, test_runs.py shows."""
-    found: dict[str, Any] = {}
-    for devices in (1, 2):
-        folder = str(tmp_path_factory.mktemp("whole"))
-        found |= run_in_workers(devices, _as_it_is, folder, device=stand_in.NAME)[0]
-    return found
+        return train_silently(CASES[line.run])
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -164,11 +120,12 @@ def test_the_line_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_run_without_it_is_another(name: str, whole: dict[str, Any], tmp_path: Path) -> None:
-    wanted = whole[LINES[name].flags]
+def test_a_run_without_it_is_another(name: str) -> None:
+    case = CASES[LINES[name].run]
+    wanted = rehearsed(case)
     try:
-        found = run_in_workers(LINES[name].devices, _sabotaged, str(tmp_path), name, device=stand_in.NAME)[0]
-    except (ProcessExitedException, ProcessRaisedException):  # over a token that is none, for instance
+        found: Trained = run_in_workers(case.devices, _sabotaged, name, device=stand_in.NAME)[0]
+    except WorkerError:  # over a token that is none, for instance
         return
     curves = [torch.tensor(run["curve"], dtype=torch.float64).nan_to_num(1e9) for run in (wanted, found)]
     apart = weights_apart(found["weights"], wanted["weights"])
@@ -177,7 +134,7 @@ def test_a_run_without_it_is_another(name: str, whole: dict[str, Any], tmp_path:
 
 def _sums() -> Any:
     """Of batches that are let go as soon as the host has asked for their sums."""
-    batches = [SimpleNamespace(batch={"x": torch.full((1000,), float(i)).pin_memory()}) for i in range(6)]
+    batches = [SimpleNamespace(batch={"x": torch.full((1000,), float(i)).pin_memory()}) for i in range(4)]
     moved: Any = on_device(batches, torch.device(stand_in.NAME, 0), ahead=1)  # type: ignore[arg-type]
     return torch.stack([(microbatch.batch.pop("x") * 2).sum() for microbatch in moved]).nan_to_num(-1).tolist()
 
@@ -197,7 +154,7 @@ def _drawn_again() -> Any:
 HELD = "leaf.record_stream(computes)  # its memory is the side stream's, which must not take it back too early"
 HEARD = "self._event.synchronize()"
 RESTORED = "accelerator.set_random_state(device, tensors[device.type])"
-SUMS = [2000.0 * i for i in range(6)]
+SUMS = [2000.0 * i for i in range(4)]
 DIRECT = {
     "batches are waited for": (_sums, SUMS, Line("data.loader", "computes.wait_event(moved)", side=0.1)),
     "memory of batches is kept": (_sums, SUMS, Line("data.loader", HELD, main=0.05)),

@@ -5,7 +5,7 @@ Everything runs in processes of their own: a device, once known to torch, is wha
 
 from __future__ import annotations
 
-import multiprocessing
+import faulthandler
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from tests.support import stand_in
 from tests.support.stand_in import host_reads, late
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import new_process, run_in_workers
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.slow, pytest.mark.skipif(**stand_in.missing())]
 LATE = 0.02
@@ -87,12 +87,13 @@ def _read_memory() -> None:
 
 
 def _die() -> None:
+    faulthandler.disable()  # nobody wants the stack trace
     stand_in.load()
     _read_memory()
 
 
 def test_the_host_cannot_touch_its_memory() -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_die)
+    process = new_process(_die)
     process.start()
     process.join()
     assert process.exitcode == -11  # SIGSEGV
@@ -196,6 +197,8 @@ def _memory() -> tuple[int, int, str]:
         torch.empty(2048, device=stand_in.NAME)
     except torch.OutOfMemoryError as error:
         return held, tensor.nbytes, str(error)
+    finally:
+        stand_in.load().set_limit(0, 0)
     return held, tensor.nbytes, ""
 
 

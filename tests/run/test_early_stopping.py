@@ -19,7 +19,7 @@ from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import CausalJob
 from tests.support.requests import codes
 from tests.support.scored import Scored
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 EVERY = 2
 FLAGS = f"--lr 0.1 --global-batch-size 4 --train-iters 20 --eval-interval {EVERY} --metric-for-best utility"

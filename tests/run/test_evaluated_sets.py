@@ -17,7 +17,7 @@ from rapidformer_templates.errors import ConfigError, DataError, RapidformerErro
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.texts import WORDS, write_jsonl
 from tests.support.tracked import Tracked
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 SIZES = {"train": 24, "validation": 9, "test": 7, "hard": 5}
 MODEL = "--model-type gpt2 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --dropout 0 --seq-length 24"

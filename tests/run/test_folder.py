@@ -25,7 +25,7 @@ from rapidformer_templates.run.folder import CONTENTS, RunFolder, read_metrics
 from rapidformer_templates.run.lock import RunLock
 from tests.support.crash_points import each_crash
 from tests.support.lines import FLAGS, Line
-from tests.support.worker_group import alone
+from tests.support.worker_pool import alone
 
 SHORT = [*FLAGS, "--epochs", "2", "--keep-checkpoints", "1"]
 
@@ -121,6 +121,7 @@ def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path) -> None:
     assert (folder / "checkpoints" / "step-10").is_dir()
 
 
+@pytest.mark.durable
 def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixture could be taken for a run."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is cut here
@@ -218,6 +219,7 @@ def _kill(child: int) -> None:
     os.waitpid(child, 0)
 
 
+@pytest.mark.durable
 def test_kill_9_leaves_no_lock(tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
     child = _in_a_process(lambda: str(lock.take()))  # type: ignore[arg-type, return-value]
@@ -229,6 +231,7 @@ def test_kill_9_leaves_no_lock(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.durable
 def test_a_loader_process_does_not_keep_the_lock(tmp_path: Path) -> None:
     with held(tmp_path):
         child = _in_a_process(lambda: None)
@@ -294,6 +297,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.durable
 @pytest.mark.parametrize("number", ERRORS)
 def test_a_disk_that_does_not_take_a_page_is_refused_first(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -319,6 +323,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.durable
 def test_a_full_disk_and_a_read_only_one(small_disk: Path) -> None:
     with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
         while True:
@@ -329,6 +334,7 @@ def test_a_full_disk_and_a_read_only_one(small_disk: Path) -> None:
     assert "the file system can only be read" in refused(small_disk / "run").message
 
 
+@pytest.mark.durable
 def test_metrics_that_cannot_be_written_are_told(tmp_path: Path) -> None:
     class Full(Line):
         def on_train_start(self) -> None:

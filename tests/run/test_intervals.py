@@ -14,7 +14,7 @@ from rapidformer_templates.run import intervals
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import CausalJob
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 FLAGS = "--train-iters 10 --global-batch-size 8 --lr 1e-3 --log-interval 1 --keep-checkpoints 99 --no-export-model"
 

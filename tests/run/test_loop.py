@@ -49,6 +49,7 @@ def test_non_finite_loss_names_step_and_samples_and_touches_nothing(tmp_path: Pa
         assert torch.equal(saved, job.model.weight.detach())
 
 
+@pytest.mark.durable
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
 @pytest.mark.parametrize("full", ["optimizer-00000-00000.safetensors", "manifest.json"])
 def test_full_disk_leaves_the_earlier_checkpoint(

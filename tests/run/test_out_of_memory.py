@@ -15,7 +15,7 @@ from rapidformer_templates.run.configure import resolve_plan
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.run.out_of_memory import next_step
 from tests.support.jobs import CausalJob
-from tests.support.worker_group import why_no_nvme
+from tests.support.machine import why_no_nvme
 
 SCRIPT = Path(__file__).parents[1] / "support/scripts/large_model.py"
 CAP = 2700 * 2**20

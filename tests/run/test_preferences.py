@@ -12,10 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.errors import CheckpointError
-from tests.support.preference_runs import STEPS, curve_of, judged, make, pairs, run, run_all, scored
-from tests.support.worker_group import run_in_workers
-
-Curve = list[list[float]]
+from tests.support.preference_runs import STEPS, Curve, curve_of, judged, make, pairs, run, run_all, scored
+from tests.support.worker_pool import run_in_workers
 
 LORA = ("--lora-rank", "2")
 ENGINES: Mapping[str, tuple[str, ...]] = {
@@ -60,46 +58,55 @@ def check_alike(curves: Mapping[str, Curve], wanted: Curve, tolerance: float = 2
             np.testing.assert_allclose(got, want, rtol=tolerance, atol=1e-5, err_msg=name)
 
 
-def in_workers(count: int, folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve]:
-    told = run_in_workers(count, run_all, {str(folder / name): list(flags) for name, flags in runs.items()})
-    return {Path(name).name: curve for name, curve in told[0].items()}
+def in_workers(count: int, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve]:
+    curves: dict[str, Curve] = run_in_workers(count, run_all, runs)[0]
+    return curves
 
 
+@pytest.fixture(scope="module")
+def whole(flags: Mapping[str, list[str]]) -> dict[str, Curve]:
+    """Each kind of run in one process, with one micro batch a step."""
+    curves = {name: run([*given, "--micro-batch-size", "4"]) for name, given in flags.items()}
+    assert curves["dpo"][1][2] != 0  # by then the model is not its reference
+    return curves
+
+
+@pytest.mark.distributed
 @pytest.mark.slow
-def test_workers_and_micro_batches_change_nothing(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
-    whole = {name: run([*given, "--micro-batch-size", "4"], tmp_path / name) for name, given in flags.items()}
-    cut = in_workers(2, tmp_path / "cut", {n: [*g, "--micro-batch-size", "1"] for n, g in flags.items()})
+def test_workers_and_micro_batches_change_nothing(flags: Mapping[str, list[str]], whole: Mapping[str, Curve]) -> None:
+    cut = in_workers(2, {n: [*g, "--micro-batch-size", "1"] for n, g in flags.items()})
     for name, curve in cut.items():
         check_alike({name: curve}, whole[name])
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_every_engine_holds_the_copy_and_every_reference_is_the_same(
-    flags: Mapping[str, list[str]], tmp_path: Path
+    flags: Mapping[str, list[str]], whole: Mapping[str, Curve], tmp_path: Path
 ) -> None:
     given = [*flags["dpo"], "--micro-batch-size", "2"]
-    whole = run(given, tmp_path / "whole")
-    assert whole[1][2] != 0  # by then the model is not its reference
     runs = {name: [*given, *more] for name, more in ENGINES.items()}
     runs |= {f"{name}, once": [*given, *more, *ONCE] for name, more in (ENGINES | STAGES).items() if name in CHECKED}
-    check_alike(in_workers(2, tmp_path, runs), whole)
+    runs["zero-3, once"] += ["--save", str(tmp_path / "once")]
+    check_alike(in_workers(2, runs), whole["dpo"])
+    assert (tmp_path / "once" / "reference.safetensors").is_file()
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
-def test_groups_of_workers_hold_copies_of_the_copy(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
-    whole = run([*flags["dpo"], "--micro-batch-size", "4"], tmp_path / "whole")
+def test_groups_of_workers_hold_copies_of_the_copy(flags: Mapping[str, list[str]], whole: Mapping[str, Curve]) -> None:
     groups = ("--micro-batch-size", "1", "--fsdp-memory-optimization", "--fsdp-shard-size", "2")
-    check_alike(in_workers(4, tmp_path, {"groups": [*flags["dpo"], *groups]}), whole)
+    check_alike(in_workers(4, {"groups": [*flags["dpo"], *groups]}), whole["dpo"])
 
 
 @pytest.mark.slow
-def test_a_model_without_its_adapters_is_the_reference(flags: Mapping[str, list[str]], tmp_path: Path) -> None:
+def test_a_model_without_its_adapters_is_the_reference(flags: Mapping[str, list[str]]) -> None:
     given = [*flags["dpo"], *LORA, "--micro-batch-size", "2"]
-    whole = run(given, tmp_path / "whole")
+    whole = run(given)
     assert whole[1][2] != 0
     runs = {name: [*given, *more] for name, more in ENGINES.items() if name in ("fsdp", "zero-3", "tensor")}
     runs |= {f"{name}, once": [*given, *more, *ONCE] for name, more in STAGES.items()}
-    check_alike(in_workers(2, tmp_path, runs), whole)
+    check_alike(in_workers(2, runs), whole)
 
 
 class Dies(Trainer):
@@ -113,19 +120,9 @@ class Dies(Trainer):
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_own_log_probabilities(gpt_folder: Path, tmp_path: Path) -> None:
     given = make(tmp_path / "data", gpt_folder, judged())
-    given += [
-        "--preference-loss",
-        "kto",
-        "--train-iters",
-        "5",
-        "--save-interval",
-        "2",
-        "--micro-batch-size",
-        "2",
-        *ONCE,
-    ]
-    wanted = run(given, tmp_path / "whole")
-    half = [*given, "--task", "preference", "--save", str(tmp_path / "half")]
+    given += ["--preference-loss", "kto", "--train-iters", "5", "--micro-batch-size", "2", *ONCE]
+    wanted = run(given)
+    half = [*given, "--task", "preference", "--save-interval", "2", "--save", str(tmp_path / "half")]
     with pytest.raises(KeyboardInterrupt):
         Dies(half).fit()
     kept = (tmp_path / "half" / "reference.safetensors").read_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,8 +19,8 @@ from rapidformer_templates.run import fit as run
 from rapidformer_templates.run.receipts import Receipts
 from tests.support import combinations
 from tests.support.combinations import Combination, accepted
-from tests.support.warm_workers import Failure
-from tests.support.worker_group import why_no_nvme
+from tests.support.machine import why_no_nvme
+from tests.support.worker_pool import Failure, outcomes_in_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
 
@@ -68,12 +67,12 @@ CASES = [
 ]
 
 
-def _broken(found: Combination, name: str, act: str, folder: str) -> None:
+def _broken(workers: Any, found: Combination, name: str, act: str) -> None:
     """Train with one act of a switch taken out; the receipts are compared with the whole plan."""
     wide = "nvme-offload" in found.names
-    asked = combinations.template(found.template, found.flags, "plain", wide, folder)
+    asked = combinations.template(found.template, found.flags, "plain", wide)
     flags = found.without(name) if act == "all" else found.flags
-    trained = combinations.template(found.template, flags, "plain", wide, folder)
+    trained = combinations.template(found.template, flags, "plain", wide)
     if act == "engine":
         trained.plan = dataclasses.replace(trained.plan, engine=DDP_ENGINE)
     if act == "engine_options":
@@ -89,7 +88,7 @@ def _broken(found: Combination, name: str, act: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "act"), CASES)
-def test_a_switch_that_does_nothing_ends_the_run(name: str, act: str, groups: Any, tmp_path: Path) -> None:
+def test_a_switch_that_does_nothing_ends_the_run(name: str, act: str) -> None:
     found = _in_company(name)
     if found is None:
         needed = REGISTRY[name].needs_package
@@ -98,13 +97,12 @@ def test_a_switch_that_does_nothing_ends_the_run(name: str, act: str, groups: An
         pytest.skip(f"{name} needs {needed}")
     if name == "nvme-offload" and (why := why_no_nvme()):
         pytest.skip(why)
-    for ended in groups[found.world].run(_broken, found, name, act, str(tmp_path)):
+    for ended in outcomes_in_workers(found.world, _broken, found, name, act):
         assert isinstance(ended, Failure)
         # Without one of several acts the others may not fit together, which shows before there is a step.
         if act == "all" or ended.kind == "SwitchDidNothing":
             assert ended.kind == "SwitchDidNothing"
             assert f"{name} did nothing in the first step" in ended.text
-    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_every_switch_can_fail() -> None:

@@ -25,8 +25,7 @@ from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.files import crc32
 from tests.support.dropout_runs import FLAGS, Died, DropoutJob, assert_same, run, traces
 from tests.support.jobs import ClassJob, _bert
-from tests.support.warm_processes import warm
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import new_process, run_in_workers
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +33,24 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     run(folder)
     return folder
+
+
+def _dead(tmp_path_factory: pytest.TempPathFactory, after: int) -> Path:
+    folder = tmp_path_factory.mktemp("dead") / "run"
+    run(folder, dies_after=after)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dead_after_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the checkpoint of step 3; tests change copies of it."""
+    return _dead(tmp_path_factory, 4)
+
+
+@pytest.fixture(scope="module")
+def dead_after_8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the checkpoints of steps 3 and 6; tests change copies of it."""
+    return _dead(tmp_path_factory, 8)
 
 
 @pytest.mark.slow
@@ -56,12 +73,13 @@ def test_saves_in_the_background_resume_bitwise_too(deaths: list[int], whole: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.durable
 @pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["waiting", "async"])
 def test_kill_in_a_save_leaves_the_earlier_checkpoint(
     flags: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, in_save = tmp_path / "run", tmp_path / "in-save"
-    process = warm().Process(target=_hang_in_save, args=(folder, in_save, flags))
+    process = new_process(_hang_in_save, folder, in_save, flags)
     process.start()
     while not in_save.exists():
         assert process.is_alive()
@@ -121,11 +139,10 @@ def test_a_complete_run_can_be_resumed_to_its_summary(whole: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_half_a_line_of_metrics_is_dropped(whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(folder, dies_after=5)
+def test_half_a_line_of_metrics_is_dropped(whole: Path, dead_after_4: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(dead_after_4, tmp_path / "run"))
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
+        file.write('{"step": 5, "lo')
     run(folder, "--resume")
     assert_same(whole, folder)
 
@@ -156,10 +173,9 @@ def _forget(manifest: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint_is_named_and_passed_over(
-    damage: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, whole: Path, dead_after_8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "run"
-    run(folder, dies_after=8)
+    folder = Path(shutil.copytree(dead_after_8, tmp_path / "run"))
     harm, message = DAMAGES[damage]
     harm(folder / "checkpoints" / "step-6")
     run(folder, "--resume")
@@ -174,10 +190,14 @@ def test_damaged_checkpoint_is_named_and_passed_over(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [WEIGHTS, "state.json", "manifest.json"])
 def test_a_checkpoint_on_a_bad_spot_of_the_disk_is_passed_over(
-    name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    whole: Path,
+    dead_after_8: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = tmp_path / "run"
-    run(folder, dies_after=8)
+    folder = Path(shutil.copytree(dead_after_8, tmp_path / "run"))
     real = Path.open
 
     def open_bad(path: Path, *arguments: Any, **named: Any) -> Any:
@@ -195,9 +215,8 @@ def test_a_checkpoint_on_a_bad_spot_of_the_disk_is_passed_over(
     assert_same(whole, folder)
 
 
-def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(folder, dies_after=4)
+def test_no_whole_checkpoint_is_an_error(dead_after_4: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(dead_after_4, tmp_path / "run"))
     _flip(folder / "checkpoints" / "step-3" / OPTIMIZER)
     with pytest.raises(
         CheckpointError, match=r"no checkpoint in .* is whole: step-3: optimizer-00000-00000\.safetensors is dam"
@@ -213,23 +232,21 @@ def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
         (["--optimizer", "lamb"], "holds the state of AdamW, this run uses Lamb"),
     ],
 )
-def test_checkpoint_that_does_not_fit_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
-    run(tmp_path / "run", dies_after=4)
-    plan = (tmp_path / "run" / "plan.json").read_bytes()
+def test_checkpoint_that_does_not_fit_is_refused(flags: list[str], message: str, dead_after_4: Path) -> None:
+    plan = (dead_after_4 / "plan.json").read_bytes()
     with pytest.raises(CheckpointError, match=message):
-        run(tmp_path / "run", "--resume", *flags)
-    assert (tmp_path / "run" / "plan.json").read_bytes() == plan  # nothing was written by the refused run
+        run(dead_after_4, "--resume", *flags)
+    assert (dead_after_4 / "plan.json").read_bytes() == plan  # nothing was written by the refused run
 
 
-def test_other_model_is_refused_by_the_names_of_its_weights(tmp_path: Path) -> None:
+def test_other_model_is_refused_by_the_names_of_its_weights(dead_after_4: Path) -> None:
     class Wider(DropoutJob):
         def make(self) -> torch.nn.Module:
             config = _bert()
             config.num_labels = 5
             return BertForSequenceClassification(config)
 
-    run(tmp_path / "run", dies_after=4)
-    job = Wider([*FLAGS.split(), "--save", str(tmp_path / "run"), "--resume"])
+    job = Wider([*FLAGS.split(), "--save", str(dead_after_4), "--resume"])
     with pytest.raises(CheckpointError, match=r"classifier.weight is \(5, 16\) in the model and \(3, 16\) in the"):
         job.fit()
 
@@ -249,54 +266,58 @@ def test_only_whole_checkpoints_are_kept(whole: Path) -> None:
     assert "step-3" not in kept or json.loads((whole / "summary.json").read_text())["best"]["step"] == 3
 
 
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of the runs of two workers, and what each of the workers has seen."""
+    root = tmp_path_factory.mktemp("two")
+    return root, run_in_workers(2, _cases, root)
+
+
+def _cases(workers: Any, root: Path) -> dict[str, Any]:
+    return _async_cases(workers, root) | {"bitwise": _resume_cases(root)}
+
+
 @pytest.mark.distributed
-def test_two_workers_resume_bitwise_and_others_to_rounding(tmp_path: Path) -> None:
+def test_two_workers_resume_bitwise_and_others_to_rounding(by_two: tuple[Path, list[dict[str, Any]]]) -> None:
     """DDP → DDP is bitwise; DDP → one process → FSDP follows the same curve (dropout off)."""
-    results = run_in_workers(2, _resume_cases, str(tmp_path))
-    assert results[0] == results[1]
-    assert results[0]["bitwise"]
+    root, results = by_two
+    assert [result["bitwise"] for result in results] == [True, True]
     # One process goes on with what two FSDP workers saved.
-    moved = tmp_path / "moved"
-    shutil.copytree(tmp_path / "fsdp-half", moved)
-    _plain(moved, 12, "--resume")
-    reference = tmp_path / "reference"
-    _plain(reference, 12)
-    losses = [line["loss"] for line in read_metrics(reference / "metrics.jsonl") if "loss" in line]
-    for name in ("moved", "ddp-then-fsdp"):
-        other = [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
+    _plain(root / "fsdp-half", 12, "--resume")
+    _plain(root / "reference", 12)
+    losses = [line["loss"] for line in read_metrics(root / "reference" / "metrics.jsonl") if "loss" in line]
+    for name in ("fsdp-half", "ddp-then-fsdp"):
+        other = [line["loss"] for line in read_metrics(root / name / "metrics.jsonl") if "loss" in line]
         torch.testing.assert_close(torch.tensor(other), torch.tensor(losses), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.distributed
-def test_two_workers_save_in_the_background(tmp_path: Path) -> None:
+def test_two_workers_save_in_the_background(by_two: tuple[Path, list[dict[str, Any]]]) -> None:
     """Bitwise as if they had waited; the full disk of one is an error on both, as is a folder that one does not see.
 
     What is read back to see that it is whole is read by one of them.
     """
-    results = run_in_workers(2, _async_cases, str(tmp_path))
+    root, results = by_two
     for rank, result in enumerate(results):
         assert "step 6 could not be written: the disk is full" in result["full"]
-        assert (
-            f"{tmp_path}/node-{rank}/run is not one folder for all workers: what rank 0 writes there on"
-            in result["unseen"]
-        )
+        unseen = f"{root}/node-{rank}/run is not one folder for all workers: what rank 0 writes there on"
+        assert unseen in result["unseen"]
         assert f"is not seen by rank 1 on {socket.gethostname()}\n  where  --save\n" in result["unseen"]
         assert result["errors"] == ["step 6 could not be written: there is not enough memory", "complex128"]
-    files = [path for path in (tmp_path / "async" / "checkpoints" / "step-12").iterdir() if path.stem != "manifest"]
+    files = [path for path in (root / "async" / "checkpoints" / "step-12").iterdir() if path.stem != "manifest"]
     sizes = {path.name: path.stat().st_size for path in files}
     for name in ("saved", "saved in the background", "resumed"):
         read = [result["read"][name] for result in results]
         assert sorted(read[0] + read[1]) == sorted(sizes), name
         assert max(sum(map(sizes.__getitem__, part)) for part in read) < 0.7 * sum(sizes.values()), name
-    assert not (tmp_path / "node-0" / "run").exists(), "seen before anything is trained or written"
-    assert_same(tmp_path / "waiting", tmp_path / "async")
-    names = {path.name for path in (tmp_path / "full" / "checkpoints").iterdir()}
+    assert not (root / "node-0" / "run").exists(), "seen before anything is trained or written"
+    assert_same(root / "waiting", root / "async")
+    names = {path.name for path in (root / "full" / "checkpoints").iterdir()}
     assert names == {"latest", "step-3"}
 
 
-def _async_cases(workers: Any, folder: str) -> dict[str, str]:
+def _async_cases(workers: Any, root: Path) -> dict[str, Any]:
     """In each of two workers."""
-    root = Path(folder)
     unbuffered = tensor_file.unbuffered
 
     def full(path: Path) -> Any:
@@ -314,19 +335,18 @@ def _async_cases(workers: Any, folder: str) -> dict[str, str]:
 
         return mock.patch.object(checkpoint_check, "crc32", seen)
 
-    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
-        with counting("saved", "step-12"):
-            run(root / "waiting")
-        run(root / "async", "--async-save", dies_after=8)
-        with counting("saved in the background", "step-12"):
-            run(root / "async", "--async-save", "--resume")
-        with counting("resumed", "step-12"):
-            run(root / "async", "--async-save", "--resume")
-        with mock.patch.object(tensor_file, "unbuffered", full), pytest.raises(CheckpointError) as caught:
-            run(root / "full", "--async-save")
-        with mock.patch.object(run_lock, "SEEN_WITHIN", 0.3), pytest.raises(ConfigError) as unseen:
-            run(root / f"node-{workers.rank}" / "run")
-        errors = [_failing_save(workers, root / "memory", MemoryError()), _failing_save(workers, root / "bug", _bug())]
+    with counting("saved", "step-12"):
+        run(root / "waiting")
+    run(root / "async", "--async-save", dies_after=8)
+    with counting("saved in the background", "step-12"):
+        run(root / "async", "--async-save", "--resume")
+    with counting("resumed", "step-12"):
+        run(root / "async", "--async-save", "--resume")
+    with mock.patch.object(tensor_file, "unbuffered", full), pytest.raises(CheckpointError) as caught:
+        run(root / "full", "--async-save")
+    with mock.patch.object(run_lock, "SEEN_WITHIN", 0.3), pytest.raises(ConfigError) as unseen:
+        run(root / f"node-{workers.rank}" / "run")
+    errors = [_failing_save(workers, root / "memory", MemoryError()), _failing_save(workers, root / "bug", _bug())]
     return {"full": str(caught.value), "unseen": str(unseen.value), "errors": errors, "read": read}
 
 
@@ -366,17 +386,17 @@ def _plain(folder: Path, until: int, *flags: str) -> None:
     job.fit()
 
 
-def _resume_cases(workers: Any, folder: str) -> dict[str, Any]:
-    """In each of two workers. A death is caught here, because a worker ends on an error."""
-    root = Path(folder)
-    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
-        DropoutJob([*FLAGS.split(), "--eval-interval", "4", "--save", str(root / "pair")]).fit()
-        run(root / "pair-died", dies_after=8)
-        run(root / "pair-died", "--resume")
-        for name, flags in (("ddp-then-fsdp", []), ("fsdp-half", ["--fsdp-memory-optimization"])):
-            with pytest.raises(Died):
-                _plain(root / name, 7, *flags)
-        _plain(root / "ddp-then-fsdp", 12, "--resume", "--fsdp-memory-optimization")
-    (lines, weights), (other, other_weights) = traces(root / "pair"), traces(root / "pair-died")
+def _resume_cases(root: Path) -> bool:
+    """In each of two workers: whether a run that died has ended as the one that did not, with dropout.
+
+    A death is caught here, because a worker ends on an error.
+    """
+    run(root / "died", dies_after=8)
+    run(root / "died", "--resume")
+    for name, flags in (("ddp-then-fsdp", []), ("fsdp-half", ["--fsdp-memory-optimization"])):
+        with pytest.raises(Died):
+            _plain(root / name, 7, *flags)
+    _plain(root / "ddp-then-fsdp", 12, "--resume", "--fsdp-memory-optimization")
+    (lines, weights), (other, other_weights) = traces(root / "waiting"), traces(root / "died")
     same = all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    return {"bitwise": same and lines == other and len(lines) == 15}
+    return same and lines == other and len(lines) == 15

@@ -3,71 +3,64 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.engine_runs import ENGINES, SAVED, STEPS, run
-from tests.support.worker_group import run_in_workers
+from tests.support.engine_runs import ENGINES, SAVED, STEPS, WholeRuns, run
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow]
 
 NAMES = list(ENGINES)
-EVERY = {(source, target) for source in NAMES for target in NAMES}
-NEXT = set(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
-SOME = {pair for pair in EVERY if pair[0] == pair[1] or "plain" in pair} | NEXT
-"""There is one format, so that what each engine writes and reads is tested; ``-m exhaustive`` tests the other pairs."""
+SAME = [(name, name) for name in NAMES]
+NEXT = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
+"""(source, target). There is one format, so that it is enough if each engine writes for another one and reads from one.
+
+By default the four workers of an engine go on with what two workers of the engine before it in the list have saved.
+``-m exhaustive`` tests all pairs on two workers, and each engine on four with what it has saved itself.
+"""
+EVERY = [(source, target) for source in NAMES for target in NAMES if source != target]
+
+Pairs = Sequence[tuple[str, str]]
 
 
-def resume(source: str, target: str, engine: str, workers: Any, **how: Any) -> Any:
-    """Go on from a copy of a run, so that others can start from it, too."""
-    if workers.is_main:
-        shutil.copytree(source, target)
-    workers.barrier()
-    return run(target, engine, workers.world, "--resume", **how)
+def half_of(whole: Path, copy: Path) -> None:
+    """Copy a run as if it had died after its first checkpoint."""
+    shutil.copytree(whole, copy, ignore=shutil.ignore_patterns(f"step-{STEPS}", "summary.json"))
+    (copy / "checkpoints" / "latest").write_text(f"step-{SAVED}\n")
 
 
-def _begin(workers: Any, root: str) -> dict[Any, Any]:
-    """Whole runs, and beside them those that die; then some go on."""
-    curves: dict[Any, Any] = {}
-    for name in NAMES:
-        curves["whole", name] = run(f"{root}/whole-{name}", name, 2)
-        run(f"{root}/half-{name}", name, 2, dies_after=SAVED + 1)
-    return curves | _go_on(workers, root, SOME)
+def _go_on(workers: Any, root: str, pairs: Pairs) -> dict[Any, Any]:
+    """The curves of several runs that begin in folders of their own."""
+    return {pair: run(f"{root}/{'-'.join(pair)}", pair[1], workers.world, "--resume") for pair in pairs}
 
 
-def _go_on(workers: Any, root: str, pairs: set[tuple[str, str]]) -> dict[Any, Any]:
-    return {
-        (source, target): resume(f"{root}/half-{source}", f"{root}/{source}-{target}", target, workers)
-        for source, target in sorted(pairs)
-    }
-
-
-def _from_one(workers: Any, root: str) -> dict[str, Any]:
-    """The end of runs that two workers began and one went on with."""
-    return {name: resume(f"{root}/one-{name}", f"{root}/two-{name}", name, workers) for name in NAMES}
-
-
-def _four(workers: Any, root: str) -> dict[str, Any]:
-    return {name: resume(f"{root}/half-{name}", f"{root}/four-{name}", name, workers) for name in NAMES}
+def resumed(workers: int, pairs: Pairs, whole: WholeRuns, root: Path) -> dict[Any, Any]:
+    """By pair, the second half of the target's run after the first half of the source's, which two workers trained."""
+    for source, target in pairs:
+        half_of(whole.root / source, root / f"{source}-{target}")
+    return run_in_workers(workers, _go_on, str(root), pairs)[0]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("matrix"))
+def same(whole_runs: WholeRuns, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    return resumed(2, SAME, whole_runs, tmp_path_factory.mktemp("same"))
 
 
 @pytest.fixture(scope="module")
-def pairs(root: str) -> dict[Any, Any]:
-    return run_in_workers(2, _begin, root)[0]
+def next_ones(whole_runs: WholeRuns, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    return resumed(4, NEXT, whole_runs, tmp_path_factory.mktemp("next"))
 
 
 @pytest.fixture(scope="module")
-def others(root: str, pairs: Any) -> dict[Any, Any]:
-    return run_in_workers(2, _go_on, root, EVERY - SOME)[0]
+def every(whole_runs: WholeRuns, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    return resumed(2, EVERY, whole_runs, tmp_path_factory.mktemp("every"))
 
 
 @pytest.fixture(scope="module")
@@ -80,35 +73,37 @@ def _assert_close(curve: Any, expected: Any) -> None:
     torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("source", "target"), sorted(SOME))
-def test_a_run_goes_on_under_another_engine(source: str, target: str, pairs: Any, reference: Any) -> None:
-    _assert_close(pairs[source, target], reference[SAVED:])
+@pytest.mark.parametrize(("source", "target"), NEXT)
+def test_four_workers_of_the_next_engine_go_on(source: str, target: str, next_ones: Any, reference: Any) -> None:
+    _assert_close(next_ones[source, target], reference[SAVED:])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("source", "target"), sorted(EVERY - SOME))
-def test_any_goes_on_with_any(source: str, target: str, others: Any, reference: Any) -> None:
-    _assert_close(others[source, target], reference[SAVED:])
+@pytest.mark.parametrize(("source", "target"), EVERY)
+def test_any_goes_on_with_any(source: str, target: str, every: Any, reference: Any) -> None:
+    _assert_close(every[source, target], reference[SAVED:])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_engine_goes_on_bitwise(name: str, pairs: Any, reference: Any) -> None:
-    _assert_close(pairs["whole", name], reference)
-    assert pairs[name, name] == pairs["whole", name][SAVED:]
+def test_the_same_engine_goes_on_bitwise(name: str, same: Any, whole_runs: WholeRuns, reference: Any) -> None:
+    _assert_close(whole_runs.curves[name], reference)
+    assert same[name, name] == whole_runs.curves[name][SAVED:]
 
 
-def test_two_workers_one_and_two_again(pairs: Any, root: str, reference: Any) -> None:
+def test_two_workers_one_and_two_again(whole_runs: WholeRuns, tmp_path: Path, reference: Any) -> None:
     for name in NAMES:
-        shutil.copytree(f"{root}/half-{name}", f"{root}/one-{name}")
-        begun = run(f"{root}/one-{name}", name, 1, "--resume", "--save-interval", "1", dies_after=SAVED + 2)
+        folder = tmp_path / f"{name}-{name}"
+        half_of(whole_runs.root / name, folder)
+        begun = run(str(folder), name, 1, "--resume", "--save-interval", "1", dies_after=SAVED + 2)
         _assert_close(begun, reference[SAVED : SAVED + 2])
-    for curve in run_in_workers(2, _from_one, root)[0].values():
+    for curve in run_in_workers(2, _go_on, str(tmp_path), SAME)[0].values():
         # The checkpoint of the step in which a run dies is not written any more.
         _assert_close(curve, reference[SAVED + 1 :])
 
 
-def test_two_workers_and_then_four(pairs: Any, root: str, reference: Any) -> None:
-    for curve in run_in_workers(4, _four, root)[0].values():
+@pytest.mark.exhaustive
+def test_two_workers_and_then_four(whole_runs: WholeRuns, tmp_path: Path, reference: Any) -> None:
+    for curve in resumed(4, SAME, whole_runs, tmp_path).values():
         _assert_close(curve, reference[SAVED:])
 
 

@@ -21,7 +21,7 @@ from examples import own_loop
 from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose
 from rapidformer_templates.engines.given_optimizer import as_recipe
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory, Refused
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 EXAMPLE = Path(own_loop.__file__)
 LAYOUTS = {
@@ -203,6 +203,7 @@ def test_workers_of_a_replica_must_bring_the_same_batches(in_workers: list[dict[
 
 
 @pytest.mark.slow
+@pytest.mark.durable
 def test_killed_it_goes_on(run: list[float], tmp_path: Path) -> None:
     """kill -9 in the middle; the same command goes on, and all losses are those of the run."""
     command = [sys.executable, str(EXAMPLE), *CPU]

@@ -16,8 +16,7 @@ from rapidformer_templates import Pretrainer, Trainer
 from rapidformer_templates.errors import CheckpointError
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.texts import WORDS, write_jsonl
-from tests.support.warm_processes import warm
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import new_process, run_in_workers
 
 MODEL = "--model-type gpt2 --num-layers 1 --hidden-size 16 --num-attention-heads 2 --dropout 0"
 FLAGS = f"{MODEL} --lr 1e-3 --train-iters 10 --micro-batch-size 2 --global-batch-size 8 --log-interval 1"
@@ -106,13 +105,14 @@ def flags_of(task: str, shards: Path, tokenizer: Path) -> list[str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.durable
 @pytest.mark.parametrize("task", TASKS)
 def test_killed_and_resumed_with_other_workers(task: str, shards: Path, gpt_folder: Path, tmp_path: Path) -> None:
     """One process; one killed after step 5 and resumed by two; one that reads ahead in two processes of its own."""
     flags = flags_of(task, shards, gpt_folder)
     whole, killed, ahead = tmp_path / "whole", tmp_path / "killed", tmp_path / "ahead"
     train(whole, flags)
-    process = warm().Process(target=train, args=(killed, flags, 5))
+    process = new_process(train, killed, flags, 5)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,8 +20,7 @@ from rapidformer_templates.run import curves as curves_module
 from rapidformer_templates.run.folder import is_of_test, read_metrics
 from rapidformer_templates.run.trackers import KINDS, TensorBoard
 from tests.support.tracked import Tracked, train
-from tests.support.warm_processes import warm
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import FSYNC, new_process, run_in_workers
 
 KILLED_AT, STEPS = 7, 10
 QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "MLFLOW_TRACKING_URI": ""}
@@ -75,19 +75,27 @@ def of_trackio(run: Path) -> Curve:
 
 
 READERS = {"tensorboard": of_tensorboard, "mlflow": of_mlflow, "wandb": of_wandb}
+NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
+ABSENT = {tracker: [name for name in names if find_spec(name) is None] for tracker, names in NEEDED.items()}
+"""The packages of each tracker that are not installed."""
 if find_spec("trackio"):  # whose dependencies are not those of the others
-    READERS["trackio"] = of_trackio
+    READERS["trackio"], ABSENT["trackio"] = of_trackio, []
+INSTALLED = [tracker for tracker in READERS if not ABSENT[tracker]]
+needs_tensorboard = pytest.mark.skipif(bool(ABSENT["tensorboard"]), reason="needs tensorboard: pip install tensorboard")
 
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was killed after step 7, which its checkpoint of step 4 lies behind, and resumed."""
+    if not INSTALLED:
+        pytest.skip(f"needs one of {', '.join(READERS)}")
     folder = tmp_path_factory.mktemp("tracked")
-    flags = ["--report-to", ",".join(READERS), "--train-iters", str(STEPS)]
+    flags = ["--report-to", ",".join(INSTALLED), "--train-iters", str(STEPS)]
     environment = {**QUIET, "TRACKIO_DIR": str(folder / "trackio")}
     for more, dies_after, ends in (([], KILLED_AT, -signal.SIGKILL), (["--resume"], None, 0)):
-        process = warm().Process(target=train, args=(str(folder), [*flags, *more], environment, dies_after))
-        process.start()
+        process = new_process(train, str(folder), [*flags, *more], environment, dies_after)
+        with mock.patch("os.fsync", FSYNC):  # a test of a death, as those that are marked durable
+            process.start()
         process.join()
         assert process.exitcode == ends
     return folder / "run"
@@ -106,6 +114,8 @@ CLOCKS = ("samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", READERS)
 def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_and_resumed: Path) -> None:
+    if ABSENT[tracker]:
+        pytest.skip(f"needs {', '.join(ABSENT[tracker])}: pip install 'rapidformer_templates[trackers]'")
     held = READERS[tracker](killed_and_resumed)
     assert [which for which, times in Counter((name, step) for name, step, _ in held).items() if times > 1] == []
     assert sorted(step for name, step, _ in held if name == "loss") == list(range(1, STEPS + 1))
@@ -124,11 +134,11 @@ def test_each_step_is_told_once_over_a_kill_and_a_resume(tracker: str, killed_an
 @pytest.mark.slow
 def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: Path) -> None:
     summary = json.loads((killed_and_resumed / "summary.json").read_text())
-    assert {name: told["failed"] for name, told in summary["trackers"].items()} == dict.fromkeys(READERS)
-    assert (
-        summary["trackers"]["tensorboard"]["where"] == f"tensorboard --logdir {killed_and_resumed}/trackers/tensorboard"
-    )
-    for tracker in READERS.keys() - {"wandb"}:  # which has a place of its own for that
+    assert {name: told["failed"] for name, told in summary["trackers"].items()} == dict.fromkeys(INSTALLED)
+    if "tensorboard" in INSTALLED:
+        where = f"tensorboard --logdir {killed_and_resumed}/trackers/tensorboard"
+        assert summary["trackers"]["tensorboard"]["where"] == where
+    for tracker in set(INSTALLED) - {"wandb"}:  # which has a place of its own for that
         held = {(name, step): value for name, step, value in READERS[tracker](killed_and_resumed)}
         assert held["test/loss", STEPS] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
         assert held["summary/parameters", STEPS] == 2
@@ -137,6 +147,7 @@ def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: P
     assert line == {"step": STEPS, "test/loss": summary["metrics"]["test/loss"], "test/samples@1": 3.0}
 
 
+@needs_tensorboard
 @pytest.mark.distributed
 def test_only_one_of_several_workers_tells(tmp_path: Path) -> None:
     run_in_workers(2, tracked_by_two, str(tmp_path))
@@ -162,6 +173,7 @@ class Fails(TensorBoard):
         super().log(values, step)
 
 
+@needs_tensorboard
 def test_a_tracker_that_fails_ends_no_run_and_catches_up_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +193,7 @@ def test_a_tracker_that_fails_ends_no_run_and_catches_up_later(
     assert of_tensorboard(tmp_path) == held
 
 
+@needs_tensorboard
 def test_a_step_is_told_before_the_next_one_and_with_its_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +213,7 @@ def test_a_step_is_told_before_the_next_one_and_with_its_evaluation(
     assert told[:4] == [(1, False), (2, True), (3, False), (4, True)]
 
 
+@needs_tensorboard
 def test_a_tracker_that_does_not_open_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(self: Any) -> Any:
         raise ConnectionError("no route to host\nand many lines more")

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,8 @@ from rapidformer_templates.planning.plan import Plan
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.request import build_request
 from rapidformer_templates.planning.resolve import plan_of
-from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.switches.mixture_of_experts.convert import MixtureSizes, make_sparse
-from tests.support import jobs
+from tests.support import jobs, parity
 
 LENGTH, SAMPLES, MICRO = 40, 160, 4
 STEPS = "--train-iters 4 --lr 1e-3 --log-interval 1 --clip-grad 0.1 --weight-decay 0.1 --no-export-model --device cpu"
@@ -113,6 +111,11 @@ def place(world: int, template: str) -> Environment:
         packages=installed_packages(),
         cxx=find_cxx(),
     )
+
+
+def smallest(names: Sequence[str]) -> Combination | None:
+    """The run of these switches with the fewest workers that they need."""
+    return accepted(names, most=2) or accepted(names, most=4)
 
 
 def accepted(names: Sequence[str], most: int = 4) -> Combination | None:
@@ -201,7 +204,7 @@ class _Job:
         return Data(train=samples, collate=_pad, lengths=[len(sample["input_ids"]) for sample in samples])
 
     def build_model(self) -> torch.nn.Module:
-        sizes = {"n_positions": 64, "n_embd": 256 if self.wide else 16, "n_layer": 4, "n_head": 2}
+        sizes = {"n_positions": 64, "n_embd": 256 if self.wide else 16, "n_layer": 4, "n_head": 4}  # to divide by 2 × 2
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **dropouts)
         model = (Branches if self.variant == "branches" else GPT2LMHeadModel)(config)
@@ -217,16 +220,16 @@ class _Job:
 TEMPLATES: dict[str, type[Trainer]] = {c.__name__: c for c in (Trainer, Pretrainer, Finetuner)}
 
 
-def template(name: str, flags: Sequence[str], variant: str, wide: bool, folder: str) -> Trainer:
+def template(name: str, flags: Sequence[str], variant: str, wide: bool) -> Trainer:
     """A run of the small model; ``wide``: large enough for DeepSpeed to swap its partitions to a disk."""
     kind = type("Combined", (_Job, TEMPLATES[name]), {"variant": variant, "wide": wide})
-    return kind([*STEPS.split(), *flags, "--save", folder])
+    return kind([*STEPS.split(), *flags, "--no-save"])
 
 
-def train(name: str, flags: Sequence[str], variant: str, wide: bool, folder: str) -> dict[str, Any]:
-    """A run's curve, the other numbers of its metrics, its weights and its summary."""
-    found = jobs.result_of(template(name, flags, variant, wide, folder), folder)
-    lines = [line for line in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in line]
+def train(workers: Any, name: str, flags: Sequence[str], variant: str, wide: bool) -> dict[str, Any]:
+    """Train the small model and return what :class:`parity.Trained` has, with the other numbers of the metrics."""
+    found = parity.trained(template(name, flags, variant, wide))
+    lines = [line for line in found["lines"] if "loss" in line]
     others = {key for line in lines for key in line if key.endswith("_loss") or key.startswith("expert_")}
     return {**found, "others": {key: [line[key] for line in lines] for key in sorted(others)}}
 
@@ -255,7 +258,7 @@ def distance(found: dict[str, Any], wanted: dict[str, Any]) -> Distance:
     return Distance(
         _apart(found["curve"], wanted["curve"]),
         max((_apart(*pair) for pair in pairs), default=0.0),
-        jobs.weights_apart(found["weights"], wanted["weights"]),
+        parity.weights_apart(found["weights"], wanted["weights"]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer_templates import Data
 from tests.support import parallel_jobs
-from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, MaskedJob, _Job, _sequences, train
+from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, MaskedJob, _Job, _pad, _sequences
+from tests.support.parity import Trained, train
 
 
 class LlamaJob(_Job):
@@ -39,6 +41,17 @@ class OneShape(_Job):
 
     def build_data(self) -> Data:
         return Data(train=_sequences(), collate=_one_shape)
+
+
+def _one_length(samples: list[dict[str, Any]], *, classes: bool) -> dict[str, torch.Tensor]:
+    return _pad(samples, (len(samples), 40), classes=classes)
+
+
+class OneLength(_Job):
+    """Mixed in: every batch is padded to one length and has a mask, and nothing is evaluated. So one graph does."""
+
+    def build_data(self) -> Data:
+        return Data(train=_sequences(), collate=partial(_one_length, classes=self.classes))
 
 
 class EvenCausalJob(OneShape, CausalJob):
@@ -158,6 +171,6 @@ OTHERS |= {
 }
 
 
-def train_exactly(job: str, flags: str, save: str) -> dict[str, Any]:
-    """A run in fp64; warm workers know the jobs of this module by it."""
-    return train(job, True, flags, save)
+def train_exactly(workers: Any, job: str, flags: str) -> Trained:
+    """Train in fp64; workers know the jobs of this module because they import it for this function."""
+    return train(job, True, flags)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -53,3 +55,21 @@ def run(folder: str, engine: str, workers: int, *flags: str, dies_after: int | N
             with pytest.raises(Died):
                 job.fit()
     return curve
+
+
+@dataclass(frozen=True)
+class WholeRuns:
+    """Runs of two workers that nobody interrupted, one for each engine.
+
+    Attributes:
+        root: the run folder of an engine is in it under the engine's name. It must not be changed.
+        curves: (loss, gradient norm) of each step, by engine.
+    """
+
+    root: Path
+    curves: dict[str, Any]
+
+
+def run_all(workers: Any, root: str) -> dict[str, Any]:
+    """Train under every engine. Returns the curves."""
+    return {name: run(f"{root}/{name}", name, workers.world) for name in ENGINES}

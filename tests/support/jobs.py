@@ -1,23 +1,19 @@
 """Small real models on data of very unequal lengths with many labels left out; dropout is off.
 
-Each job is a pair of hooks; :func:`train` runs one with any flags and returns its whole curve.
+Each job is a pair of hooks; :func:`tests.support.parity.train` runs one with any flags.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Data, Pretrainer, Trainer
-from rapidformer_templates.run.folder import read_metrics
 
 VOCABULARY = 67
 
@@ -51,13 +47,6 @@ def _pad(
     if classes:
         labels = torch.tensor([sample["label"] for sample in samples])
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def weights_apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """The norm of the difference of all weights over that of the wanted ones."""
-    apart = sum(float((found[name] - weight).square().sum()) for name, weight in wanted.items())
-    whole = sum(float(weight.square().sum()) for weight in wanted.values())
-    return float((apart / whole) ** 0.5)
 
 
 class _Job(Trainer):
@@ -206,26 +195,3 @@ OTHERS: dict[str, type[_Job]] = {
     "pretrained-masked": PretrainedMaskedJob,
 }
 """For single tests; not every engine is compared on them."""
-
-
-def train(job: str, double: bool, flags: str, save: str, *, lr: str | None = "1e-3") -> dict[str, Any]:
-    """The curve (loss and gradient norm of each step), final weights and summary of a run."""
-    kind = type(job, ((OTHERS | JOBS)[job],), {"double": double})
-    given = ["--lr", lr] if lr else []
-    return result_of(kind([*flags.split(), "--save", save, *given, "--log-interval", "1"]), save)
-
-
-def result_of(template: Any, save: str) -> dict[str, Any]:
-    """Train, and read what the run has left in its folder."""
-    summary = template.fit()
-    checkpoint = next(Path(save).glob("checkpoints/step-*"))
-    weights: dict[str, torch.Tensor] = {}
-    index = json.loads((checkpoint / "index.json").read_text())["weights"]
-    for name, entry in index.items():
-        whole = torch.zeros(entry["shape"], dtype=torch.float64)
-        for file, key, offset in entry["boxes"]:
-            part = load_file(checkpoint / file)[key]
-            whole[tuple(slice(o, o + s) for o, s in zip(offset, part.shape, strict=True))] = part.double()
-        weights[name] = whole
-    evaluations = [line["eval_loss"] for line in read_metrics(Path(save) / "metrics.jsonl") if "eval_loss" in line]
-    return {"curve": template.curve, "weights": weights, "summary": summary, "evaluations": evaluations}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.layer import SparseFeedForward
 from tests.support import jobs
@@ -112,9 +111,10 @@ class WideJob(jobs.CausalJob):
     """A deep one of transformers' own, whose routers choose in fp64 (theirs do so in fp32, also in fp64 models)."""
 
     kind = "mixtral"
+    layers = 4
 
     def make(self) -> torch.nn.Module:
-        model = tiny(self.kind, layers=4)
+        model = tiny(self.kind, layers=self.layers)
         for layer in model.model.layers:
             layer.mlp.gate.forward = partial(_route, layer.mlp.gate)
         return model
@@ -127,12 +127,13 @@ def _route(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 jobs.OTHERS |= {
-    f"{kind.replace('_', '-')}-wide": type(f"Wide-{kind}", (WideJob,), {"kind": kind})
+    f"{kind.replace('_', '-')}-{name}": type(f"{name}-{kind}", (WideJob,), {"kind": kind, "layers": layers})
     for kind in ("mixtral", "qwen3_moe")
+    for name, layers in (("wide", 4), ("shallow", 2))
 }
+"""The shallow ones are for layouts without stages."""
 
 
-def losses_of(folder: Path) -> list[tuple[float, float]]:
-    """The (balance loss, z loss) of each step of a run."""
-    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
-    return [(line["balance_loss"], line["z_loss"]) for line in lines]
+def losses_of(lines: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """The (balance loss, z loss) of each step of a run, from its lines of metrics."""
+    return [(line["balance_loss"], line["z_loss"]) for line in lines if "loss" in line]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -20,7 +19,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from tests.support.jobs import OTHERS, VOCABULARY, _Job, train
+from tests.support.jobs import OTHERS, VOCABULARY, _Job
+from tests.support.parity import train
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "max_position_embeddings": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -144,9 +144,9 @@ class OnceTwice(JOBS["gpt2-4-tied"]):  # type: ignore[misc]
 OTHERS |= JOBS | {"frozen-8": Frozen, "unreached-4": Unreached, "own-loss": OwnLoss, "tanh-4": Tanh, "twice": OnceTwice}
 
 
-def train_all(workers: Any, folder: str, cases: dict[str, tuple[str, bool, str]]) -> dict[str, Any]:
-    """The runs of ``{name: (job, double, flags)}``."""
-    return {name: train(*case, f"{folder}/{name}") for name, case in cases.items()}
+def train_all(workers: Any, cases: dict[str, tuple[str, bool, str]]) -> dict[str, Any]:
+    """Train the cases ``{name: (job, double, flags)}``."""
+    return {name: train(*case) for name, case in cases.items()}
 
 
 class Died(Exception):
@@ -164,11 +164,7 @@ def begin(job: str, folder: str, flags: str, dies_after: int | None = None) -> l
             raise Died
 
     template.on_step_end = see  # type: ignore[method-assign]
-    # These workers are a group already; the launcher's own care for errors is not wanted.
-    with (
-        mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
-        contextlib.suppress(Died),
-    ):
+    with contextlib.suppress(Died):
         template.fit()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # nobody goes on in a folder that another worker has not yet left

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates import Trainer
 from rapidformer_templates.run.folder import read_metrics
+from tests.support import parity
 from tests.support.texts import WORDS, write_jsonl
 
 STEPS = 3
+Curve = list[list[float]]
 FLAGS = (
     f"--train-iters {STEPS} --lr 5e-3 --lr-decay-style constant --clip-grad 1 --log-interval 1 --seq-length 48"
     " --adam-epsilon 1e-3 --global-batch-size 4 --validation-fraction 0 --no-export-model"
@@ -71,19 +74,28 @@ def make(folder: Path, tokenizer: Path, rows: Sequence[dict[str, Any]], layers: 
 TOLD = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
-def run(flags: Sequence[str], save: Path | str) -> list[list[float]]:
-    """For each line of the metrics, training and evaluation, the numbers that no cut into batches may change."""
+def run(flags: Sequence[str]) -> Curve:
+    """For each line of the metrics, training and evaluation, the numbers that no cut into batches may change.
+
+    Args:
+        flags: without a folder unless they name one.
+    """
     task = [] if "--task" in flags else ["--task", "preference"]
-    Trainer([*flags, *task, "--save", str(save)]).fit()
-    return curve_of(save)
+    where = [] if "--save" in flags else ["--no-save"]
+    return told_of(parity.trained(Trainer([*flags, *task, *where]))["lines"])
 
 
-def curve_of(save: Path | str) -> list[list[float]]:
-    lines = read_metrics(Path(save) / "metrics.jsonl")
+def curve_of(save: Path | str) -> Curve:
+    """The same of a run folder."""
+    return told_of(read_metrics(Path(save) / "metrics.jsonl"))
+
+
+def told_of(lines: Sequence[Mapping[str, Any]]) -> Curve:
+    """The same of lines of metrics. A number that is not finite is NaN, as ``metrics.jsonl`` has none of these."""
     told = [[line[name] for name in (*TOLD, "eval_loss") if name in line] for line in lines]
-    return [[float("nan") if value is None else value for value in line] for line in told]
+    return [[value if value is not None and math.isfinite(value) else math.nan for value in line] for line in told]
 
 
-def run_all(workers: Any, runs: dict[str, Sequence[str]]) -> dict[str, Any]:
-    """Several runs, one behind the other, in one group of workers, by their folders."""
-    return {save: run(flags, save) for save, flags in runs.items()}
+def run_all(workers: Any, runs: Mapping[str, Sequence[str]]) -> dict[str, Curve]:
+    """Several runs, one behind the other, in one group of workers, by their names."""
+    return {name: run(flags) for name, flags in runs.items()}

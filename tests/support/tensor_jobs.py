@@ -40,7 +40,7 @@ from rapidformer_templates.switches.fused_loss.memory import CHUNK_BYTES
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
 from rapidformer_templates.switches.tensor_parallel import transform as tensor_parallel
 from rapidformer_templates.system.workers import Workers
-from tests.support.worker_group import alone
+from tests.support.worker_pool import alone
 
 VOCABULARY = 51  # three for each of 17: two and four workers get unequal shares
 HIDDEN, HEADS, LAYERS, WIDTH, POSITIONS = 32, 4, 2, 64, 32

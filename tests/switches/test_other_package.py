@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -48,19 +49,45 @@ def rapidformer(place: Path | None, words: str, status: int = 0) -> str:
     return run(place, "-m", "rapidformer_templates", *words.split(), status=status)
 
 
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from rapidformer_templates.commands.main import main
+
+said = []
+for words in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            status = main(words.split())
+        except SystemExit as end:
+            status = end.code or 0
+    said.append((status, out.getvalue()))
+print(json.dumps(said))
+"""
+
+
+def several(place: Path, *commands: str) -> list[tuple[int, str]]:
+    """(status, what was said) of each command, all in one process with the package installed."""
+    said: list[tuple[int, str]] = json.loads(run(place, "-c", ONE_AFTER_ANOTHER, json.dumps(commands)))
+    return said
+
+
 @pytest.mark.slow
 def test_it_is_in_the_help_the_catalogue_and_the_plan(place: Path) -> None:
-    assert FLAG in rapidformer(place, "--help")
     assert NAME in rapidformer(place, "switches")
-    assert "Shrunk gradients of embeddings are not captured." in rapidformer(place, "explain GS001")
-    assert NAME in rapidformer(place, f"plan {RUN} {FLAG} 0.1")
-    refused = rapidformer(place, f"plan {RUN} {FLAG} 0.1 --onnx-runtime-training", status=2)
+    plan = f"plan {RUN} {FLAG} 0.1"
+    commands = ("--help", "explain GS001", plan, f"{plan} --onnx-runtime-training")
+    (helped, usage), (explained, rule), (planned, switches), (status, refused) = several(place, *commands)
+    assert (helped, explained, planned, status) == (0, 0, 0, 2)
+    assert FLAG in usage
+    assert "Shrunk gradients of embeddings are not captured." in rule
+    assert NAME in switches
     assert "error[GS001]: a captured graph has no gradient" in refused
     assert FLAG in rapidformer(None, f"plan {RUN} {FLAG} 0.1", status=2)
 
 
 @pytest.mark.distributed
-def test_it_acts_is_measured_predicted_and_can_fail(place: Path, tmp_path: Path) -> None:
+def test_it_acts_is_measured_predicted_and_can_fail(place: Path) -> None:
     """By the tests that are made from the registry."""
     cases = [
         f"tests/run/test_receipts.py::test_a_switch_that_does_nothing_ends_the_run[{NAME}-all]",

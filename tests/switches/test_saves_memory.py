@@ -23,7 +23,7 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run import building
 from rapidformer_templates.run.receipts import HELD
 from rapidformer_templates.system.host_memory import M_MMAP_THRESHOLD, allocate_as_usual
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
 

@@ -18,6 +18,7 @@ from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import Failure, Printed
 from tests.support.jobs import ClassJob
+from tests.support.programs import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -37,6 +38,8 @@ Job.main(lr=1e-3, micro_batch_size=2, log_interval=1, save_interval=2)
 print("what follows")
 if "AGAIN" in os.environ:
     print(Job(lr=1e-3, micro_batch_size=2, train_iters=2).fit()["steps"], "more steps")
+    sys.argv += ["--nproc-per-node", "2"]
+    Job.main(lr=1e-3, micro_batch_size=2)  # the folder holds a run by now
 """
 
 
@@ -106,16 +109,17 @@ def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 41))
 
 
-@pytest.mark.slow
-def test_port_in_use_is_found_before_a_worker_starts(script: Path, tmp_path: Path) -> None:
+def test_port_in_use_is_found_before_a_worker_starts(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         folder = ["--save", str(tmp_path / "run")]
-        process = start(script, "--nproc-per-node", "2", "--train-iters", "2", *folder, "--master-port", port)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 2
+        words = ["--nproc-per-node", "2", "--train-iters", "2", *folder, "--master-port", port]
+        assert run_script(script, *words) == 2
+    said = capsys.readouterr().err
     assert f"error: port {port} is in use on this machine" in said
     assert "Traceback" not in said
 
@@ -126,35 +130,28 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(
         [*command, "--train-iters", "4", "--save", str(folder)],
-        env={**os.environ, "AGAIN": "1"},  # torchrun's store remembers where the workers of the first run met
+        env={**os.environ, "AGAIN": "1"},  # torchrun's store remembers where the workers of each run met
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 more steps") == 2
+    assert done.stdout.count("2 more steps") == 2, done.stderr
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
-    again = subprocess.run(
-        [*command, "--train-iters", "4", "--save", str(folder), "--nproc-per-node", "2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert again.returncode != 0
-    assert "already holds a run" in again.stderr
+    assert done.returncode != 0
+    assert "already holds a run" in done.stderr
 
 
-@pytest.mark.slow
-def test_second_run_does_not_overwrite_the_first(script: Path, tmp_path: Path) -> None:
+def test_second_run_does_not_overwrite_the_first(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     flags = ["--train-iters", "2", "--save", str(folder)]
     ClassJob(flags, lr=1e-3, micro_batch_size=2).fit()
     before = (folder / "metrics.jsonl").read_bytes()
-    process = start(script, *flags)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 2
+    capsys.readouterr()
+    assert run_script(script, *flags) == 2
+    said = capsys.readouterr().err
     assert "already holds a run" in said
     assert "--resume goes on with it, --overwrite empties it" in said
     assert (folder / "metrics.jsonl").read_bytes() == before

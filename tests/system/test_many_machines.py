@@ -13,7 +13,7 @@ import yaml
 
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system.ports import free_port
-from tests.support.jobs import train
+from tests.support.parity import train
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
@@ -47,7 +47,7 @@ def test_two_nodes_train_as_one_process(tmp_path: Path) -> None:
             each.wait(60)
     assert [each.returncode for each in nodes] == [0, 0], "\n".join(told)
     losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    alone = train("causal", False, FLAGS, str(tmp_path / "alone"))
+    alone = train("causal", False, FLAGS)
     assert losses == pytest.approx([loss for loss, _ in alone["curve"]], rel=1e-5)
 
 

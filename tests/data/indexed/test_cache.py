@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from rapidformer_templates.data.indexed.cache import IndexCache
 from rapidformer_templates.errors import DataError
-from tests.support.warm_processes import warm
+from tests.support.worker_pool import new_process
 
 
 def _ask(root: Path, barrier: Any, results: Any) -> None:
@@ -28,9 +29,9 @@ def _ask(root: Path, barrier: Any, results: Any) -> None:
 
 @pytest.mark.slow
 def test_two_processes_make_one(tmp_path: Path) -> None:
-    context = warm()
+    context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
-    workers = [context.Process(target=_ask, args=(tmp_path / "cache", barrier, results)) for _ in range(2)]
+    workers = [new_process(_ask, tmp_path / "cache", barrier, results) for _ in range(2)]
     for worker in workers:
         worker.start()
     found = [results.get(timeout=120) for _ in workers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from rapidformer_templates.errors import DataError
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
 from tests.support.texts import DOCUMENTS, write_jsonl
-from tests.support.warm_processes import warm
+from tests.support.worker_pool import new_process
 
 Configure = Callable[..., RunConfig]
 
@@ -203,9 +204,9 @@ def _tokens_of(config: RunConfig, barrier: Any, results: Any) -> None:
 
 @pytest.mark.slow
 def test_two_processes_make_one_cache(configure: Configure, flags: dict[str, Any]) -> None:
-    context = warm()
+    context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
-    workers = [context.Process(target=_tokens_of, args=(configure(**flags), barrier, results)) for _ in range(2)]
+    workers = [new_process(_tokens_of, configure(**flags), barrier, results) for _ in range(2)]
     for worker in workers:
         worker.start()
     counts, tokens = zip(*(results.get(timeout=120) for _ in workers), strict=True)

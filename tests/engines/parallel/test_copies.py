@@ -12,7 +12,7 @@ from torch import nn
 from rapidformer_templates.engines.parallel.copies import Copies
 from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
 from rapidformer_templates.switches.mixture_of_experts.expert_parallel import Exchange
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 SIZE = 8
 """Rows and columns of each matrix; a window has room for one of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import shutil
 from typing import Any
 from unittest import mock
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.support.parallel_jobs import begin, train_all
-from tests.support.worker_group import run_in_workers
+from tests.support.parity import reference
+from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
 
 CLIP = 0.1
 STEPS = (
-    f"--train-iters 6 --eval-interval 3 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1 --no-export-model"
+    f"--train-iters 4 --eval-interval 2 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1 --no-export-model"
 )
 TENSOR, PIPELINE, VIRTUAL = (
     "--tensor-model-parallel-size",
@@ -76,28 +77,36 @@ def _with_steps(cases: dict[str, tuple[str, bool, str]]) -> dict[str, tuple[str,
     return {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in cases.items()}
 
 
-# A run that dies and goes on in another layout, again and again: (workers, flags, dies after this step).
-RESUMED = "--train-iters 8 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3"
+# A run that dies and goes on in another layout, again and again: (flags, dies after this step).
+RESUMED = "--train-iters 5 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3 --no-export-model"
 CHAIN = (
-    (f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2", 3),
-    (f"--micro-batch-size 2 {PIPELINE} 4 --resume", 5),
-    (f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {ZERO_2} --resume", 7),
+    (f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2", 2),
+    (f"--micro-batch-size 2 {PIPELINE} 4 --resume", 3),
+    (f"--micro-batch-size 1 {PIPELINE} 2 {VIRTUAL} 2 {ZERO_2} --resume", 4),
 )
 
 
-def _go_on(folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float, float]]:
-    """The curve of all parts; each began where the last checkpoint was, one step before the death."""
+def _begin(folder: str, flags: str, dies_after: int | None = None) -> list[tuple[float, float]]:
+    return begin("gpt2-8-tied", folder, f"{RESUMED} --save-interval 1 {flags}", dies_after)
+
+
+def _go_on(workers: Any, folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float, float]]:
+    """The curve of all parts but for the last step of each, in which it dies and which it does not save."""
     curve: list[tuple[float, float]] = []
     for flags, dies_after in chain:
-        curve = [*curve[:-1], *begin("gpt2-8-tied", folder, f"{RESUMED} --no-export-model {flags}", dies_after)]
+        curve += _begin(folder, flags, dies_after)[:-1]
     return curve
 
 
 def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
-    runs = train_all(workers, folder, _with_steps(FOUR | HALF))
+    runs = train_all(workers, _with_steps(FOUR | HALF))
     with mock.patch("rapidformer_templates.engines.local.lies_in_host_memory", return_value=False):
-        runs |= train_all(workers, folder, _with_steps({"offloaded": OFFLOADED}))
-    return runs | {"resumed": _go_on(f"{folder}/chain", CHAIN)}
+        runs |= train_all(workers, _with_steps({"offloaded": OFFLOADED}))
+    begun = _go_on(workers, f"{folder}/chain", CHAIN[:2])
+    if workers.is_main:
+        shutil.copytree(f"{folder}/chain", f"{folder}/begun")
+    workers.barrier()
+    return runs | {"begun": begun, "resumed": begun + _go_on(workers, f"{folder}/chain", CHAIN[2:])}
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +117,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("whole"))
-    return train_all(None, folder, {name: _whole(case) for name, case in (FOUR | HALF).items()})
+def references() -> dict[str, Any]:
+    return {name: reference(*_whole(case)) for name, case in (FOUR | HALF).items()}
 
 
 def _assert_follows(actual: dict[str, Any], expected: dict[str, Any], double: bool) -> None:
@@ -134,9 +142,9 @@ def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> 
 
 def test_the_references_learn_and_are_clipped(references: Any) -> None:
     """A curve that did not move would agree with anything."""
-    for reference in references.values():
-        assert len({loss for loss, _ in reference["curve"]}) == 6
-        assert max(norm for _, norm in reference["curve"]) > 2 * CLIP
+    for run in references.values():
+        assert len({loss for loss, _ in run["curve"]}) == 4
+        assert max(norm for _, norm in run["curve"]) > 2 * CLIP
 
 
 @pytest.mark.parametrize(("kind", "dtype", "bits"), [("bf16", "bfloat16", 8), ("fp16", "float16", 11)])
@@ -172,46 +180,40 @@ def test_receipts_show_what_each_worker_holds(runs: Any, references: Any) -> Non
     assert receipts["saved_tensor_bytes"] < 0.5 * receipts["saved_tensor_bytes_without"]
 
 
-def test_a_run_goes_on_in_any_layout_and_in_one_process(runs: Any, tmp_path: Path) -> None:
-    whole = begin("gpt2-8-tied", str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
-    end = begin("gpt2-8-tied", f"{runs['folder']}/chain", f"{RESUMED} --micro-batch-size 2 --resume")
-    curve = torch.tensor([*runs["resumed"][:-1], *end])
-    torch.testing.assert_close(curve, torch.tensor(whole), rtol=1e-5, atol=1e-6)
+@pytest.fixture(scope="module")
+def whole() -> torch.Tensor:
+    """The curve of the run of ``CHAIN`` in one process that does not die."""
+    run = reference("gpt2-8-tied", False, f"{RESUMED} --micro-batch-size 8", lr=None)
+    return torch.tensor(run["curve"])
 
 
-def _chain_begins(workers: Any, folder: str) -> list[tuple[float, float]]:
-    to_zero_2 = (f"--micro-batch-size 2 {ZERO_2} --resume", 7)
-    return _go_on(folder, (*CHAIN[:2], to_zero_2))
+def test_a_run_goes_on_in_any_layout_and_in_one_process(runs: Any, whole: torch.Tensor) -> None:
+    end = _begin(f"{runs['folder']}/chain", "--micro-batch-size 2 --resume")
+    torch.testing.assert_close(torch.tensor(runs["resumed"] + end), whole, rtol=1e-5, atol=1e-6)
 
 
 def _chain_ends(workers: Any, folder: str) -> list[tuple[float, float]]:
-    return begin("gpt2-8-tied", folder, f"{RESUMED} --micro-batch-size 2 --fsdp-memory-optimization --resume")
+    return _begin(folder, "--micro-batch-size 4 --fsdp-memory-optimization --resume")
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-def test_a_run_goes_through_all_engines(tmp_path: Path) -> None:
+def test_a_run_goes_through_all_engines(runs: Any, whole: torch.Tensor) -> None:
     """3D, a pipeline alone, DeepSpeed's ZeRO-2, one process, FSDP."""
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
-    folder = str(tmp_path / "chain")
-    curve = run_in_workers(4, _chain_begins, folder)[0][:-1]
+    folder = f"{runs['folder']}/begun"
+    curve = runs["begun"] + run_in_workers(2, _go_on, folder, ((f"--micro-batch-size 4 {ZERO_2} --resume", 4),))[0]
     # One more step in one process; it dies in the last one, before which FSDP takes over.
-    flags = f"{RESUMED} --micro-batch-size 4 --save-interval 7 --resume"
-    curve += begin("gpt2-8-tied", folder, flags, dies_after=8)[:-1]
-    curve += run_in_workers(4, _chain_ends, folder)[0]
-    whole = begin("gpt2-8-tied", str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
-    torch.testing.assert_close(torch.tensor(curve), torch.tensor(whole), rtol=1e-5, atol=1e-6)
+    curve += _begin(folder, "--micro-batch-size 4 --resume", dies_after=5)[:-1]
+    curve += run_in_workers(2, _chain_ends, folder)[0]
+    torch.testing.assert_close(torch.tensor(curve), whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "neox", "gpt2", "bert"])
-def test_every_layout_with_every_switch(family: str, tmp_path: Path) -> None:
+def test_every_layout_with_every_switch(family: str) -> None:
     cases = {name: case for name, case in WIDE.items() if name.startswith(family)}
-    found = run_in_workers(4, train_all, str(tmp_path), _with_steps(cases))[0]
-    references: dict[Any, Any] = {}
+    found = run_in_workers(4, train_all, _with_steps(cases))[0]
     for name, case in cases.items():
-        whole = _whole(case)
-        if whole not in references:
-            references[whole] = train_all(None, str(tmp_path), {f"whole-{name}": whole})[f"whole-{name}"]
         # Norms of llama round to fp32 whatever the type of the model.
-        _assert_follows(found[name], references[whole], case[1] and family != "llama")
+        _assert_follows(found[name], reference(*_whole(case)), case[1] and family != "llama")

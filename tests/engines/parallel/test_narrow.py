@@ -15,11 +15,12 @@ from rapidformer_templates.engines.parallel import engine
 from rapidformer_templates.engines.parallel.narrowing import narrowed_parameters, sum_rows_in_fp32
 from rapidformer_templates.engines.parallel.replicas import DataShards, Trained
 from rapidformer_templates.errors import RapidformerError
-from tests.support.jobs import CausalJob, _pad, _sequences, result_of, train, weights_apart
+from tests.support.jobs import CausalJob, _pad, _sequences
 from tests.support.parallel_jobs import begin, train_all
-from tests.support.worker_group import run_in_workers
+from tests.support.parity import reference, train, trained, weights_apart
+from tests.support.worker_pool import run_in_workers
 
-STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
+STEPS = "--train-iters 4 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
 BF16, FP16, KEPT = "--mixed-precision bf16", "--mixed-precision fp16", "--keep-fp32-parameters"
 DISTRIBUTED, ZERO_1, ZERO_2 = (
     "--use-distributed-optimizer",
@@ -39,12 +40,12 @@ TWO = {
     "pipeline": f"{BF16} --micro-batch-size 2 {PIPELINE} 2",
 }
 """Layouts of two workers; with four, tests/engines/parallel/test_engine.py has some."""
-SAVED = "--train-iters 8 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --lr 1e-3 --no-export-model"
+RESUMED = "--train-iters 5 --global-batch-size 8 --clip-grad 0.1 --lr 1e-3 --no-export-model"
 CHAIN = (
-    (f"--micro-batch-size 4 {BF16}", 3),
-    (f"--micro-batch-size 2 {BF16} {DISTRIBUTED} --resume", 5),
-    (f"--micro-batch-size 4 {BF16} {KEPT} --resume", 7),
-    (f"--micro-batch-size 4 {BF16} {PIPELINE} 2 --resume", 9),
+    (f"--micro-batch-size 4 {BF16}", 2),
+    (f"--micro-batch-size 2 {BF16} {DISTRIBUTED} --resume", 3),
+    (f"--micro-batch-size 4 {BF16} {KEPT} --resume", 4),
+    (f"--micro-batch-size 4 {BF16} {PIPELINE} 2 --resume", None),
 )
 """A run that dies and goes on in another layout, and with the other way to keep its weights."""
 
@@ -56,10 +57,11 @@ def _precision(flags: str) -> str:
 def _two_workers(workers: Any, folder: str) -> dict[str, Any]:
     cases = {name: ("gpt2-4-tied", False, f"{STEPS} {flags}") for name, flags in TWO.items()}
     with mock.patch.object(engine, "window_for", return_value=700):
-        runs = train_all(workers, folder, cases)
+        runs = train_all(workers, cases)
     curve: list[tuple[float, float]] = []
     for flags, dies_after in CHAIN:
-        curve = [*curve[:-1], *begin("gpt2-4-tied", f"{folder}/chain", f"{SAVED} {flags}", dies_after)]
+        words = f"{RESUMED} --save-interval 1 {flags}"
+        curve = [*curve[:-1], *begin("gpt2-4-tied", f"{folder}/chain", words, dies_after)]
     return runs | {"chain": curve}
 
 
@@ -70,13 +72,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("one"))
-    cases = {
-        kind: ("gpt2-4-tied", False, f"{STEPS} --micro-batch-size 2 --mixed-precision {kind}") for kind in ROUNDING
+def alone() -> dict[str, Any]:
+    """One process by precision, and for the run of ``CHAIN``."""
+    runs: dict[str, Any] = {
+        kind: reference("gpt2-4-tied", False, f"{STEPS} --micro-batch-size 2 --mixed-precision {kind}")
+        for kind in ROUNDING
     }
-    runs = train_all(None, folder, cases)
-    return runs | {"chain": begin("gpt2-4-tied", f"{folder}/chain", f"{SAVED} --micro-batch-size 8 {BF16}")}
+    chain = reference("gpt2-4-tied", False, f"{RESUMED} --micro-batch-size 8 {BF16}", lr=None)
+    return runs | {"chain": chain["curve"]}
 
 
 @pytest.mark.distributed
@@ -101,7 +104,7 @@ def test_gradients_leave_while_the_backward_is_at_work(layout: str, runs: Any) -
 @pytest.mark.distributed
 def test_a_run_goes_on_with_either_way_to_keep_weights(runs: Any, alone: Any) -> None:
     found, wanted = torch.tensor(runs["chain"]), torch.tensor(alone["chain"])
-    assert found.shape == wanted.shape == (8, 2)
+    assert found.shape == wanted.shape == (5, 2)
     torch.testing.assert_close(found, wanted, rtol=3 * ROUNDING["bf16"], atol=0)
 
 
@@ -145,15 +148,15 @@ class Pruned(CausalJob):
             self.model.transformer.wte.weight[::2] = 0
 
 
-def _pruned(workers: Any, folder: str) -> Any:
+def _pruned(workers: Any) -> Any:
     flags = f"{STEPS} --micro-batch-size 4 {BF16} {DISTRIBUTED}" if workers else f"{STEPS} --micro-batch-size 8 {BF16}"
-    return result_of(Pruned([*flags.split(), "--lr", "1e-3", "--save", folder]), folder)
+    return trained(Pruned([*flags.split(), "--lr", "1e-3"]))
 
 
 @pytest.mark.distributed
-def test_what_a_hook_sets_of_the_weights_stays_set(tmp_path: Path) -> None:
-    alone = _pruned(None, str(tmp_path / "one"))
-    shared = run_in_workers(2, _pruned, str(tmp_path / "two"))[0]
+def test_what_a_hook_sets_of_the_weights_stays_set() -> None:
+    alone = _pruned(None)
+    shared = run_in_workers(2, _pruned)[0]
     for found in (alone, shared):
         table = found["weights"]["transformer.wte.weight"]
         assert not table[::2].any()
@@ -191,9 +194,9 @@ def test_gradients_that_an_error_leaves_on_their_way_are_forgotten() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def test_it_is_a_loop_by_hand(tmp_path: Path) -> None:
+def test_it_is_a_loop_by_hand() -> None:
     """A model of 16 bits, its gradients in fp32, AdamW over fp32 copies: plain torch."""
-    found = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16}", str(tmp_path / "run"))
+    found = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16}")
     torch.manual_seed(1234)
     model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().train()
     model.transformer.wte.forward = _in_fp32(model.transformer.wte)  # the gradients of rows are summed in fp32
@@ -205,7 +208,7 @@ def test_it_is_a_loop_by_hand(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
     samples = _sequences()
     order, curve = SampleOrder(len(samples), 8, 1234, by_epochs=False), []
-    for step in range(6):
+    for step in range(4):
         rows = [samples[index] for index in order.step(step)[0]]
         batches = [_pad(rows[first : first + 4], classes=False) for first in (0, 4)]
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
@@ -224,7 +227,7 @@ def test_it_is_a_loop_by_hand(tmp_path: Path) -> None:
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient * min(1.0, 0.1 / float(norm + 1e-6))
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (1 - step / 6)
+            group["lr"] = 1e-3 * (1 - step / 4)
         optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(model.parameters(), masters, strict=True):
@@ -232,7 +235,7 @@ def test_it_is_a_loop_by_hand(tmp_path: Path) -> None:
         curve.append((loss, norm.item()))
     # A factor of the loss is rounded elsewhere here, which moves single bits of 16.
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(curve), rtol=1e-4, atol=0)
-    other = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16} {KEPT}", str(tmp_path / "kept"))
+    other = train("causal", False, f"{STEPS} --micro-batch-size 4 {BF16} {KEPT}")
     assert (torch.tensor(other["curve"]) / torch.tensor(curve) - 1).abs().max() > 1e-3
     wanted = dict(zip((name for name, _ in model.named_parameters()), masters, strict=True))
     assert weights_apart(found["weights"], wanted) < 1e-4
@@ -244,7 +247,7 @@ def test_the_export_is_of_the_masters(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     flags = f"{STEPS} --micro-batch-size 8 {BF16}".replace(" --no-export-model", "")
-    found = train("causal", False, flags, str(tmp_path / "run"))
+    found = train("causal", False, f"{flags} --save {tmp_path / 'run'}")
     exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
     assert {weight.dtype for weight in exported.values()} == {torch.float32}
     for name, weight in exported.items():
@@ -280,8 +283,7 @@ def _running_means(workers: Any) -> list[torch.Tensor]:
     means = []
     for flags in (BF16, f"{BF16} {KEPT}"):
         job = Normalised([*STEPS.split(), "--lr", "1e-3", "--micro-batch-size", "4", *flags.split()])
-        with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
-            job.fit()
+        job.fit()
         means.append(job.seen.running_mean.clone())
     return means
 
@@ -314,7 +316,6 @@ def _reentrant(forward: Any) -> Any:
 def _comes_twice(workers: Any) -> str:
     job = ComesTwice([*STEPS.split(), "--lr", "1e-3", "--micro-batch-size", "4", *BF16.split(), DISTRIBUTED])
     with (
-        mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False),
         mock.patch.object(engine, "window_for", return_value=700),
         pytest.raises(RapidformerError, match="came twice in one backward") as refused,
     ):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.jobs import VOCABULARY, CausalJob
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
 
@@ -37,9 +36,7 @@ class Measured(CausalJob):
 def _bytes(workers: Any) -> dict[str, Any]:
     found = {}
     for name, flags in WAYS.items():
-        job = Measured([*FLAGS.split(), *flags.split()])
-        with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
-            receipts = job.fit()["receipts"]
+        receipts = Measured([*FLAGS.split(), *flags.split()]).fit()["receipts"]
         found[name] = receipts["held_bytes_by_rank"]
     return found
 

@@ -24,10 +24,11 @@ from rapidformer_templates.switches.auto_strategy.live_storages import LiveStora
 from rapidformer_templates.switches.auto_strategy.memory import predict
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.setting import setting_of
-from tests.support.jobs import VOCABULARY, CausalJob, result_of
+from tests.support.jobs import VOCABULARY, CausalJob
 from tests.support.parallel_jobs import JOBS
+from tests.support.parity import Trained, trained
 from tests.support.requests import GPUS, config_of
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 Job: Any = JOBS["gpt2-4-tied"]
 LIMIT, LARGEST, CLIP = 700, VOCABULARY * 16, 0.01
@@ -84,27 +85,26 @@ def _watched() -> Iterator[Gradients]:
         hook.remove()
 
 
-def _train(kind: type[Trainer], flags: str, folder: str) -> tuple[dict[str, Any], Gradients]:
-    with _watched() as found, mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
-        job = kind([*STEPS.split(), *flags.split(), "--save", folder, "--log-interval", "1"])
-        return result_of(job, folder), found
+def _train(kind: type[Trainer], flags: str) -> tuple[Trained, Gradients]:
+    with _watched() as found:
+        return trained(kind([*STEPS.split(), *flags.split()])), found
 
 
-def _both(workers: Any, cases: dict[str, str], folder: str) -> dict[str, Any]:
+def _both(workers: Any, cases: dict[str, str]) -> dict[str, Any]:
     """Each case by the window and with all gradients at once."""
     found = {}
     with mock.patch.object(engine, "window_for", return_value=LIMIT):
         for name, flags in cases.items():
-            apart = _train(Job, flags, f"{folder}/{name}")
+            apart = _train(Job, flags)
             with mock.patch.object(engine, "updates_apart", return_value=False):
-                found[name] = apart, _train(Job, flags, f"{folder}/{name}, at once")
+                found[name] = apart, _train(Job, flags)
     return found
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    alone = _both(None, ALONE, str(tmp_path_factory.mktemp("one")))
-    return alone | run_in_workers(2, _both, TOGETHER, str(tmp_path_factory.mktemp("two")))[0]
+def runs() -> dict[str, Any]:
+    alone = _both(None, ALONE)
+    return alone | run_in_workers(2, _both, TOGETHER)[0]
 
 
 @pytest.mark.distributed
@@ -128,9 +128,9 @@ def test_gradients_are_clipped_by_the_norm_of_all(case: str, runs: Any) -> None:
     assert together == pytest.approx(CLIP * len(updates) ** 0.5, rel=2e-5)
 
 
-def test_an_optimizer_of_somebody_else_has_all_gradients_at_once(tmp_path: Any) -> None:
+def test_an_optimizer_of_somebody_else_has_all_gradients_at_once() -> None:
     with mock.patch.object(engine, "window_for", return_value=LIMIT):
-        _, found = _train(WithEstimate, BF16, str(tmp_path))
+        _, found = _train(WithEstimate, BF16)
     assert len(found.elements) == 3
     assert min(found.elements) > LARGEST
 

@@ -31,7 +31,9 @@ from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.system import files
 from rapidformer_templates.system.workers import Workers
 from tests.support.crash_points import each_crash
-from tests.support.worker_group import alone
+from tests.support.worker_pool import alone
+
+pytestmark = pytest.mark.durable
 
 
 class Shelf:

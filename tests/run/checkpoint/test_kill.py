@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_runs import ENGINES, SAVED, STEPS, run
-from tests.support.worker_group import run_in_workers, start_workers
+from tests.support.engine_runs import ENGINES, SAVED, STEPS, WholeRuns, run
+from tests.support.worker_pool import run_in_workers, start_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
-pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed, pytest.mark.slow, pytest.mark.durable]
 
 KILLED = ("fsdp", "sdp", "zero-2", "zero-3")
 
@@ -49,17 +49,16 @@ def _begin_and_kill(folder: str, engine: str, work: str) -> None:
         process.join()
 
 
-def _go_on(workers: Any, root: str) -> tuple[dict[Any, Any], str]:
+def _go_on(workers: Any, root: str) -> tuple[dict[str, Any], str]:
     """The curves by engine, and what this worker said."""
-    curves: dict[Any, Any] = {}
+    curves: dict[str, Any] = {}
     with contextlib.redirect_stderr(io.StringIO()) as said:
         for name in KILLED:
             curves[name] = run(f"{root}/{name}", name, 2, "--resume")
-            curves["whole", name] = run(f"{root}/whole-{name}", name, 2)
     return curves, said.getvalue()
 
 
-def test_the_earlier_checkpoint_is_whole_and_taken(tmp_path: Path) -> None:
+def test_the_earlier_checkpoint_is_whole_and_taken(tmp_path: Path, whole_runs: WholeRuns) -> None:
     for name in KILLED:
         _begin_and_kill(str(tmp_path / name), name, str(tmp_path))
         left = {path.name for path in (tmp_path / name / "checkpoints").iterdir()}
@@ -68,4 +67,4 @@ def test_the_earlier_checkpoint_is_whole_and_taken(tmp_path: Path) -> None:
     curves, said = run_in_workers(2, _go_on, str(tmp_path))[0]
     for name in KILLED:
         assert f"going on from {tmp_path / name}/checkpoints/step-{SAVED}" in said
-        assert curves[name] == curves["whole", name][SAVED:], name
+        assert curves[name] == whole_runs.curves[name][SAVED:], name

@@ -17,6 +17,8 @@ from safetensors import safe_open
 from rapidformer_templates.run.checkpoint import tensor_file
 from rapidformer_templates.system.files import PAGE, crc32, unbuffered, write_at
 
+pytestmark = pytest.mark.durable
+
 TENSORS: dict[str, torch.Tensor] = {
     **{
         f"{dtype}": torch.randint(0, 2, (3, 5), generator=torch.Generator().manual_seed(0)).to(dtype)

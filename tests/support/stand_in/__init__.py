@@ -151,8 +151,10 @@ def late(*, main: float = 0.0, side: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.accelerator.synchronize()
-        native.set_lateness(0.0, 0.0)
+        try:
+            torch.accelerator.synchronize()  # raises what has gone wrong meanwhile
+        finally:
+            native.set_lateness(0.0, 0.0)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.setting import NarrowWeights, Setting
 from rapidformer_templates.switches.auto_strategy.state_bytes import How
 from tests.support.preference_runs import make, pairs
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 KEPT_WHOLE = "stage3_param_persistence_threshold"
 MASTERS = Setting("bf16", narrow=NarrowWeights())
@@ -52,6 +52,7 @@ def measured(workers: Any, flags: list[str]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_the_copy_is_divided_as_it_is_predicted(gpt_folder: Path, tmp_path: Path) -> None:
     flags = make(tmp_path, gpt_folder, pairs(4))

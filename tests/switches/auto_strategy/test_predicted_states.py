@@ -28,8 +28,11 @@ from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShape
 from rapidformer_templates.switches.auto_strategy.optimizer_states import STATES, Facts
 from rapidformer_templates.switches.auto_strategy.setting import setting_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
-from tests.support.worker_group import run_in_workers, why_no_nvme
+from tests.support.machine import why_no_nvme
+from tests.support.worker_pool import run_in_workers
 
+pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
+pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 VOCABULARY, LENGTH, BLOCKS = 131, 16, 4
 """Not all sizes divide; some parameters have more than the 4,096 elements from which states are quantized."""

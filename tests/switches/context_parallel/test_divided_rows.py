@@ -33,7 +33,7 @@ from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams
 from rapidformer_templates.system.workers import Workers
 from tests.support.jobs import _bert
-from tests.support.worker_group import alone, run_in_workers
+from tests.support.worker_pool import alone, run_in_workers
 
 SAMPLES, TOKENS, FEATURES = 2, 7, 6
 OPERATIONS: dict[str, Any] = {

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tests.support.parallel_jobs import begin, train_all
-from tests.support.worker_group import run_in_workers
+from tests.support.parity import Trained, reference
+from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
 
-STEPS = "--train-iters 10 --eval-interval 5 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
+STEPS = "--train-iters 3 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
 CONTEXT, TENSOR, PIPELINE = (
     f"--{name}-size" for name in ("context-parallel", "tensor-model-parallel", "pipeline-model-parallel")
 )
@@ -79,7 +80,7 @@ def _go_on(folder: str) -> list[tuple[float, float]]:
 
 def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
     cases = {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in CASES.items()}
-    return train_all(workers, folder, cases) | {"resumed": _go_on(f"{folder}/chain")}
+    return train_all(workers, cases) | {"resumed": _go_on(f"{folder}/chain")}
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +90,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("whole"))
-    return train_all(None, folder, {name: (job, double, _whole(flags)) for name, (job, double, flags) in CASES.items()})
+def references() -> dict[str, Trained]:
+    return {name: reference(job, double, _whole(flags)) for name, (job, double, flags) in CASES.items()}
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1]])
@@ -107,9 +107,9 @@ def test_divided_sequences_follow_one_process(name: str, runs: Any, references: 
 
 def test_the_references_learn_and_are_clipped(references: Any) -> None:
     """A curve that did not move would agree with anything."""
-    for reference in references.values():
-        assert len({loss for loss, _ in reference["curve"]}) == 10
-        assert max(norm for _, norm in reference["curve"]) > 0.2
+    for run in references.values():
+        assert len({loss for loss, _ in run["curve"]}) == 3
+        assert max(norm for _, norm in run["curve"]) > 0.2
 
 
 def test_bf16_follows_one_process_within_its_rounding(runs: Any, references: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,14 @@ import torch
 
 from rapidformer_templates.data.shapes import choose_shapes
 from rapidformer_templates.switches.dynamic_shape.batches import DynamicOrder
-from tests.support.jobs import CausalJob, _sequences, train
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import CausalJob, _sequences
+from tests.support.parity import Trained, reference, train
+from tests.support.worker_pool import run_in_workers
 
 CLIP = 0.1
 DYNAMIC = f"--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --clip-grad {CLIP} --weight-decay 0.1"
 # Steps of 4 batches, over the borders of epochs of 19.
-STEPS = f"{DYNAMIC} --train-iters 12 --eval-interval 6 --global-batch-size 8 --micro-batch-size 2"
+STEPS = f"{DYNAMIC} --train-iters 6 --eval-interval 3 --global-batch-size 8 --micro-batch-size 2"
 PAIRS = {
     ("pretrained-causal", "ddp"): STEPS,
     ("pretrained-causal", "fsdp"): f"{STEPS} --fsdp-memory-optimization --checkpoint-activations",
@@ -27,13 +27,13 @@ PAIRS = {
 }
 
 
-def _train_all(workers: Any, folder: str) -> dict[tuple[str, str], Any]:
-    return {(job, name): train(job, True, flags, f"{folder}/{job}-{name}") for (job, name), flags in PAIRS.items()}
+def _train_all(workers: Any) -> dict[tuple[str, str], Any]:
+    return {(job, name): train(job, True, flags) for (job, name), flags in PAIRS.items()}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
-    return run_in_workers(2, _train_all, str(tmp_path_factory.mktemp("runs")))[0]
+def runs() -> dict[tuple[str, str], Trained]:
+    return run_in_workers(2, _train_all)[0]
 
 
 def _assert_close(actual: Any, expected: Any) -> None:
@@ -43,9 +43,9 @@ def _assert_close(actual: Any, expected: Any) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("job", ["pretrained-causal", "pretrained-masked"])
-def test_two_workers_follow_one(job: str, runs: Any, tmp_path: Path) -> None:
-    expected = train(job, True, STEPS, str(tmp_path))
-    assert len({loss for loss, _ in expected["curve"]}) == 12
+def test_two_workers_follow_one(job: str, runs: Any) -> None:
+    expected = reference(job, True, STEPS)
+    assert len({loss for loss, _ in expected["curve"]}) == 6
     for layout in ("ddp", "fsdp"):
         if (job, layout) not in runs:
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,19 +16,19 @@ from rapidformer_templates.switches.flash_attention.kernels import NAMES, attent
 from rapidformer_templates.switches.flash_attention.packed import borders_of, packed_attention
 from rapidformer_templates.switches.flash_attention.receipt import count_kernels
 from tests.support import compiled_jobs as _jobs  # noqa: F401 - registers them
-from tests.support.jobs import train
+from tests.support.parity import reference, train
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
-STEPS = "--train-iters 20 --global-batch-size 8 --micro-batch-size 8 --eval-interval 10"
+STEPS = "--train-iters 5 --global-batch-size 8 --micro-batch-size 8 --eval-interval 3"
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["causal", "masked", "llama"])
-def test_twenty_steps_are_those_of_plain_eager(job: str, tmp_path: Path) -> None:
-    expected = train(job, False, STEPS, str(tmp_path / "plain"))
-    run = train(job, False, f"{STEPS} --use-flash-attn", str(tmp_path / "flash"))
-    assert len(run["curve"]) == 20
+def test_steps_are_those_of_plain_eager(job: str) -> None:
+    expected = reference(job, False, STEPS)
+    run = train(job, False, f"{STEPS} --use-flash-attn")
+    assert len(run["curve"]) == 5
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), rtol=1e-5, atol=1e-6)
     assert run["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-5)
     for name, weight in expected["weights"].items():
@@ -40,18 +39,18 @@ def test_twenty_steps_are_those_of_plain_eager(job: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_fp64_and_recomputation(tmp_path: Path) -> None:
-    expected = train("causal", True, STEPS, str(tmp_path / "plain"))
-    run = train("causal", True, f"{STEPS} --use-flash-attn --checkpoint-activations", str(tmp_path / "flash"))
+def test_fp64_and_recomputation() -> None:
+    expected = reference("causal", True, STEPS)
+    run = train("causal", True, f"{STEPS} --use-flash-attn --checkpoint-activations")
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), rtol=1e-10, atol=1e-12)
     assert run["summary"]["receipts"]["attention_kernels"] == {FORWARD: 4, f"{FORWARD}_backward": 2}
 
 
 @pytest.mark.slow
-def test_bf16_within_its_rounding(tmp_path: Path) -> None:
-    steps = STEPS.replace("20", "5") + " --mixed-precision bf16"
-    expected = train("llama", False, steps, str(tmp_path / "plain"))
-    run = train("llama", False, f"{steps} --use-flash-attn", str(tmp_path / "flash"))
+def test_bf16_within_its_rounding() -> None:
+    steps = f"{STEPS} --mixed-precision bf16"
+    expected = reference("llama", False, steps)
+    run = train("llama", False, f"{steps} --use-flash-attn")
     torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), rtol=2**-8, atol=0)
 
 

@@ -22,11 +22,12 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.switch import Measured
 from tests.support import combinations, engine_runs
 from tests.support.engine_runs import SAVED
-from tests.support.jobs import CausalJob, train
+from tests.support.jobs import CausalJob
+from tests.support.parity import reference, train
 from tests.support.requests import config_of
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
-STEPS = "--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
+STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 MICRO = "--micro-batch-size 1"  # of four workers: two micro batches a step
 PAIR = "--fsdp-shard-size 2"
 HYBRID = f"{MICRO} --fsdp-memory-optimization {PAIR}"
@@ -78,8 +79,8 @@ def _norm_of_the_second_copy() -> Any:
 
 
 def _count() -> dict[str, Any]:
-    """Collectives of the second step, by name and size of the group; and the receipts, after three steps."""
-    job = CountingJob([*f"{STEPS} --train-iters 3 {HYBRID}".split(), "--lr", "1e-3"])
+    """Collectives of the second step, by name and size of the group; and the receipts, after two steps."""
+    job = CountingJob([*f"{STEPS} --train-iters 2 {HYBRID}".split(), "--lr", "1e-3"])
     with _Watch(job), _norm_of_the_second_copy():
         receipts = job.fit()["receipts"]
     return {"counted": job.steps[1], "rounded": receipts}
@@ -88,9 +89,9 @@ def _count() -> dict[str, Any]:
 def _all_runs(workers: Any, folder: str) -> dict[str, Any]:
     """In each of four workers."""
     runs = _count()
-    runs["fp64"] = train("causal", True, f"{STEPS} {HYBRID} {AVERAGED}", f"{folder}/fp64")
-    runs["bf16"] = train("causal", False, f"{STEPS} {HYBRID} {BF16}", f"{folder}/bf16")
-    runs["branches"] = combinations.train("Trainer", BRANCHES.split(), "branches", False, f"{folder}/branches")
+    runs["fp64"] = train("causal", True, f"{STEPS} {HYBRID} {AVERAGED}")
+    runs["bf16"] = train("causal", False, f"{STEPS} {HYBRID} {BF16}", "--save", f"{folder}/bf16")
+    runs["branches"] = combinations.train(workers, "Trainer", BRANCHES.split(), "branches", False)
     return runs | _resumed(workers, folder)
 
 
@@ -122,9 +123,9 @@ def runs(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_groups_follow_one_process(runs: Any, tmp_path: Path) -> None:
-    """Ten clipped steps of two micro batches each, in fp64, and what averages of the weights are evaluated to."""
-    expected = train("causal", True, f"{STEPS} --micro-batch-size 8 {AVERAGED}", str(tmp_path / "one"))
+def test_groups_follow_one_process(runs: Any) -> None:
+    """Clipped steps of two micro batches each, in fp64, and what averages of the weights are evaluated to."""
+    expected = reference("causal", True, f"{STEPS} --micro-batch-size 8 {AVERAGED}")
     actual = runs["fp64"]
     close = {"rtol": 1e-10, "atol": 1e-12}
     assert all(norm > 0.1 for _, norm in expected["curve"]), "so that clipping acts"
@@ -136,15 +137,15 @@ def test_groups_follow_one_process(runs: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_groups_follow_one_process_in_bf16(runs: Any, tmp_path: Path) -> None:
-    expected = train("causal", False, f"{STEPS} --micro-batch-size 8 --mixed-precision bf16", str(tmp_path / "one"))
+def test_groups_follow_one_process_in_bf16(runs: Any) -> None:
+    expected = reference("causal", False, f"{STEPS} --micro-batch-size 8 --mixed-precision bf16")
     torch.testing.assert_close(*(torch.tensor(run["curve"]) for run in (runs["bf16"], expected)), rtol=2**-8, atol=0)
 
 
 @pytest.mark.distributed
-def test_what_some_copies_do_not_reach_counts_as_zero(runs: Any, tmp_path: Path) -> None:
+def test_what_some_copies_do_not_reach_counts_as_zero(runs: Any) -> None:
     flags = ["--micro-batch-size", "16", "--global-batch-size", "16"]
-    expected = combinations.train("Trainer", flags, "branches", False, str(tmp_path / "one"))
+    expected = combinations.train(None, "Trainer", flags, "branches", False)
     assert combinations.distance(runs["branches"], expected).worst < 1e-5
 
 

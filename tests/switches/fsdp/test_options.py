@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rapidformer_templates.switches.fsdp.engine import FSDPEngine
-from tests.support.jobs import CausalJob, train
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import CausalJob
+from tests.support.parity import Trained, reference, trained
+from tests.support.worker_pool import run_in_workers
 
-STEPS = "--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
+STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 FSDP = "--micro-batch-size 1 --fsdp-memory-optimization"  # with two workers: 4 micro batches a step
 KEPT = "--no-fsdp-reshard-after-forward"
 GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"  # of torch.ops.c10d
@@ -57,37 +55,36 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _count(flags: str) -> CountingJob:
-    job = CountingJob([*f"{STEPS} --train-iters 3 {FSDP} {flags}".split(), "--lr", "1e-3"])
-    with _Watch(job), mock.patch.object(FSDPEngine, "setup", autospec=True, side_effect=FSDPEngine.setup) as setup:
-        job.fit()
-    job.receipts = setup.call_args.args[0].receipts
-    return job
+class Counted(NamedTuple):
+    """A run, what its second step sent, and the types in which it summed gradients."""
+
+    run: Trained
+    sent: dict[str, int]
+    types: set[str]
 
 
-def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
-    """In each of two workers."""
-    counted = {flags: _count(flags) for flags in ("", KEPT)}
-    runs: dict[Any, Any] = {
-        "kept": train("causal", True, f"{STEPS} {FSDP} {KEPT}", f"{folder}/kept"),
-        "sent": {flags: job.steps[1] for flags, job in counted.items()},
-        "receipts": {flags: job.receipts["parameter_bytes_in_backward"] for flags, job in counted.items()},
-    }
-    for precision, reduced in REDUCED:
-        flags = _flags(precision, reduced)
-        runs[precision, reduced] = train("causal", False, f"{STEPS} {FSDP} {flags}", f"{folder}/{precision}-{reduced}")
-        runs["types", precision, reduced] = _count(flags).types
-    return runs
+def _count(flags: str, *, double: bool = False) -> Counted:
+    job = CountingJob([*f"{STEPS} {FSDP} {flags}".split(), "--lr", "1e-3"])
+    job.double = double
+    with _Watch(job):
+        run = trained(job)
+    return Counted(run, job.steps[1], job.types)
+
+
+def _all_runs(workers: Any) -> dict[str, Counted]:
+    """In each of two workers, by their flags."""
+    runs = {KEPT: _count(KEPT, double=True), "": _count("--train-iters 2", double=True)}
+    return runs | {flags: _count(flags) for flags in (_flags(*case) for case in REDUCED)}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    return run_in_workers(2, _all_runs, str(tmp_path_factory.mktemp("runs")))[0]
+def runs() -> dict[str, Counted]:
+    return run_in_workers(2, _all_runs)[0]
 
 
 @pytest.mark.distributed
-def test_parameters_that_stay_whole_change_nothing(runs: Any, tmp_path: Path) -> None:
-    expected, actual = train("causal", True, f"{STEPS} --micro-batch-size 8", str(tmp_path / "one")), runs["kept"]
+def test_parameters_that_stay_whole_change_nothing(runs: Any) -> None:
+    expected, actual = reference("causal", True, f"{STEPS} --micro-batch-size 8"), runs[KEPT].run
     close = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), **close)
     torch.testing.assert_close(torch.tensor(actual["evaluations"]), torch.tensor(expected["evaluations"]), **close)
@@ -98,27 +95,26 @@ def test_parameters_that_stay_whole_change_nothing(runs: Any, tmp_path: Path) ->
 @pytest.mark.distributed
 def test_gradients_are_sent_once_a_step_and_whole_parameters_are_gathered_once_if_they_stay(runs: Any) -> None:
     # Of 4 micro batches each gathers everything for its forward, and all but the root again for its backward.
-    assert runs["sent"][""] == {GATHER: 4 * (2 * GROUPS - 1), REDUCE: GROUPS}
-    assert runs["sent"][KEPT] == {GATHER: GROUPS, REDUCE: GROUPS}
+    assert runs[""].sent == {GATHER: 4 * (2 * GROUPS - 1), REDUCE: GROUPS}
+    assert runs[KEPT].sent == {GATHER: GROUPS, REDUCE: GROUPS}
 
 
 @pytest.mark.distributed
 def test_receipt_shows_what_is_whole_when_the_backward_begins(runs: Any) -> None:
-    model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make()
+    model = CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().double()
+    held = {flags: runs[flags].run["summary"]["receipts"]["parameter_bytes_in_backward"] for flags in (KEPT, "")}
     whole = sum(p.nbytes for p in model.parameters())
     blocks = sum(p.nbytes for p in model.transformer.h.parameters())
-    assert whole <= runs["receipts"][KEPT] < 1.01 * whole  # rows that do not divide by two are padded
-    assert whole - blocks < runs["receipts"][""] < whole - 0.49 * blocks
+    assert whole <= held[KEPT] < 1.01 * whole  # rows that do not divide by two are padded
+    assert whole - blocks < held[""] < whole - 0.49 * blocks
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("precision", "reduced"), REDUCED)
-def test_gradients_are_summed_in_the_type_that_is_asked_for(
-    precision: str, reduced: str | None, runs: Any, tmp_path: Path
-) -> None:
+def test_gradients_are_summed_in_the_type_that_is_asked_for(precision: str, reduced: str | None, runs: Any) -> None:
     name = {None: "float32", "bf16": "bfloat16", "fp16": "float16"}[reduced]
-    assert runs["types", precision, reduced] == {name}
-    flags = f"{STEPS} --micro-batch-size 8 --mixed-precision {precision}"
-    expected, actual = train("causal", False, flags, str(tmp_path / "one")), runs[precision, reduced]
+    actual, _, types = runs[_flags(precision, reduced)]
+    assert types == {name}
+    expected = reference("causal", False, f"{STEPS} --micro-batch-size 8 --mixed-precision {precision}")
     tolerance = 2**-8 if "bf16" in (precision, reduced) else 2**-10
     torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=tolerance, atol=0)

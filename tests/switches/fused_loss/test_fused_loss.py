@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,8 +33,9 @@ from rapidformer_templates.switches.fused_loss.memory import rows_at_once, saved
 from rapidformer_templates.switches.fused_loss.pointwise import Scale, Shift, Tanh
 from rapidformer_templates.switches.fused_loss.transform import fuse_loss
 from rapidformer_templates.system.workers import Workers
-from tests.support.jobs import JOBS, VOCABULARY, CausalJob, ClassJob, _Job, train
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import OTHERS, VOCABULARY, CausalJob, ClassJob, _Job
+from tests.support.parity import Trained, reference, train
+from tests.support.worker_pool import run_in_workers
 
 FUSED = "--fused-linear-cross-entropy"
 ON_CPU = SimpleNamespace(workers=Workers(0, 0, 1, torch.device("cpu")))
@@ -244,10 +244,11 @@ class NeedsLogitsJob(CausalJob):
         return outputs.loss + 0.1 * outputs.logits.square().mean()
 
 
-STEPS = "--train-iters 20 --global-batch-size 8 --clip-grad 0.5 --lr-decay-style constant --no-export-model"
+STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.5 --lr-decay-style constant --no-export-model"
 ALONE = f"{STEPS} --micro-batch-size 8"
-SHORT = f"{STEPS} --micro-batch-size 2 --train-iters 6"
-RUNS = {"causal": CausalJob, "llama": LlamaJob, "masked": JOBS["masked"]}
+SHORT = f"{STEPS} --micro-batch-size 2 --train-iters 4"
+OTHERS["untied-llama"] = LlamaJob
+RUNS = ("causal", "untied-llama", "masked")
 SWITCHES = {
     "fsdp": "--fsdp-memory-optimization --checkpoint-activations",
     **({"oss": "--oss-memory-optimization"} if "fairscale" in PACKAGES else {}),
@@ -257,20 +258,14 @@ SWITCHES = {
 STAGES = "--pipeline-model-parallel-size 2 --pipeline-stages 1,1"
 SWITCHES |= {"stages": STAGES, "stages, checkpointed": f"{STAGES} --checkpoint-activations"}
 SWITCHES["matrices"] = "--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations"
-SHARED = {("llama", name) for name in SWITCHES} | {("causal", "fsdp")}
+SHARED = {("untied-llama", name) for name in SWITCHES} | {("causal", "fsdp")}
 SHARED |= {("masked", name) for name in SWITCHES if name in ("zero-3", "stages", "matrices")}
 SHARED |= {("causal", "matrices")}
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
-    folder = tmp_path_factory.mktemp("references")
-    with mock.patch.dict(JOBS, RUNS):
-        return {
-            (job, double): train(job, double, ALONE, str(folder / f"{job}-{double}"))
-            for job in RUNS
-            for double in (False, True)
-        }
+def references() -> dict[tuple[str, bool], Trained]:
+    return {(job, double): reference(job, double, ALONE) for job in RUNS for double in (False, True)}
 
 
 def _assert_follows(actual: Any, expected: Any, *, double: bool) -> None:
@@ -286,9 +281,8 @@ def _assert_follows(actual: Any, expected: Any, *, double: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("job", RUNS)
-def test_twenty_steps_are_those_without(job: str, double: bool, references: Any, tmp_path: Path) -> None:
-    with mock.patch.dict(JOBS, RUNS):
-        actual = train(job, double, f"{ALONE} --micro-batch-size 4 {FUSED}", str(tmp_path))
+def test_steps_are_those_without(job: str, double: bool, references: Any) -> None:
+    actual = train(job, double, f"{ALONE} --micro-batch-size 4 {FUSED}")
     _assert_follows(actual, references[job, double], double=double)
     receipts = actual["summary"]["receipts"]
     assert receipts["fused_loss_kernel"] == ["torch"]
@@ -296,26 +290,26 @@ def test_twenty_steps_are_those_without(job: str, double: bool, references: Any,
 
 
 @pytest.mark.slow
-def test_the_receipt_would_see_whole_logits(tmp_path: Path) -> None:
+def test_the_receipt_would_see_whole_logits() -> None:
     """Break the switch on purpose: the receipt must not say what it says when it works."""
 
     def whole(hidden: Any, weight: Any, bias: Any, target: Any, recipe: Recipe, words: Any) -> Any:
         return F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")
 
     with mock.patch("rapidformer_templates.switches.fused_loss.logits.linear_cross_entropy", whole):
-        run = train("causal", False, f"{ALONE} --train-iters 1 {FUSED}", str(tmp_path))
+        run = train("causal", False, f"{ALONE} --train-iters 1 {FUSED}")
     receipts = run["summary"]["receipts"]
     assert receipts["logits_rows"] == receipts["logits_rows_without"]
 
 
 @pytest.mark.slow
-def test_bf16_follows_bf16_without(tmp_path: Path) -> None:
+def test_bf16_follows_bf16_without() -> None:
     flags = f"{ALONE} --mixed-precision bf16"
-    plain, fused = (train("causal", False, f"{flags} {more}", str(tmp_path / f"x{more}")) for more in ("", FUSED))
+    plain, fused = reference("causal", False, flags), train("causal", False, f"{flags} {FUSED}")
     torch.testing.assert_close(torch.tensor(fused["curve"]), torch.tensor(plain["curve"]), rtol=2**-8, atol=0)
 
 
-def test_a_loss_that_needs_logits_is_told(tmp_path: Path) -> None:
+def test_a_loss_that_needs_logits_is_told() -> None:
     job = NeedsLogitsJob([*ALONE.split(), "--lr", "1e-3", FUSED])
     with pytest.raises(ModelError, match="for their square, and there are none"):
         job.fit()
@@ -330,29 +324,26 @@ def _double(name: str) -> bool:
     return not name.startswith("zero")  # whose masters are in fp32
 
 
-def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
-    with mock.patch.dict(JOBS, RUNS):
-        runs: dict[Any, Any] = {
-            (job, name): train(job, _double(name), f"{SHORT} {SWITCHES[name]} {FUSED}", f"{folder}/{job}-{name}")
-            for job, name in sorted(SHARED)
-        }
-        for more in ("", FUSED):
-            flags = f"{SHORT} {STAGES} --mixed-precision bf16 {more}"
-            runs["bf16", more] = train("causal", False, flags, f"{folder}/bf16{more}")
+def _all_runs(workers: Any) -> dict[Any, Any]:
+    runs: dict[Any, Any] = {
+        (job, name): train(job, _double(name), f"{SHORT} {SWITCHES[name]} {FUSED}") for job, name in sorted(SHARED)
+    }
+    for more in ("", FUSED):
+        runs["bf16", more] = train("causal", False, f"{SHORT} {STAGES} --mixed-precision bf16 {more}")
     return runs
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def runs() -> list[dict[Any, Any]]:
     """By rank."""
-    return run_in_workers(2, _all_runs, str(tmp_path_factory.mktemp("runs")))
+    return run_in_workers(2, _all_runs)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", sorted(SHARED), ids="-".join)
 def test_two_workers_follow_one_without(case: tuple[str, str], references: Any, runs: Any) -> None:
     double = _double(case[1])
-    expected = torch.tensor(references[case[0], double]["curve"][:6])
+    expected = torch.tensor(references[case[0], double]["curve"][:4])
     close = {"rtol": 1e-10, "atol": 1e-12} if double else {"rtol": 1e-5, "atol": 1e-6}
     for results in runs:
         torch.testing.assert_close(torch.tensor(results[case]["curve"]), expected, **close)

@@ -14,16 +14,18 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, Lla
 from rapidformer_templates import Data
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
-from tests.support.jobs import ClassJob, PretrainedJob, _pad, _sequences, result_of
+from tests.support.jobs import ClassJob, PretrainedJob, _pad, _sequences
+from tests.support.parity import Trained, trained
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
 STEPS = "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --log-interval 1 --lora-rank 4"
 
 
-def run(base: Path, folder: Path, flags: str = "", job: type = PretrainedJob, **more: Any) -> dict[str, Any]:
+def run(base: Path, folder: Path | None, flags: str = "", job: type = PretrainedJob) -> Trained:
+    """Train adapters, with files if there is a folder for them."""
     kind = type("Job", (job,), {"folder": str(base)})
-    return result_of(kind([*STEPS.split(), *flags.split(), "--save", str(folder)], **more), str(folder))
+    return trained(kind([*STEPS.split(), *flags.split(), *(["--save", str(folder)] if folder else [])]))
 
 
 class _Recorded(PretrainedJob):
@@ -74,10 +76,8 @@ def test_trains_as_a_loop_over_peft_does(base: Path, tmp_path: Path, variant: st
         torch.testing.assert_close(found["weights"][name].float(), weight.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_only_adapters_are_kept_and_what_is_frozen_stays(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = run(base, tmp_path / "run")
+def test_only_adapters_are_kept_and_what_is_frozen_stays(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(base, None)
     receipts = found["summary"]["receipts"]
     whole = sum(p.numel() for p in GPT2LMHeadModel.from_pretrained(base).parameters())
     assert receipts["frozen_parameters"] == whole
@@ -92,10 +92,10 @@ def test_only_adapters_are_kept_and_what_is_frozen_stays(
 
 
 @pytest.mark.slow
-def test_a_base_in_half_the_bytes_trains_to_the_same_bits(base: Path, tmp_path: Path) -> None:
+def test_a_base_in_half_the_bytes_trains_to_the_same_bits(base: Path) -> None:
     """Autocast rounds the same weights to the same bits before each product."""
-    whole = run(base, tmp_path / "whole", "--mixed-precision bf16")
-    half = run(base, tmp_path / "half", "--mixed-precision bf16 --quantize-base half")
+    whole = run(base, None, "--mixed-precision bf16")
+    half = run(base, None, "--mixed-precision bf16 --quantize-base half")
     assert half["curve"] == whole["curve"]
     assert all(torch.equal(half["weights"][name], weight) for name, weight in whole["weights"].items())
     sizes = [found["summary"]["receipts"]["frozen_bytes"] for found in (half, whole)]
@@ -121,11 +121,11 @@ def test_merged_model_is_the_adapted_one(base: Path, tmp_path: Path, capsys: pyt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--lora-dropout 0.2 --lora-variant rslora"])
-def test_graphs_of_onnx_runtime_have_the_adapters_in_them(base: Path, tmp_path: Path, flags: str) -> None:
+def test_graphs_of_onnx_runtime_have_the_adapters_in_them(base: Path, flags: str) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    plain = run(base, tmp_path / "plain", flags, job=_OneShape)
-    found = run(base, tmp_path / "graphs", f"{flags} --onnx-runtime-training", job=_OneShape)
+    plain = run(base, None, flags, job=_OneShape)
+    found = run(base, None, f"{flags} --onnx-runtime-training", job=_OneShape)
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(plain["curve"]), rtol=1e-5, atol=1e-6)
     assert found["weights"].keys() == plain["weights"].keys()
     for name, weight in plain["weights"].items():
@@ -134,7 +134,7 @@ def test_graphs_of_onnx_runtime_have_the_adapters_in_them(base: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(base: Path, tmp_path: Path) -> None:
-    whole = run(base, tmp_path / "whole", "--lora-dropout 0.3")
+    whole = run(base, None, "--lora-dropout 0.3")
     run(base, tmp_path / "parts", "--lora-dropout 0.3 --train-iters 2 --lr-decay-iters 4 --keep-checkpoints 1")
     parts = run(base, tmp_path / "parts", "--lora-dropout 0.3 --resume --keep-checkpoints 1")
     assert parts["weights"].keys() == whole["weights"].keys()
@@ -180,8 +180,8 @@ def test_a_new_head_is_trained_whole(tmp_path: Path) -> None:
     )
 
 
-def test_named_layers_alone(base: Path, tmp_path: Path) -> None:
-    found = run(base, tmp_path / "run", "--lora-target-modules attn.c_attn,c_fc --lora-modules-to-save ln_f")
+def test_named_layers_alone(base: Path) -> None:
+    found = run(base, None, "--lora-target-modules attn.c_attn,c_fc --lora-modules-to-save ln_f")
     adapted = {name.split(".lora_")[0] for name in found["weights"] if "lora" in name}
     assert adapted == {f"transformer.h.{block}.{layer}" for block in (0, 1) for layer in ("attn.c_attn", "mlp.c_fc")}
     assert "transformer.ln_f.modules_to_save.default.weight" in found["weights"]
@@ -195,9 +195,9 @@ def test_named_layers_alone(base: Path, tmp_path: Path) -> None:
         ("--lora-modules-to-save head", "has no module that is called head"),
     ],
 )
-def test_names_that_are_not_there(base: Path, tmp_path: Path, flags: str, message: str) -> None:
+def test_names_that_are_not_there(base: Path, flags: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        run(base, tmp_path / "run", flags)
+        run(base, None, flags)
 
 
 def test_a_folder_of_adapters_is_a_pretrained_model(base: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rapidformer_templates import Finetuner
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.run.folder import read_metrics
 from tests.support.texts import WORDS, write_jsonl
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]

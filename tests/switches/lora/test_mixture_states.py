@@ -15,8 +15,8 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import with_swi
 from rapidformer_templates.switches.auto_strategy.model_shapes import ModelShapes
 from rapidformer_templates.switches.auto_strategy.setting import setting_of
 from rapidformer_templates.switches.auto_strategy.state_bytes import Held
-from tests.support import jobs, mixtures
-from tests.support.worker_group import run_in_workers
+from tests.support import mixtures, parity
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 pytestmark = pytest.mark.distributed
@@ -39,11 +39,11 @@ CASES = {  # name: (workers, flags)
 }
 
 
-def _held(workers: Any, folder: str, names: list[str]) -> dict[str, list[Held]]:
+def _held(workers: Any, names: list[str]) -> dict[str, list[Held]]:
     """What each rank holds, by the receipts."""
     found = {}
     for name in names:
-        run = jobs.train("mixtral-wide", False, f"{STEPS} {CASES[name][1]}", f"{folder}/{name.replace(' ', '-')}")
+        run = parity.train("mixtral-wide", False, f"{STEPS} {CASES[name][1]}")
         kinds = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes")
         ranks = run["summary"]["receipts"]["held_bytes_by_rank"]
         found[name] = [Held(*(rank[kind] for kind in kinds)) for rank in ranks]
@@ -51,10 +51,9 @@ def _held(workers: Any, folder: str, names: list[str]) -> dict[str, list[Held]]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Held]]:
-    folder = str(tmp_path_factory.mktemp("runs"))
+def measured() -> dict[str, list[Held]]:
     alone, two = ([name for name, (workers, _) in CASES.items() if workers == count] for count in (1, 2))
-    return _held(None, folder, alone) | run_in_workers(2, _held, folder, two)[0]
+    return _held(None, alone) | run_in_workers(2, _held, two)[0]
 
 
 def _predicted(name: str) -> list[Held]:

@@ -14,7 +14,7 @@ from rapidformer_templates import load_mixture
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
 from rapidformer_templates.models.facts import OWN_EXPERTS
-from tests.support import jobs, mixtures
+from tests.support import jobs, mixtures, parity
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -55,9 +55,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / kind for kind in made}
 
 
-def run(base: Path, folder: Path, flags: str = "") -> dict[str, Any]:
-    words = [*STEPS.split(), *flags.split(), "--pretrained-model-name-or-path", str(base), "--save", str(folder)]
-    return jobs.result_of(_Recorded(words), str(folder))
+def run(base: Path, folder: Path | None, flags: str = "") -> parity.Trained:
+    """Train adapters, with files if there is a folder for them."""
+    words = [*STEPS.split(), *flags.split(), "--pretrained-model-name-or-path", str(base)]
+    return parity.trained(_Recorded([*words, "--save", str(folder)] if folder else words))
 
 
 def read_by_peft(base: Path, adapters: Path, **more: Any) -> Any:
@@ -92,7 +93,7 @@ def _objective(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
 def test_trains_as_a_loop_over_peft_does(kind: str, flags: str, bases: dict[str, Path], tmp_path: Path) -> None:
     run(bases[kind], tmp_path / "start", f"{flags} {PLAIN} --lr 0")
     _BATCHES.clear()
-    found = run(bases[kind], tmp_path / "run", f"{flags} {PLAIN}")
+    found = run(bases[kind], None, f"{flags} {PLAIN}")
     theirs = read_by_peft(bases[kind], tmp_path / "start/export", is_trainable=True).train()
     optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-2, weight_decay=0)
     losses = []
@@ -164,21 +165,22 @@ def test_names_of_matrices_are_told(bases: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_layers_before_the_first_adapter_are_counted_too(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_layers_before_the_first_adapter_are_counted_too(bases: dict[str, Path]) -> None:
     """No backward comes by their routers: not by the first one's here, also where activations are computed again."""
     flags = "--lora-target-modules layers.1.mlp.experts"
-    whole = run(bases["mixtral"], tmp_path / "whole", f"{flags} --micro-batch-size 8")
-    parts = run(bases["mixtral"], tmp_path / "parts", f"{flags} --checkpoint-activations")
+    whole = run(bases["mixtral"], None, f"{flags} --micro-batch-size 8")
+    parts = run(bases["mixtral"], None, f"{flags} --checkpoint-activations")
     loads = [found["summary"]["receipts"]["expert_load_by_layer"] for found in (whole, parts)]
     assert loads[0] == loads[1]
     assert all(sum(layer) == pytest.approx(4, abs=1e-3) for layer in loads[0])
-    losses = [torch.tensor(mixtures.losses_of(tmp_path / name)) for name in ("whole", "parts")]
+    losses = [torch.tensor(mixtures.losses_of(found["lines"])) for found in (whole, parts)]
+    assert len(losses[0]) == 4
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_beside_the_same_base(bases: dict[str, Path], tmp_path: Path) -> None:
-    whole = run(bases["mixtral"], tmp_path / "whole", EVERYTHING)
+    whole = run(bases["mixtral"], None, EVERYTHING)
     run(bases["mixtral"], tmp_path / "parts", f"{EVERYTHING} --train-iters 2 --lr-decay-iters 4 --keep-checkpoints 1")
     other = AutoModelForCausalLM.from_pretrained(bases["mixtral"])
     with torch.no_grad():
@@ -193,9 +195,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_beside_the_same_base(bases: dict
         assert torch.equal(parts["weights"][name], weight), name
 
 
-def test_what_peft_lacks_beside_matrices_is_refused_by_name(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_what_peft_lacks_beside_matrices_is_refused_by_name(bases: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match=r"with --lora-dropout beside matrices that are no layers: .*gate\.weight"):
-        run(bases["mixtral"], tmp_path / "run", "--lora-target-modules gate --lora-dropout 0.1")
+        run(bases["mixtral"], None, "--lora-target-modules gate --lora-dropout 0.1")
 
 
 @pytest.mark.slow
@@ -228,9 +230,9 @@ class _OwnJob(jobs.CausalJob):
 @pytest.mark.slow
 def test_a_mixture_of_our_own_gets_adapters_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, flags = tmp_path / "mixture/export", "--train-iters 2 --global-batch-size 8 --num-experts 4"
-    jobs.train("llama", False, f"{flags} --moe-capacity-factor 4", str(tmp_path / "mixture"))
+    parity.train("llama", False, f"{flags} --moe-capacity-factor 4", "--save", str(tmp_path / "mixture"))
     words = f"{STEPS} {EVERYTHING} --pretrained-model-name-or-path {base} --save {tmp_path}/run"
-    found = jobs.result_of(_OwnJob(words.split()), f"{tmp_path}/run")
+    found = parity.trained(_OwnJob(words.split()))
     assert found["summary"]["receipts"]["adapted_layers"] == 2 * (4 + 3 + 1)  # attention, three stacks, gate
     adapted = peft.PeftModel.from_pretrained(load_mixture(base), str(tmp_path / "run/export")).eval()
     assert main(["export", str(tmp_path / "run"), "--merge"]) == 0
@@ -246,15 +248,15 @@ def test_a_mixture_of_our_own_gets_adapters_like_any_other(tmp_path: Path, capsy
 
 def test_peft_has_not_both_beside_matrices_and_conv1d(tmp_path: Path) -> None:
     flags = "--train-iters 1 --global-batch-size 8 --num-experts 4"
-    jobs.train("causal", False, flags, str(tmp_path / "mixture"))
-    words = f"{STEPS} {EVERYTHING} --pretrained-model-name-or-path {tmp_path}/mixture/export --save {tmp_path}/run"
+    parity.train("causal", False, flags, "--save", str(tmp_path / "mixture"))
+    words = f"{STEPS} {EVERYTHING} --pretrained-model-name-or-path {tmp_path}/mixture/export"
     with pytest.raises(ModelError, match="layers of the kind Conv1D beside matrices"):
-        jobs.result_of(_OwnJob(words.split()), f"{tmp_path}/run")
+        parity.trained(_OwnJob(words.split()))
 
 
-def test_new_experts_are_not_frozen(tmp_path: Path) -> None:
+def test_new_experts_are_not_frozen() -> None:
     with pytest.raises(ModelError, match="new experts have learned nothing"):
-        jobs.train("causal", False, f"{STEPS} --num-experts 4", str(tmp_path / "run"))
+        parity.train("causal", False, f"{STEPS} --num-experts 4")
 
 
 @pytest.mark.slow
@@ -268,8 +270,8 @@ def test_experts_in_codes_train_as_the_read_ones_do(coding: str, bases: dict[str
             ):
                 parameter.copy_(_read(parameter, coding))
     read.save_pretrained(tmp_path / "read")
-    plain = run(tmp_path / "read", tmp_path / "plain", EVERYTHING)
-    found = run(bases["qwen2_moe"], tmp_path / "run", f"{EVERYTHING} --quantize-base {coding} --checkpoint-activations")
+    plain = run(tmp_path / "read", None, EVERYTHING)
+    found = run(bases["qwen2_moe"], None, f"{EVERYTHING} --quantize-base {coding} --checkpoint-activations")
     torch.testing.assert_close(torch.tensor(found["curve"]), torch.tensor(plain["curve"]), rtol=1e-5, atol=1e-7)
     for name, weight in plain["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-5)

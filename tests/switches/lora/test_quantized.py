@@ -16,9 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import RapidformerError
-from tests.support.jobs import CausalJob, PretrainedJob, result_of, weights_apart
+from tests.support.jobs import CausalJob, PretrainedJob
 from tests.support.parallel_jobs import train_all
-from tests.support.worker_group import run_in_workers
+from tests.support.parity import Trained, reference, trained, weights_apart
+from tests.support.worker_pool import run_in_workers
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -117,9 +118,10 @@ def test_a_layer_computes_with_the_read_weight_and_keeps_its_bytes(coding: str, 
 # Runs.
 
 
-def run(base: Path, folder: Path, flags: str) -> dict[str, Any]:
+def run(base: Path, folder: Path | None, flags: str) -> Trained:
+    """Train adapters, with files if there is a folder for them."""
     kind = type("Job", (PretrainedJob,), {"folder": str(base)})
-    return result_of(kind([*STEPS.split(), *flags.split(), "--save", str(folder)]), str(folder))
+    return trained(kind([*STEPS.split(), *flags.split(), *(["--save", str(folder)] if folder else [])]))
 
 
 LAYERS = [16 * 48, 16 * 16, 16 * 64, 64 * 16]
@@ -136,7 +138,7 @@ def test_adapters_train_as_beside_the_read_weights(
         if isinstance(module, Conv1D):
             module.weight.data = expected(module.weight.data.T, coding).T.contiguous()
     read.save_pretrained(tmp_path / "read")
-    plain = run(tmp_path / "read", tmp_path / "plain", "")
+    plain = run(tmp_path / "read", None, "")
     found = run(
         base, tmp_path / "run", f"--quantize-base {coding} --checkpoint-activations --fused-linear-cross-entropy"
     )
@@ -183,9 +185,9 @@ def test_nf4_trains_as_peft_beside_bitsandbytes_layers_does(tmp_path: Path) -> N
 
     flags = "--quantize-base nf4 --micro-batch-size 8 --clip-grad 0 --weight-decay 0 --lr-decay-style constant"
     start = [*STEPS.split(), *flags.split(), "--save", str(tmp_path / "start"), "--lr", "0"]
-    result_of(Job(start), str(tmp_path / "start"))
+    trained(Job(start))
     batches.clear()
-    found = result_of(Job([*STEPS.split(), *flags.split(), "--save", str(tmp_path / "run")]), str(tmp_path / "run"))
+    found = trained(Job([*STEPS.split(), *flags.split()]))
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     for name, module in list(theirs.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
@@ -208,15 +210,15 @@ def test_nf4_trains_as_peft_beside_bitsandbytes_layers_does(tmp_path: Path) -> N
     assert [loss for loss, _ in found["curve"]] == pytest.approx(losses, rel=1e-6)
 
 
-def test_codes_that_are_forgotten_end_the_run(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_that_are_forgotten_end_the_run(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rapidformer_templates.switches.lora.transform._quantize", lambda *args, **more: None)
     with pytest.raises(RapidformerError, match="8 layers in int8 were expected; 0 are"):
-        run(base, tmp_path, "--quantize-base int8")
+        run(base, None, "--quantize-base int8")
 
 
 # Workers.
 
-LORA = "--train-iters 5 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lora-rank 3 --lora-alpha 24"
+LORA = "--train-iters 4 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lora-rank 3 --lora-alpha 24"
 FOUR = "nf4" if HAS_NF4 else "int4"
 LAYOUTS = {
     "ddp": ("gpt2-4-tied", True, f"--micro-batch-size 2 --quantize-base {FOUR}"),
@@ -236,15 +238,13 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def _two_workers(workers: Any, folder: str) -> dict[str, Any]:
-    return train_all(
-        workers, folder, {name: (job, double, f"{LORA} {f}") for name, (job, double, f) in LAYOUTS.items()}
-    )
+def _two_workers(workers: Any) -> dict[str, Any]:
+    return train_all(workers, {name: (job, double, f"{LORA} {f}") for name, (job, double, f) in LAYOUTS.items()})
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_in_workers(2, _two_workers, str(tmp_path_factory.mktemp("layouts")))[0]  # type: ignore[no-any-return]
+def runs() -> dict[str, Any]:
+    return run_in_workers(2, _two_workers)[0]  # type: ignore[no-any-return]
 
 
 def _mathematics(flags: str) -> str:
@@ -255,13 +255,12 @@ def _mathematics(flags: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def references() -> dict[str, Any]:
     """In one process, in one micro batch a step."""
-    cases = {
-        name: (job, double, f"{LORA} --micro-batch-size 8 {_mathematics(flags)}")
+    return {
+        name: reference(job, double, f"{LORA} --micro-batch-size 8 {_mathematics(flags)}")
         for name, (job, double, flags) in LAYOUTS.items()
     }
-    return train_all(None, str(tmp_path_factory.mktemp("whole")), cases)
 
 
 @pytest.mark.distributed

@@ -13,7 +13,7 @@ from rapidformer_templates.errors import RapidformerError
 from rapidformer_templates.switches.mixture_of_experts.gate import choose
 from rapidformer_templates.switches.mixture_of_experts.losses import BalanceLosses, balance_loss, z_loss
 from tests.support.mixtures import balance_of
-from tests.support.worker_group import alone
+from tests.support.worker_pool import alone
 
 LOGITS = torch.randn(3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 2
 MASK = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [1] * 6 + [0]], dtype=torch.bool)

@@ -12,7 +12,7 @@ from rapidformer_templates.data.loader import MicroBatch
 from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.switches.mixture_of_experts.transformers_mixtures import watch_own_experts
 from tests.support.mixtures import tiny
-from tests.support.worker_group import alone
+from tests.support.worker_pool import alone
 
 IDS = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(1))
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from rapidformer_templates.run.folder import read_metrics
-from tests.support import jobs
-from tests.support import mixtures as _mixtures  # noqa: F401 - registers them
-from tests.support.worker_group import run_in_workers
+from tests.support import mixtures, parity
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytest.importorskip("fairscale", reason="needs fairscale: pip install 'rapidformer_templates[fairscale]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
 
 MIXTURE = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
-STEPS = (
-    "--train-iters 4 --eval-interval 4 --save-interval 2 --keep-checkpoints 1 --global-batch-size 8 --clip-grad 0.1"
-    " --weight-decay 0.1 --no-export-model"
-)
+STEPS = "--train-iters 3 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --no-export-model"
+SAVED = ("--save-interval", "2", "--keep-checkpoints", "2", "--save")
 CASES = {  # name: (job, flags of the mixture)
     "dropless": ("causal", MIXTURE),
     "capacity": ("masked", f"{MIXTURE} --moe-capacity-factor 1.0 --moe-top-k 1"),
@@ -53,41 +47,26 @@ RESUMED = ("fsdp", "experts")
 HALF_PRECISION = {"fp16": "", "bf16-zero-2": "--zero-2-memory-optimization", "bf16-experts": "--expert-parallel"}
 
 
-class Died(Exception):
-    """Stands for the death of a run."""
-
-
-def _train(case: str, flags: str, folder: str) -> dict[str, Any]:
+def _train(case: str, flags: str, *more: str) -> parity.Trained:
     job, mixture = CASES[case]
-    run = jobs.train(job, False, f"{STEPS} {mixture} {flags}", folder)
-    lines = [line for line in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in line]
-    return run | {"balance": [(line["balance_loss"], line["z_loss"]) for line in lines]}
+    return parity.train(job, False, f"{STEPS} {mixture} {flags}", *more)
 
 
-def _half(flags: str, folder: str) -> None:
-    """The first two steps of the dropless run, and a checkpoint."""
-
-    class Mortal(jobs.CausalJob):
-        def on_step_end(self, step: int, result: Any) -> None:
-            if step == 3:
-                raise Died
-
-    given = f"{STEPS} {MIXTURE} {flags} --lr 1e-3 --save {folder}"
-    with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False), pytest.raises(Died):
-        Mortal(given.split()).fit()
+def _forget_last_step(folder: str) -> None:
+    """Leave a run as if it had ended between its two checkpoints."""
+    shutil.rmtree(f"{folder}/checkpoints/step-3")
 
 
 def _in_two_workers(workers: Any, folder: str) -> dict[str, Any]:
-    runs = {f"{case} {layout}": _train(case, LAYOUTS[layout], f"{folder}/{case}-{layout}") for case, layout in RUNS}
+    runs = {}
+    for case, layout in RUNS:
+        saved = [*SAVED, f"{folder}/{layout}"] if case == "dropless" and layout in RESUMED else []
+        runs[f"{case} {layout}"] = _train(case, LAYOUTS[layout], *saved)
     for layout in RESUMED:
-        _half(LAYOUTS[layout], f"{folder}/half-{layout}")
-        if workers.is_main:
-            shutil.copytree(f"{folder}/half-alone", f"{folder}/alone-{layout}")
-        workers.barrier()
-        runs[f"alone → {layout}"] = _train("dropless", f"{LAYOUTS[layout]} --resume", f"{folder}/alone-{layout}")
+        more = (*SAVED, f"{folder}/alone, then {layout}", "--resume")
+        runs[f"alone → {layout}"] = _train("dropless", LAYOUTS[layout], *more)
     for name, flags in HALF_PRECISION.items():
-        precision = f"--micro-batch-size 4 --mixed-precision {name[:4]} {flags}"
-        runs[name] = _train("gentle", precision, f"{folder}/{name}")
+        runs[name] = _train("gentle", f"--micro-batch-size 4 --mixed-precision {name[:4]} {flags}")
     return runs
 
 
@@ -95,14 +74,17 @@ def _in_two_workers(workers: Any, folder: str) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, those of two workers in one group."""
     folder = tmp_path_factory.mktemp("mixtures")
-    found = {f"{case} alone": _train(case, ALONE, str(folder / f"{case}-alone")) for case in CASES}
+    found: dict[str, Any] = {f"{case} alone": _train(case, ALONE) for case in CASES if case != "dropless"}
+    found["dropless alone"] = _train("dropless", ALONE, *SAVED, f"{folder}/alone")
     unbalanced = "--num-experts 4 --moe-loss-coeff 0 --moe-z-loss-coeff 0"
-    found["plain"] = jobs.train("causal", False, f"{STEPS} {ALONE} {unbalanced}", str(folder / "plain"))
-    _half(ALONE, str(folder / "half-alone"))
+    found["plain"] = parity.train("causal", False, f"{STEPS} {ALONE} {unbalanced}")
+    _forget_last_step(f"{folder}/alone")
+    for layout in RESUMED:
+        shutil.copytree(folder / "alone", folder / f"alone, then {layout}")
     found |= run_in_workers(2, _in_two_workers, str(folder))[0]
     for layout in RESUMED:
-        found[f"{layout} → alone"] = _train("dropless", f"{ALONE} --resume", str(folder / f"half-{layout}"))
-    found["metrics"] = read_metrics(Path(folder / "dropless-alone" / "metrics.jsonl"))
+        _forget_last_step(f"{folder}/{layout}")
+        found[f"{layout} → alone"] = _train("dropless", ALONE, *SAVED, f"{folder}/{layout}", "--resume")
     return found
 
 
@@ -121,8 +103,10 @@ def test_layout_follows_one_process(case: str, layout: str, runs: Any) -> None:
         _assert_close(actual["weights"][name], weight)
     for name in ("expert_load", "dropped_choices"):
         assert actual["summary"]["receipts"][name] == expected["summary"]["receipts"][name]
-    assert len(expected["balance"]) == 4
-    _assert_close(actual["balance"], expected["balance"])
+    balance = [mixtures.losses_of(run["lines"]) for run in (actual, expected)]
+    assert len(balance[1]) == len(expected["curve"]) == 3
+    assert len(expected["evaluations"]) == 2
+    _assert_close(*balance)
 
 
 def test_the_mixture_acts(runs: Any) -> None:
@@ -131,7 +115,7 @@ def test_the_mixture_acts(runs: Any) -> None:
     assert abs(runs["plain"]["curve"][0][1] / runs["dropless alone"]["curve"][0][1] - 1) > 0.01
     assert runs["capacity alone"]["summary"]["receipts"]["dropped_choices"] > 0
     assert runs["dropless alone"]["summary"]["receipts"]["dropped_choices"] == 0
-    line = next(line for line in runs["metrics"] if "loss" in line)
+    line = next(line for line in runs["dropless alone"]["lines"] if "loss" in line)
     assert 1.0 < line["balance_loss"] < 4
     assert line["z_loss"] > 0
     assert line["expert_load_min"] < 1 < line["expert_load_max"]

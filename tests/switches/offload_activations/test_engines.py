@@ -12,9 +12,10 @@ from rapidformer_templates.errors import ModelError, SwitchDidNothing
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.planning.resolve import resolve
+from tests.support.compiled_jobs import OneLength
 from tests.support.jobs import DeepJob
 from tests.support.requests import CPU, GPUS, codes, config_of, refusal
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 2 --global-batch-size 8 --log-interval 1 --lr 1e-2"
 ENGINES = {
@@ -37,19 +38,25 @@ if "fairscale" in installed_packages():
 if installed_packages().keys() >= {"onnxruntime", "onnxscript"}:
     ENGINES["onnx"] = "--micro-batch-size 4 --onnx-runtime-training"
 
-
+IN_GRAPHS = {"compiled", "onnx"}
+"""Each shape of a batch costs seconds there."""
 IN_FLIGHT = {"pipeline", "interleaved"}
 """Which backward comes first, with several micro batches on their way, is not known before it begins."""
 
 
-def _run(flags: str) -> tuple[dict[str, Any], list[Any]]:
-    job = DeepJob([*f"{STEPS} {flags}".split()])
+class OneLengthJob(OneLength, DeepJob):
+    pass
+
+
+def _run(name: str, switch: str) -> tuple[dict[str, Any], list[Any]]:
+    kind = OneLengthJob if name in IN_GRAPHS else DeepJob
+    job = kind(f"{STEPS} {ENGINES[name]} {switch}".split())
     return job.fit()["receipts"], job.curve
 
 
 def _both(workers: Any, names: list[str]) -> dict[str, Any]:
     with taken_for_a_gpu(256):
-        return {name: [_run(f"{ENGINES[name]} {switch}") for switch in ("", "--offload-activations")] for name in names}
+        return {name: [_run(name, switch) for switch in ("", "--offload-activations")] for name in names}
 
 
 @pytest.mark.distributed

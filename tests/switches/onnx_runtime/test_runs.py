@@ -16,29 +16,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from rapidformer_templates import Data
-from tests.support import jobs
-from tests.support.worker_group import run_in_workers
+from tests.support import jobs, parity
+from tests.support.compiled_jobs import OneLength
+from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.slow  # graphs of ten runs
 
-STEPS = "--train-iters 20 --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.1 --weight-decay 0.1"
+STEPS = "--train-iters 8 --global-batch-size 8 --micro-batch-size 4 --clip-grad 0.1 --weight-decay 0.1"
 ORT = "--onnx-runtime-training"
-LENGTH = 40
 
 
-class _OneShape(jobs._Job):
-    """All batches are padded to the same length, and there is no validation: one graph each way."""
-
-    def build_data(self) -> Data:
-        return Data(train=jobs._sequences(200), collate=partial(_pad, classes=self.classes))
-
-
-def _pad(samples: list[dict[str, Any]], *, classes: bool) -> dict[str, torch.Tensor]:
-    return jobs._pad(samples, (len(samples), LENGTH), classes=classes)
-
-
-class DropoutJob(_OneShape):
+class DropoutJob(OneLength):
     """GPT-2 that leaves out activations at the usual three places."""
 
     shift = 1
@@ -49,7 +37,7 @@ class DropoutJob(_OneShape):
         return GPT2LMHeadModel(GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **rates))
 
 
-class LlamaJob(_OneShape):
+class LlamaJob(OneLength):
     """Rotary embeddings, grouped keys and values, root-mean-square normalisation, gated feed-forward."""
 
     shift = 1
@@ -60,17 +48,16 @@ class LlamaJob(_OneShape):
         return LlamaForCausalLM(LlamaConfig(vocab_size=jobs.VOCABULARY, **sizes, **heads))
 
 
-class OneShapeClassJob(_OneShape, jobs.ClassJob):
+class OneShapeClassJob(OneLength, jobs.ClassJob):
     """BERT classifies."""
 
 
-class OneShapeFrozenJob(_OneShape, jobs.FrozenJob):
+class OneShapeFrozenJob(OneLength, jobs.FrozenJob):
     """The same with frozen embeddings and a frozen first block."""
 
 
 jobs.OTHERS |= {
-    "dropout": DropoutJob,
-    "llama": LlamaJob,
+    "onnx-llama": LlamaJob,
     "one-shape": OneShapeClassJob,
     "one-shape-frozen": OneShapeFrozenJob,
 }
@@ -92,11 +79,11 @@ def _graphs(run: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [g for g in run["summary"]["receipts"]["onnx_runtime"]["graphs"] if g["name"].startswith(f"{kind} ")]
 
 
-def test_batches_of_many_shapes(tmp_path: Path) -> None:
+def test_batches_of_many_shapes() -> None:
     """BERT's masked-LM, whose decoder is tied to the embeddings, with evaluations."""
-    expected = jobs.train("masked", False, STEPS, str(tmp_path / "eager"))
-    actual = jobs.train("masked", False, f"{STEPS} {ORT}", str(tmp_path / "ort"))
-    assert len(actual["curve"]) == 20
+    expected = parity.reference("masked", False, STEPS)
+    actual = parity.train("masked", False, f"{STEPS} {ORT}")
+    assert len(actual["curve"]) == 8
     _close(actual, expected)
     told = actual["summary"]["receipts"]["onnx_runtime"]
     assert told["providers"] == ["CPUExecutionProvider"]
@@ -105,22 +92,22 @@ def test_batches_of_many_shapes(tmp_path: Path) -> None:
     # Each graph for the first shape and for all others; more for blocks after the first, whose input has a gradient.
     assert len(_graphs(actual, "BertLayer")) <= 10
     backward = [graph for graph in _graphs(actual, "BertLayer") if graph["name"] == "BertLayer backward"]
-    assert sum(graph["runs"] for graph in backward) == 20 * 2 * 2  # steps × micro batches × blocks
+    assert sum(graph["runs"] for graph in backward) == 8 * 2 * 2  # steps × micro batches × blocks
     assert all(0 < graph["nodes"] < graph["nodes_exported"] / 2 for graph in backward)
 
 
 @pytest.mark.parametrize(
     ("job", "flags", "kind"),
     [
-        ("llama", "", "LlamaDecoderLayer"),
+        ("onnx-llama", "", "LlamaDecoderLayer"),
         ("one-shape-frozen", "", "BertLayer"),
         ("one-shape", "--checkpoint-activations", "BertLayer"),
     ],
 )
-def test_run_follows_eager(job: str, flags: str, kind: str, tmp_path: Path) -> None:
-    expected = jobs.train(job, False, STEPS, str(tmp_path / "eager"))
-    actual = jobs.train(job, False, f"{STEPS} {ORT} {flags}", str(tmp_path / "ort"))
-    assert len(actual["curve"]) == 20
+def test_run_follows_eager(job: str, flags: str, kind: str) -> None:
+    expected = parity.reference(job, False, STEPS)
+    actual = parity.train(job, False, f"{STEPS} {ORT} {flags}")
+    assert len(actual["curve"]) == 8
     _close(actual, expected)
     assert {f"{kind} forward", f"{kind} backward"} <= {graph["name"] for graph in _graphs(actual, kind)}
     receipts = actual["summary"]["receipts"]
@@ -138,17 +125,17 @@ def test_dropout_is_that_of_eager_also_after_a_resume(tmp_path: Path) -> None:
         found: list[tuple[float, float]] = job.curve
         return found
 
-    whole = curve("--train-iters 20", "eager")
-    halves = curve(f"--train-iters 10 {ORT}", "ort") + curve(f"--train-iters 20 --resume {ORT}", "ort")
+    whole = curve("--train-iters 6", "eager")
+    halves = curve(f"--train-iters 3 {ORT}", "ort") + curve(f"--train-iters 6 --resume {ORT}", "ort")
     torch.testing.assert_close(torch.tensor(halves), torch.tensor(whole), rtol=1e-5, atol=1e-6)
 
 
-def _in_both(workers: Any, folder: str) -> list[Any]:
+def _in_both(workers: Any) -> list[Any]:
     flags = "--train-iters 6 --global-batch-size 8 --micro-batch-size 2"
-    return [jobs.train("one-shape", False, f"{flags} {way}", f"{folder}/run{way}") for way in ("", ORT)]
+    return [parity.train("one-shape", False, f"{flags} {way}") for way in ("", ORT)]
 
 
 @pytest.mark.distributed
-def test_two_workers_follow_eager_ddp(tmp_path: Path) -> None:
-    expected, actual = run_in_workers(2, _in_both, str(tmp_path))[0]
+def test_two_workers_follow_eager_ddp() -> None:
+    expected, actual = run_in_workers(2, _in_both)[0]
     _close(actual, expected)

@@ -15,9 +15,10 @@ from rapidformer_templates.planning.deepspeed_file.file import adopt
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.optimizers import OPTIMIZERS
 from rapidformer_templates.planning.resolve import resolve
-from tests.support.jobs import CausalJob, result_of, train
+from tests.support.jobs import CausalJob
+from tests.support.parity import Trained, reference, train, trained
 from tests.support.requests import CPU, codes, config_of, on
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 4 --global-batch-size 8 --log-interval 1 --no-export-model --lr 1e-2"
 BETAS, EPSILON = (0.6, 0.95), 1e-3
@@ -39,8 +40,9 @@ class ByHook(CausalJob):
         return OptimizerSpec(torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.01, "betas": BETAS, "eps": EPSILON})
 
 
-def reference(folder: Path, flags: str = "--micro-batch-size 8") -> dict[str, Any]:
-    return result_of(ByHook([*f"{STEPS} {flags}".split(), "--save", str(folder)]), str(folder))
+@pytest.fixture(scope="module")
+def by_hook() -> Trained:
+    return trained(ByHook(f"{STEPS} --micro-batch-size 8".split()))
 
 
 def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], *, rtol: float) -> None:
@@ -48,18 +50,17 @@ def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], *, rtol: fl
 
 
 @pytest.mark.slow
-def test_a_run_with_the_flags_is_torchs_with_its_options(tmp_path: Path) -> None:
+def test_a_run_with_the_flags_is_torchs_with_its_options(by_hook: Trained) -> None:
     flags = f"{STEPS} --micro-batch-size 8 --optimizer adamw_torch"
-    wanted = reference(tmp_path / "hook")
-    found = train("causal", False, f"{flags} {ADAM}", str(tmp_path / "flags"), lr=None)
-    assert found["curve"] == wanted["curve"]
-    assert all(torch.equal(found["weights"][name], weight) for name, weight in wanted["weights"].items())
-    plain = train("causal", False, flags, str(tmp_path / "plain"), lr=None)
-    assert abs(plain["curve"][-1][0] - wanted["curve"][-1][0]) > 0.01  # nats
+    found = train("causal", False, f"{flags} {ADAM}", lr=None)
+    assert found["curve"] == by_hook["curve"]
+    assert all(torch.equal(found["weights"][name], weight) for name, weight in by_hook["weights"].items())
+    plain = reference("causal", False, flags, lr=None)
+    assert abs(plain["curve"][-1][0] - by_hook["curve"][-1][0]) > 0.01  # nats
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_every_optimizer_that_has_them_takes_them(name: str, tmp_path: Path) -> None:
+def test_every_optimizer_that_has_them_takes_them(name: str) -> None:
     job = CausalJob(f"{STEPS} --micro-batch-size 8 --optimizer {name} {ADAM}".split())
     seen: list[dict[str, Any]] = []
     job.on_train_start = lambda: seen.extend(  # type: ignore[method-assign]
@@ -70,9 +71,9 @@ def test_every_optimizer_that_has_them_takes_them(name: str, tmp_path: Path) -> 
     assert adam
     assert all(tuple(group["betas"]) == BETAS and group["eps"] == EPSILON for group in adam)
     assert all(group["eps"] != EPSILON for group in seen if group.get("rule") == "muon")
-    plain = CausalJob(f"{STEPS} --micro-batch-size 8 --optimizer {name}".split())
-    assert losses[0] == curve_of(plain)[0][0]
-    assert losses[-1] != plain.curve[-1][0]
+    plain = reference("causal", False, f"{STEPS} --micro-batch-size 8 --optimizer {name}", lr=None)["curve"]
+    assert losses[0] == plain[0][0]
+    assert losses[-1] != plain[-1][0]
 
 
 def recipe_of(job: CausalJob) -> OptimizerSpec:
@@ -102,19 +103,18 @@ def test_what_cannot_act_is_refused(flags: str) -> None:
     assert codes(flags) == ["RF110"]
 
 
-def _all(workers: Any, folder: str) -> dict[str, Any]:
+def _all(workers: Any) -> dict[str, Any]:
     return {
-        name: train("causal", False, f"{STEPS} --micro-batch-size 4 {switch} {ADAM}", f"{folder}/{name}", lr=None)
+        name: train("causal", False, f"{STEPS} --micro-batch-size 4 {switch} {ADAM}", lr=None)
         for name, switch in PARTITIONING.items()
     }
 
 
 @pytest.mark.distributed
-def test_two_workers_follow_torchs_adam_of_one(tmp_path: Path) -> None:
-    wanted = reference(tmp_path / "one")
-    for runs in run_in_workers(2, _all, str(tmp_path)):
+def test_two_workers_follow_torchs_adam_of_one(by_hook: Trained) -> None:
+    for runs in run_in_workers(2, _all):
         for found in runs.values():
-            assert_same(found, wanted, rtol=1e-5)
+            assert_same(found, by_hook, rtol=1e-5)
 
 
 @pytest.mark.slow

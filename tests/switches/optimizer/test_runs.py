@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.optimizers import DIVIDES_PARAMETERS, OPTIMIZERS
 from rapidformer_templates.run.checkpoint.format import Reader
-from tests.support.jobs import JOBS, VOCABULARY, CausalJob, train
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import OTHERS, VOCABULARY, CausalJob
+from tests.support.parity import Trained, train
+from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.5 --lr-decay-style constant --no-export-model"
 PACKAGES = installed_packages()
@@ -62,8 +62,7 @@ class QuantizedJob(CausalJob):
             raise Died
 
 
-WITH_JOB = mock.patch.dict(JOBS, {"quantized": QuantizedJob})
-train_quantized = partial(train, "quantized", False)
+OTHERS["quantized"] = QuantizedJob
 
 
 def _resumed(name: str, switch: str, folder: str) -> str:
@@ -83,11 +82,10 @@ def _in(folder: str | Path, case: tuple[str, ...]) -> str:
 
 
 def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
-    with WITH_JOB:
-        runs = {
-            case: train_quantized(f"{STEPS} --micro-batch-size 4 {switch} --optimizer {case[0]}", _in(folder, case))
-            for case, switch in LAYOUTS.items()
-        }
+    runs = {}
+    for case, switch in LAYOUTS.items():
+        save = ("--save", _in(folder, case)) if case in RESUMED else ()
+        runs[case] = train("quantized", False, f"{STEPS} --micro-batch-size 4 {switch} --optimizer {case[0]}", *save)
     for case in RESUMED:
         _resumed(case[0], LAYOUTS[case], _in(folder, ("resumed", *case)))
     return runs
@@ -105,13 +103,13 @@ def runs(folder: Path) -> list[dict[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Any]:
-    """One worker, by optimizer."""
-    with WITH_JOB:
-        return {
-            name: train_quantized(f"{STEPS} --micro-batch-size 8 --optimizer {name}", f"{folder}/alone-{name}")
-            for name in (*NEW, "adamw_torch")
-        }
+def alone(folder: Path) -> dict[str, Trained]:
+    """One worker, by optimizer. Each run has a checkpoint."""
+    flags = f"{STEPS} --micro-batch-size 4 --optimizer"
+    return {
+        name: train("quantized", False, f"{flags} {name}", "--save", f"{folder}/alone-{name}")
+        for name in (*NEW, "adamw_torch")
+    }
 
 
 def _contents(run: Path | str) -> Mapping[tuple[str, str], torch.Tensor]:
@@ -147,10 +145,9 @@ def test_workers_share_the_state(case: tuple[str, str], alone: Any, runs: Any) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEW)
-def test_resumed_run_is_bitwise_the_whole_one(name: str, tmp_path: Path) -> None:
-    with WITH_JOB:
-        train_quantized(f"{STEPS} --micro-batch-size 4 --optimizer {name} --save-interval 3", str(tmp_path / "whole"))
-    expected, actual = _contents(tmp_path / "whole"), _contents(_resumed(name, "", str(tmp_path / "died")))
+@pytest.mark.usefixtures("alone")
+def test_resumed_run_is_bitwise_the_whole_one(name: str, folder: Path, tmp_path: Path) -> None:
+    expected, actual = _contents(folder / f"alone-{name}"), _contents(_resumed(name, "", str(tmp_path / "died")))
     assert expected.keys() == actual.keys()
     for entry, values in expected.items():
         assert values.dtype == actual[entry].dtype, entry

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,13 +14,14 @@ import torch
 
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.run.checkpoint.format import Reader
-from tests.support.jobs import JOBS, CausalJob, ClassJob, train
-from tests.support.worker_group import run_in_workers
+from tests.support.jobs import OTHERS, CausalJob, ClassJob
+from tests.support.parity import Trained, reference, train
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("fairscale", reason="OSS and SDP need the fairscale extra")
 
 CLIP = 0.1
-STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+STEPS = f"--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
 ALONE = f"{STEPS} --micro-batch-size 8"
 SWITCHES = {"oss": "--oss-memory-optimization", "sdp": "--oss-sdp-memory-optimization"}
 LAYOUTS = {
@@ -30,7 +33,7 @@ EPOCHS = "--epochs 2 --weight-decay 0.1 --clip-grad 0.1"
 LAST_BATCH_LEAVES_A_WORKER_IDLE = f"{EPOCHS} --global-batch-size 60 --micro-batch-size"
 
 
-class FrozenJob(ClassJob):
+class FirstBlockFrozenJob(ClassJob):
     """Its first block is not trained."""
 
     def make(self) -> torch.nn.Module:
@@ -85,10 +88,14 @@ class MixedTypesJob(ClassJob):
         return model
 
 
-MORE_JOBS = {"frozen": FrozenJob, "routed": RoutedJob}
+OTHERS |= {"first-block-frozen": FirstBlockFrozenJob, "routed": RoutedJob}
 CASES: dict[tuple[str, bool, str], tuple[str, str]] = {
     # (job, double, name): flags with two workers, and of the reference
-    **{(job, False, name): (flags, ALONE) for job in ("causal", "frozen") for name, flags in LAYOUTS.items()},
+    **{
+        (job, False, name): (flags, ALONE)
+        for job in ("causal", "first-block-frozen")
+        for name, flags in LAYOUTS.items()
+    },
     **{("causal", True, name): (flags, ALONE) for name, flags in LAYOUTS.items() if "accumulated" in name},
     **{
         ("causal", False, f"{name}-{optimizer}"): tuple(
@@ -111,6 +118,8 @@ CASES: dict[tuple[str, bool, str], tuple[str, str]] = {
         for suffix, micro in (("", 4), ("-accumulated", 1))
     },
 }
+SAVED = {("causal", True, f"{name}-accumulated") for name in SWITCHES}
+"""Their checkpoints are compared with that of one process."""
 PRECISIONS = {
     (name, precision): f"--mixed-precision {precision} {switch}"
     for name, switch in SWITCHES.items()
@@ -120,26 +129,13 @@ PRECISIONS = {
 
 def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
     """In each of two workers."""
-    from rapidformer_templates.switches.oss.engine import SDPEngine
-
-    held: list[int] = []
-    update = SDPEngine._update
-
-    def spy(engine: Any) -> None:
-        held.append(sum(p.grad.nbytes for p in engine.model.parameters() if p.grad is not None))
-        update(engine)
-
-    with mock.patch.dict(JOBS, MORE_JOBS):
-        runs: dict[Any, Any] = {
-            (job, double, name): train(job, double, flags, f"{folder}/{job}-{double}-{name}")
-            for (job, double, name), (flags, _) in CASES.items()
-        }
+    runs: dict[Any, Any] = {"gradient bytes": []}
+    for case, (flags, _) in CASES.items():
+        save = ("--save", f"{folder}/{case[2]}") if case in SAVED else ()
+        with _gradients_seen(runs["gradient bytes"] if case == ("causal", False, "sdp-accumulated") else []):
+            runs[case] = train(*case[:2], flags, *save)
     for (name, precision), flags in PRECISIONS.items():
-        save = f"{folder}/{name}-{precision}"
-        runs[name, precision] = train("causal", False, f"{STEPS} --micro-batch-size 2 {flags}", save)
-    with mock.patch.object(SDPEngine, "_update", spy):
-        train("causal", False, f"{LAYOUTS['sdp-accumulated']} --train-iters 1", f"{folder}/spied")
-    runs["gradient bytes"] = held
+        runs[name, precision] = train("causal", False, f"{STEPS} --micro-batch-size 2 {flags}")
     with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         for name, switch in SWITCHES.items():
             runs["spoiled", name] = _spoiled(workers.rank, f"{STEPS} --micro-batch-size 2 {switch}")
@@ -147,6 +143,21 @@ def _all_runs(workers: Any, folder: str) -> dict[Any, Any]:
         with pytest.raises(RapidformerError, match="parameters of one type, this model has float32 and float64"):
             mixed.fit()
     return runs
+
+
+@contextmanager
+def _gradients_seen(held: list[int]) -> Iterator[None]:
+    """Append the bytes of the gradients that SDP has before each update."""
+    from rapidformer_templates.switches.oss.engine import SDPEngine
+
+    update = SDPEngine._update
+
+    def spy(engine: Any) -> None:
+        held.append(sum(p.grad.nbytes for p in engine.model.parameters() if p.grad is not None))
+        update(engine)
+
+    with mock.patch.object(SDPEngine, "_update", spy):
+        yield
 
 
 def _spoiled(rank: int, flags: str) -> bool:
@@ -171,13 +182,12 @@ def runs(folder: Path) -> list[dict[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> dict[tuple[str, bool, str], Any]:
+def references(folder: Path) -> dict[tuple[str, bool, str], Trained]:
+    """One process, by job, precision and flags. One of them has a checkpoint."""
     wanted = dict.fromkeys((job, double, flags) for (job, double, _), (_, flags) in CASES.items())
-    with mock.patch.dict(JOBS, MORE_JOBS):
-        return {
-            (job, double, flags): train(job, double, flags, str(folder / f"reference-{job}-{double}-{place}"))
-            for place, (job, double, flags) in enumerate(wanted)
-        }
+    saved = ("causal", True, ALONE)
+    trained = {case: reference(*case) for case in wanted if case != saved}
+    return trained | {saved: train(*saved, "--save", str(folder / "one"))}
 
 
 @pytest.mark.distributed
@@ -198,18 +208,16 @@ def test_follows_one_process(case: tuple[str, bool, str], references: Any, runs:
 
 @pytest.mark.distributed
 def test_the_references_learn_and_are_clipped(references: Any) -> None:
-    for (job, _, flags), reference in references.items():
-        losses = [loss for loss, _ in reference["curve"]]
+    for (job, _, flags), run in references.items():
+        losses = [loss for loss, _ in run["curve"]]
         assert len(set(losses)) == len(losses), (job, flags)
-        assert max(norm for _, norm in reference["curve"]) > 2 * CLIP, (job, flags)
+        assert max(norm for _, norm in run["curve"]) > 2 * CLIP, (job, flags)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "precision"), PRECISIONS)
-def test_half_precision_follows_one_process_of_that_precision(
-    name: str, precision: str, runs: Any, tmp_path: Path
-) -> None:
-    expected = train("causal", False, f"{ALONE} --mixed-precision {precision}", str(tmp_path / "one"))
+def test_half_precision_follows_one_process_of_that_precision(name: str, precision: str, runs: Any) -> None:
+    expected = reference("causal", False, f"{ALONE} --mixed-precision {precision}")
     tolerance = {"bf16": 2**-8, "fp16": 2**-11}[precision]
     for actual in (results[name, precision] for results in runs):
         torch.testing.assert_close(
@@ -221,9 +229,9 @@ def test_half_precision_follows_one_process_of_that_precision(
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.usefixtures("references", "runs")
 def test_checkpoint_has_all_of_the_state_once_and_from_its_owner(name: str, folder: Path) -> None:
-    (reference,) = folder.glob("reference-causal-True-*/checkpoints/step-10")
-    checkpoint = folder / f"causal-True-{name}-accumulated" / "checkpoints" / "step-10"
-    expected, index = Reader(reference), json.loads((checkpoint / "index.json").read_text())["optimizer"]
+    checkpoint = folder / f"{name}-accumulated" / "checkpoints" / "step-5"
+    index = json.loads((checkpoint / "index.json").read_text())["optimizer"]
+    expected = Reader(folder / "one" / "checkpoints" / "step-5")
     assert index.keys() == expected.index["optimizer"].keys()
     assert {len(entry["boxes"]) for entry in index.values()} == {1}
     assert len({entry["boxes"][0][0] for entry in index.values()}) == 2  # files, one of each rank
@@ -259,10 +267,10 @@ def test_loss_that_is_not_finite_on_one_worker_stops_all_with_their_weights(name
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHES)
-def test_one_worker_runs_as_without_and_is_told(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_worker_runs_as_without_and_is_told(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--train-iters 4 --micro-batch-size 2 --global-batch-size 4"
-    plain = train("causal", False, flags, str(tmp_path / "plain"))
-    alone = train("causal", False, f"{flags} {SWITCHES[name]}", str(tmp_path / "alone"))
+    plain = reference("causal", False, flags)
+    alone = train("causal", False, f"{flags} {SWITCHES[name]}")
     assert alone["curve"] == plain["curve"]
     assert all(torch.equal(alone["weights"][n], weight) for n, weight in plain["weights"].items())
     assert "one worker, so there is nothing to shard" in capsys.readouterr().err

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.tensor_jobs import CLIP, MODELS, Case, divided, train
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
-STEPS = 10
+STEPS = 5
 ALL = {"sequence": True, "checkpointed": True, "tied": False}
 CASES = [
     *(Case(model, 2, kind="float64") for model in ("llama", "gpt_neox", "gpt2", "bert", "t5")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +19,14 @@ from rapidformer_templates.switches.checkpoint_activations.declaration import Ch
 from rapidformer_templates.switches.torch_compile.declaration import TorchCompileFlags
 from rapidformer_templates.switches.torch_compile.transform import AUTOMATIC, EVALUATION
 from tests.support import compiled_jobs as _jobs  # noqa: F401 - registers them
-from tests.support.jobs import train
-from tests.support.worker_group import alone, run_in_workers
+from tests.support import parity
+from tests.support.parity import Trained, train
+from tests.support.worker_pool import alone, run_in_workers
 
-STEPS = "--train-iters 20 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
+STEPS = "--train-iters 6 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
 ONE = f"{STEPS} --micro-batch-size 8"
+LIMITED = f"{ONE} --train-iters 20"
+"""Enough steps for the limit of recompilations."""
 ENGINES = {
     "ddp": "",
     "fsdp": "--fsdp-memory-optimization",
@@ -64,9 +66,9 @@ def _report(run: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["even-causal", "even-masked", "even-llama"])
-def test_twenty_steps_are_those_of_plain_eager(job: str, tmp_path: Path) -> None:
-    expected = train(job, False, ONE, str(tmp_path / "plain"))
-    run = train(job, False, f"{ONE} {COMPILED}", str(tmp_path / "compiled"))
+def test_steps_are_those_of_plain_eager(job: str) -> None:
+    expected = parity.reference(job, False, ONE)
+    run = train(job, False, f"{ONE} {COMPILED}")
     _assert_follows(run, expected)
     report = _report(run)
     assert report.pop("seconds") > 0
@@ -82,18 +84,18 @@ def test_twenty_steps_are_those_of_plain_eager(job: str, tmp_path: Path) -> None
     }
 
 
-def _train_pairs(workers: Any, folder: str) -> dict[Any, Any]:
-    return {pair: train("even-causal", False, flags, f"{folder}/{'-'.join(pair)}") for pair, flags in PAIRS.items()}
+def _train_pairs(workers: Any) -> dict[tuple[str, str], Trained]:
+    return {pair: train("even-causal", False, flags) for pair, flags in PAIRS.items()}
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_in_workers(2, _train_pairs, str(tmp_path_factory.mktemp("pairs")))[0]
+def pairs() -> dict[tuple[str, str], Trained]:
+    return run_in_workers(2, _train_pairs)[0]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return train("even-causal", False, ONE, str(tmp_path_factory.mktemp("reference") / "run"))
+def reference() -> Trained:
+    return parity.reference("even-causal", False, ONE)
 
 
 @pytest.mark.distributed
@@ -111,19 +113,19 @@ def test_engines_take_compiled_blocks(pair: Any, pairs: Any, reference: Any) -> 
 
 
 @pytest.mark.slow
-def test_inductor_computes_the_same(reference: Any, tmp_path: Path) -> None:
-    run = train("even-causal", False, f"{ONE} --torch-compile", str(tmp_path / "run"))
+def test_inductor_computes_the_same(reference: Any) -> None:
+    run = train("even-causal", False, f"{ONE} --torch-compile")
     _assert_follows(run, reference)
     assert (_report(run)["backend"], _report(run)["graphs"]) == ("inductor", 1)
 
 
 @pytest.mark.slow
-def test_a_graph_for_each_shape_and_no_more(tmp_path: Path) -> None:
+def test_a_graph_for_each_shape_and_no_more() -> None:
     """Dynamic shapes: their number is known, and it is that of the graphs. Evaluations pad in their own way."""
     flags = "--data-iterator dynamic-shape --tokens-per-batch 80 --max-shapes 3 --global-batch-size 2"
     flags += " --train-iters 20 --eval-interval 10 --micro-batch-size 2"
-    expected = train("pretrained-causal", False, flags, str(tmp_path / "plain"))
-    run = train("pretrained-causal", False, f"{flags} --torch-compile aot_eager", str(tmp_path / "compiled"))
+    expected = parity.reference("pretrained-causal", False, flags)
+    run = train("pretrained-causal", False, f"{flags} --torch-compile aot_eager")
     _assert_follows(run, expected)
     assert run["evaluations"] == pytest.approx(expected["evaluations"], rel=1e-5)
     report, shapes = _report(run), run["summary"]["receipts"]["batch_shapes"]
@@ -136,10 +138,10 @@ def test_a_graph_for_each_shape_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_shapes_that_vary_share_a_graph(tmp_path: Path) -> None:
-    steps = "--train-iters 20 --global-batch-size 8 --micro-batch-size 8"
-    expected = train("causal", False, steps, str(tmp_path / "plain"))
-    run = train("causal", False, f"{steps} --torch-compile aot_eager", str(tmp_path / "compiled"))
+def test_shapes_that_vary_share_a_graph() -> None:
+    steps = "--train-iters 12 --global-batch-size 8 --micro-batch-size 8"
+    expected = parity.reference("causal", False, steps)
+    run = train("causal", False, f"{steps} --torch-compile aot_eager")
     _assert_follows(run, expected)
     # Training: the first shape, and all others; the evaluation: any shape, and another number of rows.
     assert _report(run)["graphs"] <= 4
@@ -151,10 +153,10 @@ def test_shapes_that_vary_share_a_graph(tmp_path: Path) -> None:
     [("breaking", 2, 1, 1, False), ("restless", 2, AUTOMATIC, 0, True), ("whole", 1, 1, 0, False)],
 )
 def test_report_of_models_that_do_not_compile_well(
-    job: str, regions: int, graphs: int, breaks: int, limited: bool, tmp_path: Path
+    job: str, regions: int, graphs: int, breaks: int, limited: bool
 ) -> None:
-    expected = train(job, False, ONE, str(tmp_path / "plain"))
-    run = train(job, False, f"{ONE} --torch-compile eager", str(tmp_path / "compiled"))
+    expected = parity.reference(job, False, LIMITED)
+    run = train(job, False, f"{LIMITED} --torch-compile eager")
     _assert_follows(run, expected)
     report = _report(run)
     assert (report["regions"], report["graphs"]) == (regions, graphs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from tests.support.compiled_jobs import train_exactly
-from tests.support.warm_workers import Failure
+from tests.support.parity import reference
+from tests.support.worker_pool import Failure, outcomes_in_workers
 
 pytestmark = pytest.mark.distributed
 
@@ -46,15 +46,8 @@ EXPERTS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
 MIXTURES = [f"{STAGES} {AGAIN}", f"{TENSOR} --sequence-parallel {AGAIN}", TENSOR]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("layouts"))
-
-
-@cache
-def _reference(job: str, folder: str, more: str = "") -> Any:
-    flags = f"{BASE} --micro-batch-size 4 {more}"
-    return train_exactly(job, flags, f"{folder}/eager-{job}-{len(more)}")
+def _reference(job: str, more: str = "") -> Any:
+    return reference(job, True, f"{BASE} --micro-batch-size 4 {more}")
 
 
 def _assert_follows(run: Any, expected: Any, limit: float = 1e-10) -> None:
@@ -73,14 +66,14 @@ def _assert_documented(job: str, layout: str, workers: int, report: Any) -> None
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, folder: str) -> None:
+def test_it_follows_one_eager_process_without_a_break(name: str) -> None:
     job, workers, layout = CASES[name]
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {layout}"
-    runs = groups[workers].run(train_exactly, job, flags, f"{folder}/{name}")
+    runs = outcomes_in_workers(workers, train_exactly, job, flags)
     for run in runs:
         assert not isinstance(run, Failure), run.text
     run = runs[0]
-    _assert_follows(run, _reference(job, folder))
+    _assert_follows(run, _reference(job))
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] > 0
     # What goes round in a ring is on its way while scores are computed, which no graph can hold.
@@ -92,11 +85,11 @@ def test_it_follows_one_eager_process_without_a_break(name: str, groups: Any, fo
 
 
 @pytest.mark.slow
-def test_inductor_computes_divided_layers(groups: Any, folder: str) -> None:
+def test_inductor_computes_divided_layers() -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile {TENSOR} --sequence-parallel {AGAIN}"
-    run = groups[2].run(train_exactly, "stages", flags, f"{folder}/inductor")[0]
+    run = outcomes_in_workers(2, train_exactly, "stages", flags)[0]
     assert not isinstance(run, Failure), run.text
-    _assert_follows(run, _reference("stages", folder), 1e-6)  # its norms are in fp32, in another order
+    _assert_follows(run, _reference("stages"), 1e-6)  # its norms are in fp32, in another order
     report = run["summary"]["receipts"]["compile"]
     assert (report["backend"], report["graphs"]) == ("inductor", 1)
     assert not report["graph_breaks"]
@@ -104,11 +97,11 @@ def test_inductor_computes_divided_layers(groups: Any, folder: str) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("more", ["", PRODUCTS], ids=["plain", "products"])
-def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str, groups: Any, folder: str) -> None:
+def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization {more}"
-    run = groups[2].run(train_exactly, "stages", flags, f"{folder}/zero-3-{len(more)}")[0]
+    run = outcomes_in_workers(2, train_exactly, "stages", flags)[0]
     assert not isinstance(run, Failure), run.text
-    _assert_follows(run, _reference("stages", folder), 1e-5)  # DeepSpeed's partitions are in fp32
+    _assert_follows(run, _reference("stages"), 1e-5)  # DeepSpeed's partitions are in fp32
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] > 0
     assert not report["graph_breaks"]
@@ -118,19 +111,18 @@ def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str, groups: 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("job", "why"), [("frozen-8", "partly frozen"), ("whole", "no repeated blocks")])
-def test_zero_3_refuses_what_it_would_not_gather(job: str, why: str, groups: Any, folder: str) -> None:
+def test_zero_3_refuses_what_it_would_not_gather(job: str, why: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization"
-    found = groups[2].run(train_exactly, job, flags, f"{folder}/not-{job}")[0]
+    found = outcomes_in_workers(2, train_exactly, job, flags)[0]
     assert isinstance(found, Failure)
     assert why in found.text
 
 
 @pytest.mark.parametrize("layout", [TENSOR, f"{TENSOR} --sequence-parallel {AGAIN}"], ids=["plain", "sequence"])
-def test_dropout_draws_as_the_eager_layers_do(layout: str, groups: Any, folder: str) -> None:
+def test_dropout_draws_as_the_eager_layers_do(layout: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 {layout}"
-    place = f"{folder}/dropout-{len(layout)}"
-    eager = groups[2].run(train_exactly, "stages-dropout", flags, f"{place}-eager")[0]
-    run = groups[2].run(train_exactly, "stages-dropout", f"{flags} --torch-compile aot_eager", place)[0]
+    eager = outcomes_in_workers(2, train_exactly, "stages-dropout", flags)[0]
+    run = outcomes_in_workers(2, train_exactly, "stages-dropout", f"{flags} --torch-compile aot_eager")[0]
     assert not isinstance(run, Failure), run.text
     _assert_follows(run, eager)
     report = run["summary"]["receipts"]["compile"]
@@ -138,21 +130,21 @@ def test_dropout_draws_as_the_eager_layers_do(layout: str, groups: Any, folder: 
     assert bool(report["graph_breaks"]) == ("sequence" not in layout)  # a stretch draws all by itself
 
 
-def test_products_of_broken_graphs_are_refused(groups: Any, folder: str) -> None:
+def test_products_of_broken_graphs_are_refused() -> None:
     flags = f"{BASE} --micro-batch-size 4 {TENSOR} {PRODUCTS} --torch-compile aot_eager"
-    found = groups[2].run(train_exactly, "stages-dropout", flags, f"{folder}/refused")[0]
+    found = outcomes_in_workers(2, train_exactly, "stages-dropout", flags)[0]
     assert isinstance(found, Failure)
     assert "use --recompute-granularity full" in found.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", MIXTURES)
-def test_only_mixtures_break_graphs_of_blocks_with_experts(layout: str, groups: Any, folder: str) -> None:
+def test_only_mixtures_break_graphs_of_blocks_with_experts(layout: str) -> None:
     """Also of blocks that are recomputed, of which torch would compile nothing."""
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {EXPERTS} {layout}"
-    run = groups[2].run(train_exactly, "stages-gpt2", flags, f"{folder}/mixture-{len(layout)}")[0]
+    run = outcomes_in_workers(2, train_exactly, "stages-gpt2", flags)[0]
     assert not isinstance(run, Failure), run.text
-    _assert_follows(run, _reference("stages-gpt2", folder, EXPERTS))
+    _assert_follows(run, _reference("stages-gpt2", EXPERTS))
     report = run["summary"]["receipts"]["compile"]
     assert report["graphs"] >= 2  # before a gate, and behind it
     assert all("torch.compiler.disable()" in reason for reason in report["graph_breaks"])

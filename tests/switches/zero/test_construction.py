@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.jobs import CausalJob, ClassJob, MaskedJob
-from tests.support.worker_group import run_in_workers
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]

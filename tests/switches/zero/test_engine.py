@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,14 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rapidformer_templates import Data
 from rapidformer_templates.errors import NonFiniteLoss, RapidformerError
 from rapidformer_templates.models.width import width_of
-from tests.support.jobs import CausalJob, train, weights_apart
-from tests.support.worker_group import run_in_workers, why_no_nvme
+from tests.support.jobs import CausalJob
+from tests.support.machine import why_no_nvme
+from tests.support.parity import reference, train, weights_apart
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
 
 CLIP = 0.1
-STEPS = f"--train-iters 10 --eval-interval 4 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
+STEPS = f"--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad {CLIP} --weight-decay 0.1"
 LAYOUTS = {
     "zero-1": "--zero-1-memory-optimization --micro-batch-size 2",
     "zero-2": "--zero-2-memory-optimization --micro-batch-size 2",
@@ -43,9 +45,9 @@ def _train_all(workers: Any, folder: str) -> dict[tuple[str, str], Any]:
     if not why_no_nvme():
         cases += [("wide", "nvme", f"--zero-3-memory-optimization --micro-batch-size 2 --nvme-path {folder}/nvme")]
     results: dict[tuple[str, str], Any] = {
-        (job, name): train(job, False, f"{STEPS} {flags}", f"{folder}/{job}-{name}") for job, name, flags in cases
+        (job, name): train(job, False, f"{STEPS} {flags}") for job, name, flags in cases
     }
-    return results | {("causal", "gathered"): _gathered()} | _failures(folder)
+    return results | {("causal", "gathered"): _gathered()} | _failures()
 
 
 class _CountingJob(CausalJob):
@@ -75,24 +77,22 @@ class _Watch(TorchDispatchMode):
 
 
 def _gathered() -> float:
-    """Elements that a late step gathers, over those of all parameters in each of its micro batches."""
-    job = _CountingJob([*f"{STEPS} {LAYOUTS['zero-3-all-cut']} --train-iters 7".split(), "--lr", "1e-3"])
+    """Elements that the fourth step gathers, over those of all parameters in each of its micro batches."""
+    job = _CountingJob([*f"{STEPS} {LAYOUTS['zero-3-all-cut']} --train-iters 4".split(), "--lr", "1e-3"])
     with _Watch(job):
         job.fit()
     parameters = sum(p.numel() for p in CausalJob(["--lr", "1e-3", "--train-iters", "1"]).make().parameters())
     return job.steps[-1] / (job.plan.sizes.accumulation * parameters)
 
 
-def _failures(folder: str) -> dict[tuple[str, str], Any]:
+def _failures() -> dict[tuple[str, str], Any]:
     """Runs that must end with an error, the same one on both workers."""
-    from unittest import mock
-
     ends: dict[tuple[str, str], Any] = {}
     with mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
         for job in ("unreached", "broken"):
             for name in ("zero-2", "zero-3"):
                 try:
-                    train(job, False, f"{STEPS} {LAYOUTS[name]}", f"{folder}/{job}-{name}")
+                    train(job, False, f"{STEPS} {LAYOUTS[name]}")
                 except RapidformerError as error:
                     ends[job, name] = error
     return ends
@@ -105,11 +105,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str],
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("references")
+def references() -> dict[str, Any]:
     flags = f"{STEPS} --micro-batch-size 8"
-    found = {job: train(job, False, flags, str(folder / job)) for job in (*KINDS, "wide")}
-    found["bf16"] = train("causal", False, f"{flags} --mixed-precision bf16", str(folder / "bf16"))
+    found = {job: reference(job, False, flags) for job in (*KINDS, *(() if why_no_nvme() else ("wide",)))}
+    found["bf16"] = reference("causal", False, f"{flags} --mixed-precision bf16")
     return found
 
 
@@ -186,10 +185,10 @@ def test_an_infinite_loss_ends_the_run_on_every_worker(name: str, runs: Any) -> 
         assert "step 3" in error.message
 
 
-def test_alone_zero_is_plain_training(references: Any, tmp_path: Path) -> None:
+def test_alone_zero_is_plain_training(references: Any) -> None:
     for zero_stage in (1, 2, 3):
         flags = f"{STEPS} --micro-batch-size 4 --zero-{zero_stage}-memory-optimization"
-        _assert_like(references["causal"], train("causal", False, flags, str(tmp_path / str(zero_stage))))
+        _assert_like(references["causal"], train("causal", False, flags))
 
 
 def test_what_fits_is_gathered_once_for_forward_and_backward(runs: Any) -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from rapidformer_templates.engines.recipe import OptimizerSpec
-from tests.support.jobs import OTHERS, CausalJob, train, weights_apart
-from tests.support.worker_group import run_in_workers, why_no_nvme
+from tests.support.jobs import OTHERS, CausalJob
+from tests.support.machine import why_no_nvme
+from tests.support.parity import reference, train, weights_apart
+from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
 pytestmark = [pytest.mark.deepspeed, pytest.mark.distributed]
@@ -109,7 +111,7 @@ def _nvme(folder: str) -> dict[str, Any]:
 def _train_all(workers: Any, folder: str) -> dict[str, Any]:
     def run(name: str, job: str, flags: str) -> Any:
         flags = f"{flags} --micro-batch-size 2 --deepspeed-config {folder}/{name}.json"
-        return train(job, False, flags, f"{folder}/{name}", lr=None)
+        return train(job, False, flags, lr=None)
 
     results = {name: run(name, "causal", FLAGS[name.rpartition("-")[2]]) for name in FILES}
     return results | ({} if why_no_nvme() else {"nvme": run("nvme", "wide", f"{STEPS} --lr 1e-3")})
@@ -157,13 +159,14 @@ REFERENCES = {
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder, found = tmp_path_factory.mktemp("references"), {}
+def references() -> dict[str, Any]:
+    found = {}
     for name, (job, flags) in REFERENCES.items():
         OTHERS["by-hand"] = job
-        found[name] = train("by-hand", False, f"{STEPS} --micro-batch-size 8 {flags}", str(folder / name))
+        found[name] = train("by-hand", False, f"{STEPS} --micro-batch-size 8 {flags}")
     del OTHERS["by-hand"]
-    found["nvme"] = train("wide", False, f"{STEPS} --micro-batch-size 8", str(folder / "nvme"))
+    if not why_no_nvme():
+        found["nvme"] = reference("wide", False, f"{STEPS} --micro-batch-size 8")
     return found
 
 

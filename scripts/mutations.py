@@ -1,0 +1,173 @@
+"""Break the product on purpose and see that a test fails: each switch left out, and lines of engines changed.
+
+    python scripts/mutations.py                  all mutations, one after another
+    python scripts/mutations.py fsdp "the norm"  those whose name has one of these words
+
+A mutation runs the tests named with it, in a copy of the source, until the first one fails. Prints a row per mutation
+with that test, and ends with status 1 if a mutation failed no test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rapidformer_templates.planning.registry import REGISTRY
+
+ROOT = Path(__file__).parents[1]
+PAIRS, RECEIPTS = "tests/switches/test_pairs.py", "tests/run/test_receipts.py"
+SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Line:
+    """A changed line of an engine.
+
+    Attributes:
+        file: in the package.
+        line: the text to replace. It must be there once.
+        instead: the text in its place.
+        tests: files that must notice it.
+    """
+
+    file: str
+    line: str
+    instead: str
+    tests: tuple[str, ...]
+
+
+LINES = {
+    "gradients are not clipped": Line("engines/local.py", "self._clip(norm)", "pass", ("tests/engines/test_local.py",)),
+    "gradients are averaged in every micro batch": Line(
+        "engines/local.py",
+        "if self._exchanges:",
+        "if True:",
+        ("tests/engines/test_gradient_buckets.py", "tests/engines/test_local.py"),
+    ),
+    "the divisor lacks the loss scale": Line(
+        "engines/local.py",
+        "divisor = self.loss_scale.scale if self.loss_scale is not None else None",
+        "divisor = None",
+        ("tests/rehearsal/test_sabotage.py", "tests/rehearsal/test_runs.py"),
+    ),
+    "the norm of a 3D layout is that of one worker": Line(
+        "engines/parallel/engine.py",
+        "norm = self.workers.sum_tensor(square).sqrt()",
+        "norm = square.sqrt()",
+        ("tests/engines/parallel/test_engine.py",),
+    ),
+    "copies of a tied parameter are not added up": Line(
+        "engines/parallel/replicas.py",
+        "dist.all_reduce(self._sums[window], group=self.tied[self._kind[window].stages])",
+        "pass",
+        ("tests/engines/parallel/test_engine.py",),
+    ),
+    "a reached parameter of another stage counts as unreached": Line(
+        "engines/parallel/replicas.py", "flags[offsets] = part", "pass", ("tests/engines",)
+    ),
+    "updated shares are not sent": Line(
+        "engines/parallel/replicas.py",
+        "all_gather(flat, share, group=group)",
+        "flat.copy_(share.repeat(-(-flat.numel() // share.numel()))[: flat.numel()])",
+        ("tests/engines/parallel/test_engine.py",),
+    ),
+    "a tensor-parallel product is not summed": Line(
+        "switches/tensor_parallel/collectives.py",
+        "dist.all_reduce(tensor, group=self.group)",
+        "pass",
+        ("tests/switches/tensor_parallel",),
+    ),
+    "the norm of a sharded gradient is that of one worker": Line(
+        "switches/oss/engine.py",
+        "return self.workers.sum_tensor(square).sqrt().to(owned.dtype)",
+        "return square.sqrt().to(owned.dtype)",
+        ("tests/switches/oss/test_engine.py",),
+    ),
+    "gradients of divided experts are not summed": Line(
+        "switches/mixture_of_experts/expert_parallel.py",
+        "dist.all_reduce(local_part(parameter.grad), group=self._sharers.group)",
+        "pass",
+        ("tests/switches/mixture_of_experts/test_layouts.py",),
+    ),
+    "two workers write the same part of a weight": Line(
+        "engines/pieces.py",
+        "elif owner == workers.rank:",
+        "else:",
+        ("tests/engines/test_local.py",),
+    ),
+}
+
+ELSEWHERE = {
+    "auto-strategy": ("tests/switches/auto_strategy/test_auto_strategy.py", RECEIPTS),
+    "tf32": (RECEIPTS,),
+    "offload-activations": ("tests/switches/offload_activations",),
+}
+"""Switches that are in no row of the covering table on a machine without a GPU."""
+
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
+
+
+def first_failure(tests: tuple[str, ...], environment: dict[str, str], *more: str) -> str | None:
+    """The first test that fails, or None."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *more, *tests]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    found = FAILED.search(done.stdout)
+    if found is None and done.returncode != 0:
+        return f"pytest ended with status {done.returncode}: {done.stdout.splitlines()[-1:]}"
+    return found[1] if found else None
+
+
+def without_switch(name: str) -> str | None:
+    """Leave out a switch."""
+    tests = ELSEWHERE.get(name, (PAIRS,))
+    return first_failure(tests, {"RAPIDFORMER_LEFT_OUT": name}, "-p", "tests.support.left_out")
+
+
+def with_line(line: Line) -> str | None:
+    """Change a line in a copy of the source.
+
+    Raises:
+        ValueError: the line is not there, or several are.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "rapidformer_templates")
+        shutil.copytree(ROOT / "src/rapidformer_templates", copy, ignore=shutil.ignore_patterns("__pycache__"))
+        path = copy / line.file
+        text = path.read_text(encoding="utf-8")
+        if (count := text.count(line.line)) != 1:
+            raise ValueError(f"{line.file} has {count} times: {line.line}")
+        path.write_text(text.replace(line.line, line.instead), encoding="utf-8")
+        return first_failure(line.tests, {"PYTHONPATH": folder})
+
+
+def main() -> None:
+    """Run the mutations whose name has a word of the command line, or all."""
+    words = sys.argv[1:] or [""]
+    mutations = {f"without {switch.name}": (without_switch, switch.name) for switch in REGISTRY.switches}
+    mutations |= {name: (with_line, line) for name, line in LINES.items()}
+    survived = []
+    for name, (run, what) in mutations.items():
+        if any(word in name for word in words):
+            failure = run(what)  # type: ignore[operator]
+            print(f"{name:58} {failure or 'NO TEST FAILED'}", flush=True)
+            survived += [] if failure else [name]
+    print(f"{len(survived)} mutations failed no test{': ' if survived else ''}{', '.join(survived)}")
+    sys.exit(bool(survived))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What a run writes, by every engine and layout, read without the product: its files hold what its engine held.
+
+Tests of parity train without files (:mod:`tests.support.parity`). These stand in for what their files would have held.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.resolve import DDP_ENGINE
+from tests.support import parity
+from tests.support.combinations import Combination, smallest
+from tests.support.jobs import DeepJob
+from tests.support.parity import Trained
+from tests.support.worker_pool import run_in_workers
+
+pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
+
+STEPS = 2
+FLAGS = f"--train-iters {STEPS} --lr 1e-2 --log-interval 1 --eval-interval 1 --no-keep-best --device cpu"
+
+ALONE = "one process"
+LAYOUTS = {
+    "replicas": (),
+    "context 2": ("context-parallel",),
+    "hybrid sharding": ("hybrid-sharding",),
+    "tensor 2, pipeline 2": ("tensor-parallel", "pipeline-parallel"),
+    "tensor 2, zero-2": ("tensor-parallel", "zero-2"),
+    "tensor 2, divided experts": ("tensor-parallel", "expert-parallel"),
+}
+"""Beside one run of each switch that has an engine; a model is also divided over two workers among these."""
+
+NAMES = {**LAYOUTS, **{switch.name: (switch.name,) for switch in REGISTRY.switches if switch.engine}}
+RUNS = {name: smallest(switches) for name, switches in NAMES.items()}
+EXPERTS = {name for name, switches in NAMES.items() if "expert-parallel" in switches}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _write(workers: Any, folder: str, runs: Mapping[str, tuple[str, ...]]) -> dict[str, Trained]:
+    """Train each of several runs with a folder of its own."""
+    return {name: parity.trained(_job(f"{folder}/{name}", flags)) for name, flags in runs.items()}
+
+
+def _job(folder: str, flags: tuple[str, ...]) -> DeepJob:
+    return DeepJob([*FLAGS.split(), *flags, "--save", folder, "--export-model"])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("written")
+
+
+@pytest.fixture(scope="module")
+def ended(root: Path) -> dict[str, Trained]:
+    """What each run came to by its engine: one job for all runs of two workers, and one for those of four."""
+    runs = {name: found for name, found in RUNS.items() if found}
+    results = _write(None, str(root), {ALONE: ("--micro-batch-size", "4")})
+    for world in sorted({found.world for found in runs.values()}):
+        flags = {name: found.flags for name, found in runs.items() if found.world == world}
+        results |= run_in_workers(world, _write, str(root), flags)[0]
+    return results
+
+
+@pytest.fixture(params=[ALONE, *RUNS])
+def name(request: pytest.FixtureRequest) -> str:
+    run: str = request.param
+    if run != ALONE and RUNS[run] is None:
+        pytest.skip(f"{run} needs a package that is not here")
+    return run
+
+
+def read_checkpoint(folder: Path) -> Tensors:
+    """The weights of a checkpoint by its index, without the product's reader.
+
+    Raises:
+        AssertionError: a value is in two boxes, or in none.
+    """
+    weights: Tensors = {}
+    read = cache(load_file)
+    for name, entry in json.loads((folder / "index.json").read_text())["weights"].items():
+        whole = torch.zeros(entry["shape"], dtype=torch.float32)
+        times = torch.zeros(entry["shape"], dtype=torch.int32)
+        for file, key, offset in entry["boxes"]:
+            part = read(folder / file)[key]
+            assert part.dtype == whole.dtype, f"{name} is {part.dtype}"
+            place = tuple(slice(o, o + size) for o, size in zip(offset, part.shape, strict=True))
+            whole[place] = part
+            times[place] += 1
+        assert bool((times == 1).all()), f"{name}: parts of it are written twice, or not at all"
+        weights[name] = whole
+    return weights
+
+
+def assert_equal(found: Tensors, wanted: Tensors) -> None:
+    """To the bit, with the same names and shapes."""
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert found[name].shape == weight.shape, name
+        assert torch.equal(found[name].double(), weight), name
+
+
+def test_the_checkpoint_has_the_weights_of_the_engine(name: str, ended: dict[str, Trained], root: Path) -> None:
+    assert_equal(read_checkpoint(root / name / f"checkpoints/step-{STEPS}"), ended[name]["weights"])
+
+
+def test_the_export_has_the_weights_of_the_engine(name: str, ended: dict[str, Trained], root: Path) -> None:
+    """By safetensors, and by transformers, which knows all of these models but those with experts."""
+    weights, export = ended[name]["weights"], root / name / "export"
+    assert_equal(load_file(export / "model.safetensors"), weights)
+    if name not in EXPERTS:
+        read = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).state_dict()
+        tied = read.pop("lm_head.weight")
+        assert torch.equal(tied, read["transformer.wte.weight"])
+        assert_equal(read, weights)
+
+
+def test_the_metrics_are_those_of_the_run(name: str, ended: dict[str, Trained], root: Path) -> None:
+    lines = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
+    assert lines == ended[name]["lines"]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == ended[name]["evaluations"]
+    assert [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line] == ended[name]["curve"]
+
+
+def test_the_summary_is_that_of_the_run(name: str, ended: dict[str, Trained], root: Path) -> None:
+    assert json.loads((root / name / "summary.json").read_text()) == json.loads(json.dumps(ended[name]["summary"]))
+
+
+def test_every_engine_is_here() -> None:
+    plans = [found.plan for found in RUNS.values() if isinstance(found, Combination)]
+    engines = {switch.engine for switch in REGISTRY.switches if switch.engine}
+    missing = {switch.engine for name, found in RUNS.items() if found is None for switch in _of(name)}
+    assert {plan.engine for plan in plans} | missing == engines | {DDP_ENGINE}
+
+
+def _of(name: str) -> list[Any]:
+    return [REGISTRY[switch] for switch in NAMES[name]]

@@ -1,0 +1,107 @@
+"""The covering table: few runs with several switches each, in which every accepted pair of switches occurs.
+
+``python -m tests.support.covering`` computes it from the registry and writes ``covering.json``. Do so after a switch or
+a rule has changed. ``tests/switches/test_pairs.py`` compares every run of the table with one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypedDict
+
+from rapidformer_templates.planning.registry import REGISTRY
+from tests.support.combinations import smallest
+
+FILE = Path(__file__).with_name("covering.json")
+LONGEST = 8
+"""Switches of a row: with more of them the rules leave few rows, and a failure takes longer to trace to a pair."""
+
+Pair = tuple[str, str]
+
+
+class Table(TypedDict):
+    """The content of the file.
+
+    Attributes:
+        rows: the switches of each run.
+        pairs: the pairs that the rules accept on a machine without a GPU.
+        triples: how many triples they accept, and how many of these are in a row.
+    """
+
+    rows: list[list[str]]
+    pairs: list[list[str]]
+    triples: dict[str, int]
+
+
+def table() -> Table:
+    """The table as it was written last."""
+    found: Table = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def summary() -> str:
+    """One line: runs, pairs, and the share of triples."""
+    found = table()
+    accepted, covered = found["triples"]["accepted"], found["triples"]["covered"]
+    share = f"{covered:,} of {accepted:,} triples ({100 * covered / accepted:.0f} %)"
+    return f"{len(found['rows'])} runs cover all {len(found['pairs'])} accepted pairs and {share}"
+
+
+def accepted_of(size: int) -> list[tuple[str, ...]]:
+    """The combinations of ``size`` switches that the rules accept."""
+    names = [switch.name for switch in REGISTRY.switches]
+    return [chosen for chosen in itertools.combinations(names, size) if smallest(chosen)]
+
+
+def pairs_of(row: Iterable[str]) -> set[Pair]:
+    """The pairs of a row, each in the order of the registry."""
+    places = {switch.name: place for place, switch in enumerate(REGISTRY.switches)}
+    return set(itertools.combinations(sorted(row, key=places.__getitem__), 2))
+
+
+def cover(pairs: Iterable[Pair]) -> list[list[str]]:
+    """Rows in which all pairs occur.
+
+    Greedy: a row grows by the switch that brings most pairs that are still missing. It grows to its full length also
+    where no pair is missing any more, because longer rows cover more triples.
+    """
+    names = [switch.name for switch in REGISTRY.switches]
+    missing, rows = dict.fromkeys(pairs), list[list[str]]()
+    while missing:
+        row = list(next(iter(missing)))
+        while len(row) < LONGEST:
+            gains = {name: len(pairs_of([*row, name]) & missing.keys()) for name in names if name not in row}
+            ranked = sorted(gains, key=lambda name: -gains[name])
+            longer = next((name for name in ranked if smallest([*row, name])), None)
+            if longer is None:
+                break
+            row.append(longer)
+        row.sort(key=names.index)
+        rows.append(row)
+        for pair in pairs_of(row):
+            missing.pop(pair, None)
+    return rows
+
+
+def main() -> None:
+    """Compute the table and write it."""
+    pairs = [(one, other) for one, other in accepted_of(2)]
+    rows = cover(pairs)
+    triples = accepted_of(3)
+    covered = sum(any(set(triple) <= set(row) for row in rows) for triple in triples)
+    found = {
+        "rows": rows,
+        "pairs": [list(pair) for pair in pairs],
+        "triples": {"accepted": len(triples), "covered": covered},
+    }
+    lines = [f'"{key}": [\n  ' + ",\n  ".join(map(json.dumps, found[key])) + "\n]" for key in ("rows", "pairs")]
+    lines.append(f'"triples": {json.dumps(found["triples"])}')
+    FILE.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
+    print(summary())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Measure the suite: ``--durations-file build/durations.json`` writes seconds by test, fixture and file.
+
+It also prints the slowest files, and the peak number of processes and of memory of the whole suite. With several test
+processes, the process that distributes the tests collects the figures of all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SLOWEST = 20
+"""Files that the summary prints."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-file", type=Path, help="write the seconds of every test and fixture to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("durations_file") or hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config), "durations")
+
+
+class Load(threading.Thread):
+    """Sample twice per second which processes this one and its descendants are, and how much memory is left.
+
+    Attributes:
+        commands: the command lines of the largest sample.
+        memory: the largest amount of memory in bytes that was taken since the start, by any process of the machine.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.commands, self.memory = list[str](), 0
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        here, available = psutil.Process(), psutil.virtual_memory().available
+        while not self._ended.wait(0.5):
+            self.memory = max(self.memory, available - psutil.virtual_memory().available)
+            processes = [here, *here.children(recursive=True)]
+            if len(processes) > len(self.commands):
+                self.commands = [_command(process) for process in processes]
+
+    def end(self) -> None:
+        """Stop sampling."""
+        self._ended.set()
+        self.join()
+
+
+def _command(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())[:120]
+    return "ended"
+
+
+class Durations:
+    """Seconds by test, by fixture and by file.
+
+    Attributes:
+        tests: by test: setup with its fixtures, call and teardown.
+        fixtures: by "file or test::fixture", without the fixtures that a fixture uses.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.file: Path | None = config.getoption("durations_file")
+        self.tests: dict[str, dict[str, float]] = defaultdict(dict)
+        self.fixtures: dict[str, float] = defaultdict(float)
+        self.load = Load()
+        if self.file is not None and not hasattr(config, "workerinput"):
+            self.load.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            self.fixtures[f"{request.node.nodeid}::{fixturedef.argname}"] += time.perf_counter() - begin
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.tests[report.nodeid][report.when or ""] = report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workerinput"):
+            self.config.workeroutput["fixtures"] = dict(self.fixtures)  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        for name, seconds in getattr(node, "workeroutput", {}).get("fixtures", {}).items():
+            self.fixtures[name] += seconds
+
+    def _files(self) -> dict[str, float]:
+        """Seconds by file, the slowest first."""
+        files: dict[str, float] = defaultdict(float)
+        for name, phases in self.tests.items():
+            files[name.partition("::")[0]] += sum(phases.values())
+        return dict(sorted(files.items(), key=lambda item: -item[1]))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.file is None:
+            return
+        self.load.end()
+        files = self._files()
+        fixtures = dict(sorted(self.fixtures.items(), key=lambda item: -item[1]))
+        peak = {"processes": len(self.load.commands), "memory_gb": round(self.load.memory / 1e9, 2)}
+        rounded = {
+            "peak": peak | {"commands": self.load.commands},
+            "files": {name: round(seconds, 3) for name, seconds in files.items()},
+            "tests": {name: {k: round(v, 4) for k, v in phases.items()} for name, phases in self.tests.items()},
+            "fixtures": {name: round(seconds, 4) for name, seconds in fixtures.items()},
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(rounded, indent=1), encoding="utf-8")
+        terminalreporter.section(f"slowest {SLOWEST} files ({self.file})")
+        for name, seconds in list(files.items())[:SLOWEST]:
+            terminalreporter.write_line(f"{seconds:8.1f} s  {name}")
+        terminalreporter.write_line(f"peak: {peak['processes']} processes, {peak['memory_gb']} GB")

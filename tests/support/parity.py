@@ -1,0 +1,125 @@
+"""Train a layout without files: the weights come from the engine and not from a checkpoint.
+
+``tests/run/test_written_runs.py`` compares the files that a run writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypedDict
+from unittest import mock
+
+import torch
+from filelock import FileLock
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.engines.contract import Engine
+from rapidformer_templates.run import fit as run
+from rapidformer_templates.run.loop import Loop
+from rapidformer_templates.system.workers import Workers
+from tests.support import jobs
+
+
+class Trained(TypedDict):
+    """The result of a run. ``curve``, ``lines`` and ``evaluations`` are those of this rank.
+
+    Attributes:
+        curve: (loss, gradient norm) of each step.
+        weights: whole tensors in fp64 by canonical name.
+        summary: what ``summary.json`` would hold.
+        lines: what ``metrics.jsonl`` would hold, on rank 0.
+        evaluations: ``eval_loss`` of each evaluation.
+    """
+
+    curve: list[tuple[float, float]]
+    weights: dict[str, torch.Tensor]
+    summary: dict[str, Any]
+    lines: list[dict[str, Any]]
+    evaluations: list[float]
+
+
+def train(job: str, double: bool, flags: str, *more: str, lr: str | None = "1e-3") -> Trained:
+    """Train a job of :mod:`tests.support.jobs`, in fp64 if ``double``.
+
+    Args:
+        more: flags whose values may have spaces.
+        lr: None if the flags have one.
+    """
+    kind = type(job, ((jobs.OTHERS | jobs.JOBS)[job],), {"double": double})
+    rate = ["--lr", lr] if lr else []
+    return trained(kind([*flags.split(), *more, *rate, "--log-interval", "1"]))
+
+
+FOLDER = "RAPIDFORMER_TEST_REFERENCES"
+"""Environment variable with the folder of the references of this session, which all test processes share."""
+
+
+@cache
+def reference(job: str, double: bool, flags: str, *, lr: str | None = "1e-3") -> Trained:
+    """Train a job in this process, once per session. Callers must not change the result.
+
+    Args:
+        job, double, flags, lr: as for :func:`train`.
+    """
+    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp())
+    key = hashlib.sha256(repr((job, double, flags.split(), lr)).encode()).hexdigest()[:24]
+    file = folder / f"{key}.pickle"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            half = file.with_suffix(".tmp")
+            half.write_bytes(pickle.dumps(train(job, double, flags, lr=lr)))
+            half.rename(file)
+        found: Trained = pickle.loads(file.read_bytes())
+        return found
+
+
+def trained(template: Trainer) -> Trained:
+    """Train a template in this process, or in this group of workers. Every worker must call it."""
+    weights: dict[str, torch.Tensor] = {}
+    lines: list[dict[str, Any]] = []
+    record = Loop.record
+
+    def take(engine: Engine, workers: Workers) -> None:
+        weights.update(whole_weights(engine, workers))
+
+    def record_too(loop: Loop, line: Mapping[str, Any]) -> None:
+        lines.append(dict(line))
+        record(loop, line)
+
+    with mock.patch.object(Loop, "record", record_too):
+        summary = run.fit(template, take)
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    curve: list[tuple[float, float]] = getattr(template, "curve", [])
+    return {"curve": curve, "weights": weights, "summary": summary, "lines": lines, "evaluations": evaluations}
+
+
+def whole_weights(engine: Engine, workers: Workers) -> dict[str, torch.Tensor]:
+    """The weights that an engine would write to a checkpoint, put together from all workers, in fp64.
+
+    Raises:
+        AssertionError: a part of a tensor is written twice or not at all.
+    """
+    boxes = [(p.name, p.shape, p.offset, p.tensor.detach().cpu().double().clone()) for p in engine.pieces("weights")]
+    weights: dict[str, torch.Tensor] = {}
+    times: dict[str, torch.Tensor] = {}
+    for name, shape, offset, values in chain.from_iterable(workers.gather(boxes)):
+        place = tuple(slice(o, o + size) for o, size in zip(offset, values.shape, strict=True))
+        weights.setdefault(name, torch.zeros(shape, dtype=torch.float64))[place] = values
+        times.setdefault(name, torch.zeros(shape, dtype=torch.uint8))[place] += 1
+    for name, count in times.items():
+        assert bool((count == 1).all()), f"{name}: parts of it are written twice, or not at all"
+    return weights
+
+
+def weights_apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """The norm of the difference of all weights over that of the wanted ones."""
+    apart = sum(float((found[name] - weight).square().sum()) for name, weight in wanted.items())
+    whole = sum(float(weight.square().sum()) for weight in wanted.values())
+    return float((apart / whole) ** 0.5)

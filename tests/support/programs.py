@@ -1,0 +1,37 @@
+"""Scripts that run in the test process, which has imported everything already."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread, as in a process with OMP_NUM_THREADS=1."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_script(script: Path, *words: str) -> int:
+    """Run a script as ``python SCRIPT WORDS`` does.
+
+    Returns:
+        Its exit status.
+    """
+    command = [str(script), *words]
+    # Workers would be started by orig_argv, which is that of pytest.
+    with mock.patch.multiple(sys, argv=command, orig_argv=[sys.executable, *command]):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0

@@ -1,0 +1,356 @@
+"""Worker processes that stay: :func:`run_in_workers` gives them one job after another.
+
+They are forked from the test process, which has imported everything by then. So the first job of a session waits for a
+tenth of a second, and not for the imports of four processes. A job of two workers uses the first two. Each job
+opens a process group and closes it. A worker that dies or hangs ends the pool, and the next job starts a new one.
+
+:func:`start_workers` is for workers that must die, or that a test looks at while they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.multiprocessing as mp
+
+from rapidformer_templates.switches.zero.compiled_parts import ask_processor_once
+from rapidformer_templates.system.ports import free_port
+from rapidformer_templates.system.workers import Workers, join
+from tests.support import stand_in
+
+GRACE = 5.0
+"""Seconds that the other workers of a job get when one has failed. They may wait for it in a collective."""
+
+LIMIT = 500.0
+"""Seconds that a job may take."""
+
+PRELOADED = (
+    "datasets",
+    "deepspeed",
+    "deepspeed.module_inject",
+    "deepspeed.moe.utils",
+    "fairscale.nn.data_parallel",
+    "networkx",
+    "peft",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "rapidformer_templates.run.fit",
+    "rapidformer_templates.switches.zero.engine",
+    "rapidformer_templates.switches.oss.engine",
+    "rapidformer_templates.switches.fsdp.engine",
+    "rapidformer_templates.switches.pipeline_parallel.engine",
+    "tests.support.combinations",
+    "tests.support.parallel_jobs",
+)
+"""Modules that take seconds to import. A package that is not installed is left out."""
+
+PRELOADED_FOR_DEVICES = (
+    "pytest",
+    "fairscale.nn.data_parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "rapidformer_templates.run.fit",
+    "rapidformer_templates.switches.oss.engine",
+    "rapidformer_templates.switches.fsdp.engine",
+    "rapidformer_templates.switches.pipeline_parallel.engine",
+    "tests.support.stand_in.runs",
+)
+"""The same for workers on accelerators."""
+
+FSYNC = os.fsync
+"""The real one."""
+
+FAST_RUNS = mock.patch.multiple("os", fsync=lambda descriptor: None)
+"""Replaces what makes short runs slow: waiting for the disk."""
+
+WITHOUT_PICTURES = mock.patch("rapidformer_templates.run.console.draw_curves")
+"""Drawing takes half of the time of a run as short as those of tests. Commands in other processes still draw."""
+
+
+@dataclass
+class Failure:
+    """How the job of a worker ended if it did not return.
+
+    Attributes:
+        kind: name of the exception's class.
+        text: its message.
+        trace: its stack trace.
+    """
+
+    kind: str
+    text: str
+    trace: str = ""
+
+
+class WorkerError(Exception):
+    """A worker of :func:`run_in_workers` raised an exception, died or hung."""
+
+
+def run_in_workers(count: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
+    """Run ``function(workers, *arguments)`` in ``count`` workers and return their results by rank.
+
+    Args:
+        count: at most four.
+        device: what they compute on, each on its own.
+
+    Raises:
+        WorkerError: with the stack trace of the first worker that failed.
+    """
+    results = outcomes_in_workers(count, function, *arguments, device=device)
+    failures = [result for result in results if isinstance(result, Failure)]
+    if failures:
+        failure = next((f for f in failures if f.trace), failures[0])
+        raise WorkerError(f"{failure.kind}: {failure.text}\n{failure.trace}")
+    return results
+
+
+def outcomes_in_workers(count: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:
+    """The same with a :class:`Failure` in place of the result of each worker that failed."""
+    global _pool
+    if _pool.device != device:
+        _pool.end()
+        _pool = WorkerPool(device)
+    return _pool.run(count, function, *arguments)
+
+
+def end_pool() -> None:
+    """End the pool before other workers start: so few processes are alive at a time. The next job starts a new one."""
+    _pool.end()
+
+
+@dataclass
+class WorkerPool:
+    """Up to four workers. Use the functions of this module, which share one pool."""
+
+    device: str
+    _processes: list[Any] = field(default_factory=list)
+    _pipes: list[Connection] = field(default_factory=list)
+
+    def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The results by rank, or a :class:`Failure`."""
+        self._start(count)
+        job = (count, free_port(), dict(os.environ), function, arguments)
+        for pipe in self._pipes[:count]:
+            pipe.send(job)
+        results: list[Any] = [Failure("TimeoutError", "the worker did not come back")] * count
+        waiting, deadline = dict(zip(self._pipes[:count], range(count), strict=True)), time.monotonic() + LIMIT
+        while waiting and time.monotonic() < deadline:
+            for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    results[rank] = self._pipes[rank].recv()
+                except EOFError:
+                    results[rank] = Failure("EOFError", "the worker has died")
+                if isinstance(results[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        # Workers that all came back with the same error are in step. Otherwise one may wait in a collective. What has
+        # failed on an accelerator may have left work on its streams.
+        kinds = {result.kind if isinstance(result, Failure) else "" for result in results}
+        in_doubt = self.device != "cpu" and kinds != {""}
+        if len(kinds) > 1 or kinds & {"EOFError", "TimeoutError"} or in_doubt:
+            self.end()
+        return results
+
+    def _start(self, count: int) -> None:
+        """Have at least ``count`` workers."""
+        if len(self._processes) >= count:
+            return
+        forks = self.device == "cpu"
+        if forks:
+            _preload()
+            leave_group()
+            _forget_meshes()  # here: a fork cannot free what this process has put into the cache
+        context = multiprocessing.get_context("fork") if forks else _server()
+        for rank in range(len(self._processes), count):
+            here, there = context.Pipe()
+            inherited = [*self._pipes, here] if forks else []
+            process = context.Process(target=_serve, args=(rank, self.device, there, inherited), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def end(self) -> None:
+        """End the workers. An idle one ends when its pipe closes, any other gets SIGKILL."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=2.0)
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+_pool = WorkerPool("cpu")
+
+
+def _server() -> Any:
+    """Return a context that forks workers from a server process, which has imported what they need.
+
+    No accelerator works in a fork of a process that has looked for one, or that has gone backward without one: torch
+    counts the devices once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED_FOR_DEVICES))
+    return context
+
+
+@cache
+def _preload() -> None:
+    """Import what workers need, ask the processor what it is, and hide all of it from the garbage collector.
+
+    Otherwise each full collection of a worker would write to pages that all processes share.
+    """
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    ask_processor_once()
+    with contextlib.suppress(ImportError):
+        cpuinfo: Any = importlib.import_module("cpuinfo")
+        cpuinfo.get_cpu_info()
+    gc.collect()
+    gc.freeze()
+
+
+def leave_group() -> None:
+    """Close a process group that this process has opened for itself: its threads would not exist in a fork."""
+    if torch.distributed.is_initialized():
+        # DeepSpeed keeps copies of the group, which it forgets only if it closes the group itself.
+        deepspeed: Any = sys.modules.get("deepspeed.comm.comm")
+        (deepspeed if deepspeed and deepspeed.cdb is not None else torch.distributed).destroy_process_group()
+
+
+def _serve(rank: int, device: str, pipe: Connection, of_others: list[Connection]) -> None:
+    """Carry out one job after another, until the test process closes the pipe."""
+    for other in of_others:
+        other.close()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # runs start loaders
+    if device == stand_in.NAME:
+        stand_in.load()
+    is_first = True
+    with FAST_RUNS, WITHOUT_PICTURES:
+        while True:
+            try:
+                count, port, environment, function, arguments = pipe.recv()
+            except EOFError:
+                return
+            become_worker(rank, count, port, environment)
+            if not is_first:
+                _number_anew()
+                _forget_meshes()
+            is_first = False
+            result = outcome(_in_group, device, function, *arguments)
+            try:
+                pipe.send(result)
+            except BaseException as error:  # it cannot be pickled
+                pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
+
+
+def _number_anew() -> None:
+    """Let DeepSpeed number modules and parameters from 0 again: its workers compare, and some have done more jobs."""
+    parameters: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    modules: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if parameters and modules:
+        parameters.Init.param_id = 0
+        (count,) = inspect.unwrap(modules.DeepSpeedZeRoOffload._register_deepspeed_module).__defaults__
+        count[0] = 0
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor: they take a mesh of this job for an equal one of an earlier job, which is closed."""
+    if "torch.distributed.tensor" in sys.modules:
+        debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
+
+
+def _in_group(device: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    # These workers are a group already: the launcher's own care for errors is not wanted.
+    with join(device) as workers, mock.patch("rapidformer_templates.system.launch.is_worker", return_value=False):
+        return function(workers, *arguments)
+
+
+def alone() -> Workers:
+    """The only worker of a run without a group."""
+    return Workers(0, 0, 1, torch.device("cpu"))
+
+
+def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function and return its result, or how it failed."""
+    try:
+        return function(*arguments)
+    except BaseException as error:
+        return Failure(type(error).__name__, str(error), traceback.format_exc())
+
+
+def become_worker(rank: int, count: int, port: int, environment: Mapping[str, str]) -> None:
+    """Make a process one of ``count`` workers that meet at ``port``.
+
+    Args:
+        environment: that of the test process now. A pool's worker has an older one.
+    """
+    os.environ.clear()
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({**environment, **{name: str(value) for name, value in (ranks | meeting).items()}})
+    torch.set_num_threads(1)
+
+
+def new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A process that runs a function once it is started. It is forked from this one, and so has its imports."""
+    end_pool()
+    leave_group()
+    return multiprocessing.get_context("fork").Process(target=_on_one_thread, args=(function, *arguments))
+
+
+def _on_one_thread(function: Callable[..., Any], *arguments: Any) -> None:
+    torch.set_num_threads(1)  # the threads of this process do not exist in a fork
+    with WITHOUT_PICTURES:
+        function(*arguments)
+
+
+def start_workers(count: int, folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Start ``count`` new workers and return without waiting. Each writes its result to ``folder/RANK.pickle``."""
+    end_pool()
+    _preload()
+    leave_group()
+    details = (count, free_port(), folder, dict(os.environ), function, arguments)
+    return mp.start_processes(_work_once, details, nprocs=count, join=False, start_method="fork")
+
+
+def _work_once(
+    rank: int,
+    count: int,
+    port: int,
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    become_worker(rank, count, port, environment)
+    with WITHOUT_PICTURES, join("cpu") as workers:
+        result = function(workers, *arguments)
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
