@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.multiprocessing as mp
 
@@ -40,6 +41,9 @@ GRACE = 5.0
 
 LIMIT = 500.0
 """Seconds that a job may take."""
+
+LARGEST = 1.0e9
+"""Bytes of its own that a worker may have after a job. Compiled graphs and pinned memory stay until it ends."""
 
 PRELOADED = (
     "datasets",
@@ -171,7 +175,7 @@ class WorkerPool:
         # failed on an accelerator may have left work on its streams.
         kinds = {result.kind if isinstance(result, Failure) else "" for result in results}
         in_doubt = self.device != "cpu" and kinds != {""}
-        if len(kinds) > 1 or kinds & {"EOFError", "TimeoutError"} or in_doubt:
+        if len(kinds) > 1 or kinds & {"EOFError", "TimeoutError"} or in_doubt or self._is_large():
             self.end()
         return results
 
@@ -193,6 +197,10 @@ class WorkerPool:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
+
+    def _is_large(self) -> bool:
+        """Whether a worker has taken more than :data:`LARGEST`. What it shares with this process does not count."""
+        return any(psutil.Process(process.pid).memory_full_info().uss > LARGEST for process in self._processes)
 
     def end(self) -> None:
         """End the workers. An idle one ends when its pipe closes, any other gets SIGKILL."""

@@ -37,7 +37,7 @@ class Job(ClassJob):
 Job.main(lr=1e-3, micro_batch_size=2, log_interval=1, save_interval=2)
 print("what follows")
 if "AGAIN" in os.environ:
-    print(Job(lr=1e-3, micro_batch_size=2, train_iters=2).fit()["steps"], "more steps")
+    print(Job(lr=1e-3, micro_batch_size=2, train_iters=2).fit()["steps"], "more steps", flush=True)
     sys.argv += ["--nproc-per-node", "2"]
     Job.main(lr=1e-3, micro_batch_size=2)  # the folder holds a run by now
 """

@@ -42,5 +42,5 @@ def copies_of(tensor: torch.Tensor, workers: Workers) -> Copies:
         mesh = workers.mesh
     if mesh is None:
         return Copies(workers.copies, workers.copy_rank)
-    mine = mesh[COPIES]
-    return Copies(mine.size(), mine.get_local_rank(), mine.get_group())
+    group = mesh.get_group(COPIES)
+    return Copies(group.size(), group.rank(), group)

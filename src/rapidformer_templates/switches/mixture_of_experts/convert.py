@@ -189,7 +189,7 @@ def _sparse(feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosse
         bias=up.bias is not None,
     )
     gate = Gate(up.inputs, sizes.experts, sizes.top_k, sizes.capacity_factor)
-    with torch.no_grad():
+    with torch.no_grad(), whole(*experts.parameters(), gate.weight, changed=True):
         for name, layer in dense.items():
             layer.initialise(getattr(experts, name), getattr(experts, f"{name}_bias"))
         gate.weight.normal_(std=GATE_DEVIATION)
