@@ -24,7 +24,7 @@ define LINT
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 endef
-# Tests that start workers share one process, and the other process runs the rest file by file (tests/conftest.py).
+# Tests that start four workers share one process, and the other process runs the rest file by file (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev  ## lint, format, types, and the quick tests that start no workers

@@ -15,8 +15,19 @@ import pytest
 from tests.support import parity
 from tests.support.worker_pool import FAST_RUNS, FSYNC, WITHOUT_PICTURES, end_pool, leave_group
 
+ROOT = Path(__file__).parents[1]
+
 pytest_plugins = ("tests.support.durations", "tests.support.texts", "tests.support.indexed_sets")
 """Fixtures of every room."""
+
+TWO_AT_MOST = (
+    "tests/benchmarks/",
+    "tests/docs/",
+    "tests/system/",
+    "tests/commands/test_demo.py",
+    "tests/commands/test_evaluate.py",
+)
+"""Files whose workers are those of a command of theirs: one or two, which end with it."""
 
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -27,15 +38,17 @@ def _forget_worker() -> None:
 
 
 @cache
-def _starts_workers(path: Path) -> bool:
-    """Whether a file has tests that start workers."""
+def _drives_four(path: Path) -> bool:
+    """Whether a file may have tests that start four workers."""
+    if path.relative_to(ROOT).as_posix().startswith(TWO_AT_MOST):
+        return False
     source = path.read_text(encoding="utf-8")
     return "mark.distributed" in source or "mark.accelerator" in source
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all files that start workers to one test process, so that two never drive four workers at once.
+    """Give all files that may start four workers to one test process, so that two never do so at once.
 
     The other test process runs the rest, file by file.
     """
@@ -44,14 +57,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneDrivesWorkers(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "workers" if _starts_workers(config.rootpath / file) else file
+            return "workers" if _drives_four(config.rootpath / file) else file
 
     return OneDrivesWorkers(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that start workers, because they take longest."""
-    items.sort(key=lambda item: not _starts_workers(item.path))
+    """Begin with the tests that start four workers, because they take longest."""
+    items.sort(key=lambda item: not _drives_four(item.path))
 
 
 def pytest_collection_finish() -> None:
