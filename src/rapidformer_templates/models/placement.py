@@ -55,15 +55,11 @@ def set_placement(model: nn.Module, placement: Placement) -> None:
     setattr(model, _ATTRIBUTE, placement)
 
 
-def whole(*parameters: Any, changed: bool = False) -> AbstractContextManager[Any]:
-    """Gather parameters that ZeRO-3 may have divided. Every worker must enter.
-
-    Args:
-        changed: keep what the first worker writes into them. Otherwise all changes are lost.
-    """
+def whole(*parameters: Any) -> AbstractContextManager[Any]:
+    """Parameters that ZeRO-3 may have divided, whole and to be read; every worker must enter."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    gathered: AbstractContextManager[Any] = GatheredParameters(list(parameters), modifier_rank=0 if changed else None)
+    gathered: AbstractContextManager[Any] = GatheredParameters(list(parameters))
     return gathered

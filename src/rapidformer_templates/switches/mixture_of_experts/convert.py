@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.blocks import shape_of
 from rapidformer_templates.models.placement import whole
 from rapidformer_templates.switches.mixture_of_experts.experts import Experts
 from rapidformer_templates.switches.mixture_of_experts.gate import Gate
@@ -189,7 +190,7 @@ def _sparse(feed_forward: FeedForward, sizes: MixtureSizes, losses: BalanceLosse
         bias=up.bias is not None,
     )
     gate = Gate(up.inputs, sizes.experts, sizes.top_k, sizes.capacity_factor)
-    with torch.no_grad(), whole(*experts.parameters(), gate.weight, changed=True):
+    with torch.no_grad():
         for name, layer in dense.items():
             layer.initialise(getattr(experts, name), getattr(experts, f"{name}_bias"))
         gate.weight.normal_(std=GATE_DEVIATION)
@@ -204,16 +205,18 @@ class _Dense:
         self.layer = layer
         self.weight, self.bias = layer.weight, layer.bias
         self.dtype = layer.weight.dtype
-        shape = tuple(getattr(layer.weight, "ds_shape", layer.weight.shape))
+        shape = shape_of(layer.weight)
         self.inputs, self.outputs = shape if type(layer).__name__ == "Conv1D" else shape[::-1]
 
     def initialise(self, matrices: torch.Tensor, biases: torch.Tensor | None) -> None:
         if self.weight.is_meta:
             return
         with whole(*(p for p in (self.weight, self.bias) if p is not None)):
-            matrices.normal_(std=float(self.weight.float().std()))
-            if biases is not None and biases.shape[1] == self.outputs:
-                biases.copy_(self.bias.expand_as(biases))
+            deviation = float(self.weight.float().std())
+            values = None if self.bias is None else self.bias.clone()
+        matrices.normal_(std=deviation)
+        if biases is not None and values is not None and biases.shape[1] == self.outputs:
+            biases.copy_(values.expand_as(biases))
 
 
 def sparse_layers(model: nn.Module) -> Iterator[tuple[str, SparseFeedForward]]:
