@@ -41,8 +41,8 @@ SUITED: dict[str, Any] = {
 KNOWN_WRONG = ({"mixture-of-experts", "lora", "nvme-offload"}, {"mixed-precision", "lora", "nvme-offload"})
 """Accepted triples that do not follow one process yet: adapters that ZeRO-3 keeps on a disk. Remove them when they do.
 
-With experts, DeepSpeed runs out of buffers. With bf16, the first masters are rounded, because all that lies on a disk is of
-one type: losses differ by 1.1e-2, where 7.8e-3 is allowed.
+With experts, DeepSpeed runs out of buffers.
+With bf16, the first masters are rounded: losses differ by 1.1e-2, where 7.8e-3 is allowed.
 """
 
 FOUR = {"hybrid-sharding"}
