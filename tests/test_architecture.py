@@ -1,4 +1,4 @@
-"""What the code promises about its own shape: each test asks all modules one question and lists those that differ."""
+"""Rules for the structure of the code. Each test asks all modules one question and lists those that break the rule."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ OF_MANY = ("rapidformer ", "rapidformer --", "rapidformer plan --")
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """What bash offers for the last word of each line; all are asked of one bash, in a folder to complete."""
+    """Bash's completions for the last word of each line. One bash in one folder answers for all lines."""
     if shutil.which("bash") is None:
         pytest.skip("no bash")
     folder = tmp_path_factory.mktemp("completion")

@@ -58,7 +58,7 @@ def test_relative_links_lead_somewhere() -> None:
 
 
 def _links(page: Path) -> Iterator[str]:
-    """The targets that lie in the repository."""
+    """The link targets that are files of the repository."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:", target) and not (page == START and target.startswith(MADE)):

@@ -101,7 +101,7 @@ def assert_follows(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float
 def test_it_is_torchs_average_and_disturbs_nothing(wanted: dict[str, Any], averaged: dict[str, Any]) -> None:
     assert_follows(averaged, wanted, rtol=1e-6)
     plain = trained(DeepJob(f"{STEPS} --micro-batch-size 8".split()))
-    assert averaged["curve"] == plain["curve"], "training goes on with the weights"
+    assert averaged["curve"] == plain["curve"], "training continues with the weights"
     assert all(torch.equal(averaged["weights"][name], weight) for name, weight in plain["weights"].items())
     assert abs(plain["evaluations"][-1] - averaged["evaluations"][-1]) > 1e-3
 

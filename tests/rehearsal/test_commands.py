@@ -56,7 +56,7 @@ def test_doctor_tells_of_the_accelerator(package: Path) -> None:
 
 
 def _planned(workers: Any) -> str:
-    """What ``plan`` prints in a process whose torch knows the accelerator."""
+    """The output of ``plan`` in a process whose torch knows the accelerator."""
     sizes = "--model-type gpt2 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
     said = io.StringIO()
     with mock.patch.dict(os.environ, {"COLUMNS": "120"}), contextlib.redirect_stdout(said):

@@ -42,7 +42,7 @@ ONE = {name: case for name, case in CASES.items() if case.devices == 1} | {
     "accumulated": Case("--micro-batch-size 2"),
     "compiled": Case("--micro-batch-size 4 --torch-compile aot_eager"),
 }
-"""What is rehearsed on one device."""
+"""The runs on one device."""
 
 EXPERTS = "--micro-batch-size 4 --num-experts 4 --moe-ffn-hidden-size 16"
 ALIKE = {
@@ -55,7 +55,7 @@ ALIKE = {
         steps=4,
     ),
 }
-"""What gives other numbers than plain training on a CPU, too: the reference has the same flags."""
+"""Runs whose numbers differ from plain training on a CPU as well. Their reference has the same flags."""
 
 TWO = {name: case for name, case in CASES.items() if case.devices == 2} | {
     "ddp": Case("--micro-batch-size 4", devices=2),
@@ -81,7 +81,7 @@ ROUNDING = {"": 1e-4, "bf16": 2**-6, "fp16": 2**-9} if IS_REAL else {"": 1e-5, "
 """How far a device may be from a CPU: a real one has kernels of its own, which add up in another order."""
 
 BY_DEFAULT = {*CASES, "fp32", "ddp, accumulated", "fsdp", "tensor", "oss", "oss-sdp"}
-"""Of the runs on one and on two devices."""
+"""The runs that are not exhaustive."""
 
 
 OTHERS["dropout"] = DropoutJob

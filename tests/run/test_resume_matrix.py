@@ -22,8 +22,8 @@ SAME = [(name, name) for name in NAMES]
 NEXT = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
 """(source, target). There is one format, so that it is enough if each engine writes for another one and reads from one.
 
-By default the four workers of an engine go on with what two workers of the engine before it in the list have saved.
-``-m exhaustive`` tests all pairs on two workers, and each engine on four with what it has saved itself.
+By default, four workers of an engine resume a run that two workers of the previous engine in the list have saved.
+``-m exhaustive`` tests all pairs on two workers, and each engine on four workers with a run that it has saved itself.
 """
 EVERY = [(source, target) for source in NAMES for target in NAMES if source != target]
 
@@ -37,7 +37,7 @@ def half_of(whole: Path, copy: Path) -> None:
 
 
 def _go_on(workers: Any, root: str, pairs: Pairs) -> dict[Any, Any]:
-    """The curves of several runs that begin in folders of their own."""
+    """Resume several runs, each in a separate folder, and return their curves."""
     return {pair: run(f"{root}/{'-'.join(pair)}", pair[1], workers.world, "--resume") for pair in pairs}
 
 

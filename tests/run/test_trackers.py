@@ -88,7 +88,7 @@ needs_tensorboard = pytest.mark.skipif(bool(ABSENT["tensorboard"]), reason="need
 def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was killed after step 7, which its checkpoint of step 4 lies behind, and resumed."""
     if not INSTALLED:
-        pytest.skip(f"needs one of {', '.join(READERS)}")
+        pytest.skip(f"needs one of {', '.join(READERS)}: pip install 'rapidformer_templates[trackers]'")
     folder = tmp_path_factory.mktemp("tracked")
     flags = ["--report-to", ",".join(INSTALLED), "--train-iters", str(STEPS)]
     environment = {**QUIET, "TRACKIO_DIR": str(folder / "trackio")}
@@ -138,7 +138,7 @@ def test_the_summary_and_the_test_part_are_told_at_the_end(killed_and_resumed: P
     if "tensorboard" in INSTALLED:
         where = f"tensorboard --logdir {killed_and_resumed}/trackers/tensorboard"
         assert summary["trackers"]["tensorboard"]["where"] == where
-    for tracker in set(INSTALLED) - {"wandb"}:  # which has a place of its own for that
+    for tracker in set(INSTALLED) - {"wandb"}:  # it keeps the summary elsewhere
         held = {(name, step): value for name, step, value in READERS[tracker](killed_and_resumed)}
         assert held["test/loss", STEPS] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-6)
         assert held["summary/parameters", STEPS] == 2

@@ -1,4 +1,4 @@
-"""What a run writes, by every engine and layout, read without the product: its files hold what its engine held.
+"""The files of a run have the weights of its engine, for every engine and layout. They are read without the product.
 
 Tests of parity train without files (:mod:`tests.support.parity`). These stand in for what their files would have held.
 """
@@ -48,7 +48,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _write(workers: Any, folder: str, runs: Mapping[str, tuple[str, ...]]) -> dict[str, Trained]:
-    """Train each of several runs with a folder of its own."""
+    """Train several runs, each in a separate folder."""
     return {name: parity.trained(_job(f"{folder}/{name}", flags)) for name, flags in runs.items()}
 
 
@@ -63,7 +63,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(root: Path) -> dict[str, Trained]:
-    """What each run came to by its engine: one job for all runs of two workers, and one for those of four."""
+    """The results of all runs as their engines have them. One job trains all runs of two workers, one those of four."""
     runs = {name: found for name, found in RUNS.items() if found}
     results = _write(None, str(root), {ALONE: ("--micro-batch-size", "4")})
     for world in sorted({found.world for found in runs.values()}):
@@ -76,7 +76,8 @@ def ended(root: Path) -> dict[str, Trained]:
 def name(request: pytest.FixtureRequest) -> str:
     run: str = request.param
     if run != ALONE and RUNS[run] is None:
-        pytest.skip(f"{run} needs a package that is not here")
+        needed = {REGISTRY[switch].needs_package or "" for switch in NAMES[run]} - {""}
+        pytest.skip(f"needs {', '.join(sorted(needed))}")
     return run
 
 

@@ -132,7 +132,7 @@ def accepted(names: Sequence[str], most: int = 4) -> Combination | None:
         most: workers of a 3D layout: 4 have two replicas of a divided model, or its two dimensions.
     """
     if "auto-strategy" in names or any(set(names) >= wrong for wrong in KNOWN_WRONG):
-        return None  # the first chooses other switches, which run by themselves here
+        return None  # auto-strategy chooses other switches, and they have runs already
     values = {field: value for name in names for field, value in _values(name).items()}
     divided = {"tensor-parallel", "pipeline-parallel"} & set(names)
     world = 4 if FOUR & set(names) else most if divided else 2

@@ -1,4 +1,4 @@
-"""What this machine can do, for tests that need it."""
+"""Tests ask here what the machine can do."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _with_steps(cases: dict[str, tuple[str, bool, str]]) -> dict[str, tuple[str,
     return {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in cases.items()}
 
 
-# A run that dies and goes on in another layout, again and again: (flags, dies after this step).
+# A run that dies and is resumed in another layout, several times: (flags, the step after which it dies).
 RESUMED = "--train-iters 5 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1 --lr 1e-3 --no-export-model"
 CHAIN = (
     (f"--micro-batch-size 4 {TENSOR} 2 {PIPELINE} 2", 2),
@@ -91,7 +91,7 @@ def _begin(folder: str, flags: str, dies_after: int | None = None) -> list[tuple
 
 
 def _go_on(workers: Any, folder: str, chain: tuple[tuple[str, int], ...]) -> list[tuple[float, float]]:
-    """The curve of all parts but for the last step of each, in which it dies and which it does not save."""
+    """The curves of all parts. The last step of each part is left out, because the run dies in it before it saves."""
     curve: list[tuple[float, float]] = []
     for flags, dies_after in chain:
         curve += _begin(folder, flags, dies_after)[:-1]

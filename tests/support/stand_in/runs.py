@@ -30,7 +30,7 @@ class Case(NamedTuple):
     """A run to rehearse.
 
     Attributes:
-        flags: beside :data:`STEPS`.
+        flags: in addition to :data:`STEPS`.
         precision: of its reference.
         job: of :mod:`tests.support.jobs`.
         devices: how many it needs.
@@ -57,12 +57,12 @@ CASES: Mapping[str, Case] = {
         "--micro-batch-size 8 --context-parallel-size 2 --context-parallel-kind ring", devices=2
     ),
 }
-"""Those that test_runs.py compares with a CPU and test_sabotage.py repeats without a line of the product."""
+"""Runs that test_runs.py compares with a CPU. test_sabotage.py repeats them without a line of the product."""
 
 
 @cache
 def rehearsed(case: Case) -> Trained:
-    """What a run on late streams comes to, once per test process."""
+    """Train on late streams, once per test process."""
     found: Trained = run_in_workers(case.devices, _rehearse, case, device=DEVICE)[0]
     return found
 
