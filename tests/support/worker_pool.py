@@ -350,13 +350,20 @@ def _on_one_thread(function: Callable[..., Any], *arguments: Any) -> None:
         function(*arguments)
 
 
-def start_workers(count: int, folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Start ``count`` new workers and return without waiting. Each writes its result to ``folder/RANK.pickle``."""
+def start_workers(
+    count: int, folder: str, function: Callable[..., Any], *arguments: Any, method: str = "fork"
+) -> mp.ProcessContext:
+    """Start ``count`` new workers and return without waiting. Each writes its result to ``folder/RANK.pickle``.
+
+    Args:
+        method: ``spawn`` gives them a memory of their own. They import for some seconds.
+    """
     end_pool()
-    _preload()
-    leave_group()
+    if method == "fork":
+        _preload()
+        leave_group()
     details = (count, free_port(), folder, dict(os.environ), function, arguments)
-    return mp.start_processes(_work_once, details, nprocs=count, join=False, start_method="fork")
+    return mp.start_processes(_work_once, details, nprocs=count, join=False, start_method=method)
 
 
 def _work_once(
