@@ -69,10 +69,9 @@ CASES = [
 
 def _broken(workers: Any, found: Combination, name: str, act: str) -> None:
     """Train with one act of a switch taken out; the receipts are compared with the whole plan."""
-    wide = "nvme-offload" in found.names
-    asked = combinations.template(found.template, found.flags, "plain", wide)
+    asked = combinations.template(found.template, found.flags, size=found.size)
     flags = found.without(name) if act == "all" else found.flags
-    trained = combinations.template(found.template, flags, "plain", wide)
+    trained = combinations.template(found.template, flags, size=found.size)
     if act == "engine":
         trained.plan = dataclasses.replace(trained.plan, engine=DDP_ENGINE)
     if act == "engine_options":

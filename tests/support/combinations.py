@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,21 @@ IN_PLACE = {"num_experts": 4, "global_batch_size": 16}
 """Smaller than the registry's own examples."""
 
 
+class Size(NamedTuple):
+    """Of a GPT-2.
+
+    Attributes:
+        width: of its hidden states. DeepSpeed swaps only large partitions to a disk.
+        blocks: stages have two each.
+    """
+
+    width: int
+    blocks: int
+
+
+SMALL = Size(width=16, blocks=2)
+
+
 @dataclass(frozen=True)
 class Combination:
     """A run that the rules accept.
@@ -72,6 +87,14 @@ class Combination:
     def world(self) -> int:
         """Workers."""
         return self.plan.sizes.world
+
+    @property
+    def size(self) -> Size:
+        """Of the smallest model for the run and for its reference."""
+        return Size(
+            width=256 if "nvme-offload" in self.names else 16,
+            blocks=4 if "pipeline-parallel" in self.names else 2,
+        )
 
     def __str__(self) -> str:
         return " + ".join(self.names) or "none"
@@ -204,14 +227,15 @@ class Branches(GPT2LMHeadModel):
 
 class _Job:
     variant = "plain"
-    wide = False
+    size = SMALL
 
     def build_data(self) -> Data:
         samples = _samples(self.variant)
         return Data(train=samples, collate=_pad, lengths=[len(sample["input_ids"]) for sample in samples])
 
     def build_model(self) -> torch.nn.Module:
-        sizes = {"n_positions": 64, "n_embd": 256 if self.wide else 16, "n_layer": 4, "n_head": 4}  # to divide by 2 × 2
+        heads = 4  # to divide by 2 × 2
+        sizes = {"n_positions": 64, "n_embd": self.size.width, "n_layer": self.size.blocks, "n_head": heads}
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(vocab_size=jobs.VOCABULARY, **sizes, **dropouts)
         model = (Branches if self.variant == "branches" else GPT2LMHeadModel)(config)
@@ -227,15 +251,15 @@ class _Job:
 TEMPLATES: dict[str, type[Trainer]] = {c.__name__: c for c in (Trainer, Pretrainer, Finetuner)}
 
 
-def template(name: str, flags: Sequence[str], variant: str, wide: bool) -> Trainer:
-    """A run of the small model; ``wide``: large enough for DeepSpeed to swap its partitions to a disk."""
-    kind = type("Combined", (_Job, TEMPLATES[name]), {"variant": variant, "wide": wide})
+def template(name: str, flags: Sequence[str], variant: str = "plain", size: Size = SMALL) -> Trainer:
+    """A run of a model of that size."""
+    kind = type("Combined", (_Job, TEMPLATES[name]), {"variant": variant, "size": size})
     return kind([*STEPS.split(), *flags, "--no-save"])
 
 
-def train(workers: Any, name: str, flags: Sequence[str], variant: str, wide: bool) -> dict[str, Any]:
-    """Train the small model and return what :class:`parity.Trained` has, with the other numbers of the metrics."""
-    found = parity.trained(template(name, flags, variant, wide))
+def train(workers: Any, name: str, flags: Sequence[str], variant: str = "plain", size: Size = SMALL) -> dict[str, Any]:
+    """Train a model of that size and return what :class:`parity.Trained` has, with the other numbers of the metrics."""
+    found = parity.trained(template(name, flags, variant, size))
     lines = [line for line in found["lines"] if "loss" in line]
     others = {key for line in lines for key in line if key.endswith("_loss") or key.startswith("expert_")}
     return {**found, "others": {key: [line[key] for line in lines] for key in sorted(others)}}

@@ -17,7 +17,7 @@ import pytest
 
 from rapidformer_templates.planning.registry import REGISTRY
 from tests.support import covering
-from tests.support.combinations import VARIANTS, Combination, accepted, all_accepted, distance, smallest, train
+from tests.support.combinations import VARIANTS, Combination, Size, accepted, all_accepted, distance, smallest, train
 from tests.support.machine import why_no_nvme
 from tests.support.worker_pool import Failure, outcome, outcomes_in_workers
 
@@ -43,8 +43,8 @@ NAMES = [switch.name for switch in REGISTRY.switches]
 
 
 @cache
-def _reference(template: str, flags: tuple[str, ...], variant: str, wide: bool) -> Any:
-    return outcome(train, None, template, flags, variant, wide)
+def _reference(template: str, flags: tuple[str, ...], variant: str, size: Size) -> Any:
+    return outcome(train, None, template, flags, variant, size)
 
 
 def _problem(found: Combination, variant: str = "plain", record: Callable[[str, object], None] | None = None) -> str:
@@ -53,11 +53,10 @@ def _problem(found: Combination, variant: str = "plain", record: Callable[[str, 
     Args:
         record: takes how far they are apart, for ``--junitxml``.
     """
-    wide = "nvme-offload" in found.names
-    if wide and (why := why_no_nvme()):
+    if "nvme-offload" in found.names and (why := why_no_nvme()):
         pytest.skip(why)
-    wanted = _reference(found.template, found.reference, variant, wide)
-    results = outcomes_in_workers(found.world, train, found.template, found.flags, variant, wide)
+    wanted = _reference(found.template, found.reference, variant, found.size)
+    results = outcomes_in_workers(found.world, train, found.template, found.flags, variant, found.size)
     if variant == "branches" and found.plan.engine.endswith("DeepSpeedEngine"):
         refused = [isinstance(r, Failure) and r.text.removeprefix("error: ").startswith(REFUSED) for r in results]
         return "" if all(refused) else f"{found}: not refused"

@@ -91,7 +91,7 @@ def _all_runs(workers: Any, folder: str) -> dict[str, Any]:
     runs = _count()
     runs["fp64"] = train("causal", True, f"{STEPS} {HYBRID} {AVERAGED}")
     runs["bf16"] = train("causal", False, f"{STEPS} {HYBRID} {BF16}", "--save", f"{folder}/bf16")
-    runs["branches"] = combinations.train(workers, "Trainer", BRANCHES.split(), "branches", False)
+    runs["branches"] = combinations.train(workers, "Trainer", BRANCHES.split(), "branches")
     return runs | _resumed(workers, folder)
 
 
@@ -145,7 +145,7 @@ def test_groups_follow_one_process_in_bf16(runs: Any) -> None:
 @pytest.mark.distributed
 def test_what_some_copies_do_not_reach_counts_as_zero(runs: Any) -> None:
     flags = ["--micro-batch-size", "16", "--global-batch-size", "16"]
-    expected = combinations.train(None, "Trainer", flags, "branches", False)
+    expected = combinations.train(None, "Trainer", flags, "branches")
     assert combinations.distance(runs["branches"], expected).worst < 1e-5
 
 
