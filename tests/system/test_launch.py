@@ -8,17 +8,20 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rapidformer_templates.errors import Interrupted, ReportedError
+from rapidformer_templates.run import calls
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import Failure, Printed
 from tests.support.jobs import ClassJob
 from tests.support.programs import run_script
+from tests.support.worker_pool import end_pool, new_process
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -37,7 +40,9 @@ class Job(ClassJob):
 Job.main(lr=1e-3, micro_batch_size=2, log_interval=1, save_interval=2)
 print("what follows")
 if "AGAIN" in os.environ:
-    print(Job(lr=1e-3, micro_batch_size=2, train_iters=2).fit()["steps"], "more steps", flush=True)
+    steps = Job(lr=1e-3, micro_batch_size=2, train_iters=2).fit()["steps"]
+    sys.stdout.write(str(steps) + " more steps\\n")  # at once: torchrun's workers write without a buffer, into one pipe
+    sys.stdout.flush()
     sys.argv += ["--nproc-per-node", "2"]
     Job.main(lr=1e-3, micro_batch_size=2)  # the folder holds a run by now
 """
@@ -50,14 +55,17 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(script: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(script), *flags],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
+    """What workers print. They are started from here, where all is imported, as from a program that begins."""
+    end_pool()
+    monkeypatch.setattr(calls, "_outcomes", [])
+    return capfd
+
+
+def run_as_program(script: str, *words: str, **environment: str) -> None:
+    os.environ.update(environment)
+    sys.exit(run_script(Path(script), *words))
 
 
 def wait_for(path: Path, seconds: float = 90) -> None:
@@ -68,43 +76,47 @@ def wait_for(path: Path, seconds: float = 90) -> None:
 
 
 @pytest.mark.distributed
-def test_error_of_one_worker_ends_all_and_is_told_once(script: Path, tmp_path: Path) -> None:
+def test_error_of_one_worker_ends_all_and_is_told_once(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAIL", "1")
     folder = ["--save", str(tmp_path / "run")]
-    process = start(script, "--nproc-per-node", "2", "--train-iters", "1000", *folder, FAIL="1")
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert run_script(script, "--nproc-per-node", "2", "--train-iters", "1000", *folder) == 1
+    said = told.readouterr().err
     assert said.count("ValueError: a bug in a hook") == 1
     assert "on_step_end" in said  # a bug is shown with its stack trace
 
 
 @pytest.mark.distributed
-def test_killed_worker_is_named(script: Path, tmp_path: Path) -> None:
+def test_killed_worker_is_named(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KILL", "1")
     folder = ["--save", str(tmp_path / "run")]
-    process = start(script, "--nproc-per-node", "2", "--train-iters", "1000", *folder, KILL="1")
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert run_script(script, "--nproc-per-node", "2", "--train-iters", "1000", *folder) == 1
+    said = told.readouterr().err
     assert "error: worker 1 was killed by SIGKILL" in said
     assert "Traceback" not in said
 
 
 @pytest.mark.distributed
-def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path, told: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    flags = ["--train-iters", "40", "--save", str(folder), "--nproc-per-node", "2"]
-    process = start(script, *flags, NAP="0.1")
+    flags = ["--train-iters", "40", "--save", str(folder), "--nproc-per-node", "2", "--no-export-model"]
+    process = new_process(partial(run_as_program, NAP="0.1"), str(script), *flags)
+    process.start()
     wait_for(folder / "checkpoints" / "step-2")
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 75, said
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=120)
+    said = told.readouterr().err
+    assert process.exitcode == 75, said
     assert "go on with --resume" in said
     assert "Traceback" not in said
     done = read_metrics(folder / "metrics.jsonl")[-1]["step"]
     assert done < 40
     assert (folder / "checkpoints" / "latest").read_text() == f"step-{done}\n"
-    process = start(script, *flags, "--resume")
-    printed, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert printed.count("what follows") == 1
+    assert run_script(script, *flags, "--resume") == 0
+    assert told.readouterr().out.count("what follows") == 1
     lines = read_metrics(folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 41))
 
