@@ -21,10 +21,20 @@ UP_TO_PAIRS = [names for size in range(3) for names in itertools.combinations(NA
 TRIPLES = list(itertools.combinations(NAMES, 3))
 
 
-@pytest.mark.parametrize(
-    "combinations", [UP_TO_PAIRS, pytest.param(TRIPLES, marks=pytest.mark.slow)], ids=["pairs", "triples"]
-)
-@pytest.mark.parametrize("template", TEMPLATES)
+SETS = [pytest.param(template, UP_TO_PAIRS, id=f"{template}-pairs") for template in TEMPLATES]
+SETS += [
+    pytest.param(
+        template,
+        TRIPLES,
+        id=f"{template}-triples",
+        marks=pytest.mark.slow if template == "Trainer" else pytest.mark.exhaustive,
+    )
+    for template in TEMPLATES
+]
+"""Templates differ in the switches that they take, which pairs show."""
+
+
+@pytest.mark.parametrize(("template", "combinations"), SETS)
 @pytest.mark.parametrize(("registry", "place"), [(REGISTRY, CPU), (REGISTRY, GPUS)], ids=["this version", "all"])
 def test_every_combination_is_accepted_or_mended(
     registry: Registry, place: Environment, template: str, combinations: list[tuple[str, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from rapidformer_templates.switches.offload_activations.offloader import Offload
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
+from tests.support.selection import by_default
 
 
 def real_step(model: Any, variant: Variant) -> None:
@@ -51,9 +53,13 @@ def real_model(name: str, blocks: int, variant: Variant) -> Any:
 VARIANTS = [Variant(samples, how, kind) for samples, kind in ((4, "fp32"), (2, "bf16")) for how in RECOMPUTED]
 
 
+TRACED = [(name, variant) for name in ("gpt2", "llama", "bert") for variant in VARIANTS]
+TRACED_LONG = [("t5", variant) for variant in VARIANTS]
+"""Each takes five times as long as those of one stack of blocks. One of them runs by default."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize(("name", "variant"), [*TRACED, *by_default(TRACED_LONG[1:2], TRACED_LONG)], ids=str)
 def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Variant) -> None:
     predicted = shapes(name).trace(variant)
     model = real_model(name, 5, variant)
@@ -64,8 +70,14 @@ def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Vari
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("name", "sums"),
+    by_default(
+        [("gpt2", torch.bfloat16), ("llama", torch.float32), ("bert", torch.bfloat16)],
+        itertools.product(["gpt2", "llama", "bert"], [torch.float32, torch.bfloat16]),
+    ),
+    ids=str,
+)
 def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: torch.dtype) -> None:
     """Norms stay fp32, and a gradient is freed in 16 bits as soon as it is added to its sum."""
     variant = Variant(2, precision="bf16", weights="masters", sums=sums.itemsize)

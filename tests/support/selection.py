@@ -1,0 +1,36 @@
+"""Of many cases a few by default, the rest with ``-m exhaustive``. Fixtures train only the cases that are tested."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def by_default(taken: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters for :func:`pytest.mark.parametrize`: those not taken are ``exhaustive``.
+
+    A tuple has the values of several arguments.
+    """
+    return [case if case in taken else _exhaustive(case) for case in cases]
+
+
+def _exhaustive(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.exhaustive)
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """The values that an argument has in the tests of this module that will run, each once, in the order of the tests.
+
+    Args:
+        request: of a fixture of the module.
+        argument: name of a parameter of the tests.
+    """
+    values: list[Any] = []
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec"):
+            value = item.callspec.params.get(argument)
+            if value is not None and value not in values:
+                values.append(value)
+    return values
