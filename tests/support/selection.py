@@ -1,4 +1,4 @@
-"""Of many cases a few by default, the rest with ``-m exhaustive``. Fixtures train only the cases that are tested."""
+"""Choose which cases run by default. The others need ``-m exhaustive``, and fixtures train only what is tested."""
 
 from __future__ import annotations
 

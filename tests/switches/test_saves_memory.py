@@ -1,4 +1,4 @@
-"""A switch that saves memory never takes more than not having it: each that shards states, beside plain DDP."""
+"""A switch that saves memory never takes more than plain DDP. Every switch that shards states is tested."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _train_all(workers: Any) -> dict[tuple[str, str], tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[int, float]]:
-    """Of each switch in each setting the most of both workers.
+    """The larger figure of the two workers for each switch and setting.
 
     They are not forks: a fork fills the holes that this process has in its memory, which counts as growth.
     """
