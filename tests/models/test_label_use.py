@@ -21,6 +21,7 @@ from rapidformer_templates.data.tasks.causal_lm import CausalLM
 from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.architectures import objective_of
 from rapidformer_templates.models.label_use import LENGTH, LabelUse, can_be_tried, label_use
+from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -85,9 +86,7 @@ def _task(use: LabelUse) -> CausalLM:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.exhaustive) for name in NAMES]
-)
+@pytest.mark.parametrize("name", by_default(SOME, NAMES))
 def test_the_loss_is_that_of_the_next_token(name: str) -> None:
     model = _tiny(name)
     use = label_use(model)

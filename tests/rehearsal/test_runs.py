@@ -7,7 +7,6 @@ Side streams are late, so that a copy that nobody waits for gives other numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tests.support.dropout_runs import DropoutJob
 from tests.support.jobs import OTHERS, CausalJob
 from tests.support.parallel_jobs import JOBS, begin
 from tests.support.parity import Trained, trained, weights_apart
+from tests.support.selection import by_default
 from tests.support.stand_in import host_reads
 from tests.support.stand_in.runs import CASES, DEVICE, IS_REAL, STEPS, Case, flags_of, rehearsed
 from tests.support.worker_pool import run_in_workers
@@ -87,11 +87,6 @@ BY_DEFAULT = {*CASES, "fp32", "ddp, accumulated", "fsdp", "tensor", "oss", "oss-
 OTHERS["dropout"] = DropoutJob
 
 
-def _by_default(cases: Mapping[str, Case], names: set[str]) -> list[Any]:
-    """The names of the cases; all but ``names`` are left out by default."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.exhaustive) for name in cases]
-
-
 def _on_the_cpu(case: Case, flags: str) -> Trained:
     """The run of one process with other flags."""
     return parity.reference(case.job, False, f"{flags_of(case._replace(flags=flags))} --device cpu")
@@ -109,12 +104,12 @@ def _follows(found: Trained, wanted: Trained, allowed: float) -> None:
     assert weights_apart(found["weights"], wanted["weights"]) < max(allowed, 1e-5)
 
 
-@pytest.mark.parametrize("name", _by_default(ONE, BY_DEFAULT))
+@pytest.mark.parametrize("name", by_default(BY_DEFAULT, ONE))
 def test_one_device_follows_the_cpu(name: str) -> None:
     _follows(rehearsed(ONE[name]), _alone(ONE[name]), ROUNDING[ONE[name].precision])
 
 
-@pytest.mark.parametrize("name", _by_default(ALIKE, set()))
+@pytest.mark.parametrize("name", by_default(set(), ALIKE))
 def test_one_device_does_what_a_cpu_does_with_the_same_flags(name: str) -> None:
     case = ALIKE[name]
     found = rehearsed(case)
@@ -124,7 +119,7 @@ def test_one_device_does_what_a_cpu_does_with_the_same_flags(name: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(**stand_in.missing(devices=2, any_kind=True))
-@pytest.mark.parametrize("name", _by_default(ENGINES, BY_DEFAULT))
+@pytest.mark.parametrize("name", by_default(BY_DEFAULT, ENGINES))
 def test_two_devices_follow_the_cpu(name: str) -> None:
     _follows(rehearsed(TWO[name]), _alone(TWO[name]), ROUNDING[""])
 

@@ -53,11 +53,11 @@ IN_PLACE = {"num_experts": 4, "global_batch_size": 16}
 
 
 class Size(NamedTuple):
-    """Of a GPT-2.
+    """The size of a GPT-2.
 
     Attributes:
         width: of its hidden states. DeepSpeed swaps only large partitions to a disk.
-        blocks: stages have two each.
+        blocks: number of layers.
     """
 
     width: int
@@ -90,10 +90,10 @@ class Combination:
 
     @property
     def size(self) -> Size:
-        """Of the smallest model for the run and for its reference."""
+        """The model for the run and for its reference. Each stage of a pipeline has two blocks."""
         return Size(
-            width=256 if "nvme-offload" in self.names else 16,
-            blocks=4 if "pipeline-parallel" in self.names else 2,
+            width=256 if "nvme-offload" in self.names else SMALL.width,
+            blocks=4 if "pipeline-parallel" in self.names else SMALL.blocks,
         )
 
     def __str__(self) -> str:

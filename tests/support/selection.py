@@ -9,15 +9,15 @@ import pytest
 
 
 def by_default(taken: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Parameters for :func:`pytest.mark.parametrize`: those not taken are ``exhaustive``.
+    """Parameters for :func:`pytest.mark.parametrize`: ``exhaustive`` marks all but ``taken``.
 
-    A tuple has the values of several arguments.
+    A case that is a tuple has the values of several arguments.
     """
-    return [case if case in taken else _exhaustive(case) for case in cases]
-
-
-def _exhaustive(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.exhaustive)
+    parameters = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        parameters.append(pytest.param(*values, marks=() if case in taken else pytest.mark.exhaustive))
+    return parameters
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:

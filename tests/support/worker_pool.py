@@ -356,7 +356,7 @@ def start_workers(
     """Start ``count`` new workers and return without waiting. Each writes its result to ``folder/RANK.pickle``.
 
     Args:
-        method: ``spawn`` gives them a memory of their own. They import for some seconds.
+        method: how processes start. Workers of ``spawn`` share no memory with this process, and import for seconds.
     """
     end_pool()
     if method == "fork":

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def told(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> pytest.CaptureFixture[str]:
-    """What workers print. They are started from here, where all is imported, as from a program that begins."""
+    """The output of workers that a test starts as a new program would: without the calls of earlier tests."""
     end_pool()
     monkeypatch.setattr(calls, "_outcomes", [])
     return capfd
-
-
-def run_as_program(script: str, *words: str, **environment: str) -> None:
-    os.environ.update(environment)
-    sys.exit(run_script(Path(script), *words))
 
 
 def wait_for(path: Path, seconds: float = 90) -> None:
@@ -100,10 +94,13 @@ def test_killed_worker_is_named(
 
 
 @pytest.mark.distributed
-def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path, told: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_saves_and_resume_goes_on(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NAP", "0.1")
     folder = tmp_path / "run"
     flags = ["--train-iters", "40", "--save", str(folder), "--nproc-per-node", "2", "--no-export-model"]
-    process = new_process(partial(run_as_program, NAP="0.1"), str(script), *flags)
+    process = new_process(lambda: sys.exit(run_script(script, *flags)))
     process.start()
     wait_for(folder / "checkpoints" / "step-2")
     os.kill(process.pid, signal.SIGTERM)
@@ -115,6 +112,7 @@ def test_sigterm_saves_and_resume_goes_on(script: Path, tmp_path: Path, told: py
     done = read_metrics(folder / "metrics.jsonl")[-1]["step"]
     assert done < 40
     assert (folder / "checkpoints" / "latest").read_text() == f"step-{done}\n"
+    monkeypatch.delenv("NAP")
     assert run_script(script, *flags, "--resume") == 0
     assert told.readouterr().out.count("what follows") == 1
     lines = read_metrics(folder / "metrics.jsonl")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -33,7 +33,6 @@ from rapidformer_templates.switches.offload_activations.offloader import Offload
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
-from tests.support.selection import by_default
 
 
 def real_step(model: Any, variant: Variant) -> None:
@@ -50,18 +49,17 @@ def real_model(name: str, blocks: int, variant: Variant) -> Any:
     return model
 
 
+same_shapes = cache(shapes)
+"""The shapes of a model, with the traces of all tests that do not change it."""
+
 VARIANTS = [Variant(samples, how, kind) for samples, kind in ((4, "fp32"), (2, "bf16")) for how in RECOMPUTED]
 
 
-TRACED = [(name, variant) for name in ("gpt2", "llama", "bert") for variant in VARIANTS]
-TRACED_LONG = [("t5", variant) for variant in VARIANTS]
-"""Each takes five times as long as those of one stack of blocks. One of them runs by default."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "variant"), [*TRACED, *by_default(TRACED_LONG[1:2], TRACED_LONG)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Variant) -> None:
-    predicted = shapes(name).trace(variant)
+    predicted = same_shapes(name).trace(variant)
     model = real_model(name, 5, variant)
     with LiveStorages([*model.parameters(), *model.buffers()]) as live:
         real_step(model, variant)
@@ -70,14 +68,8 @@ def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Vari
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sums"),
-    by_default(
-        [("gpt2", torch.bfloat16), ("llama", torch.float32), ("bert", torch.bfloat16)],
-        itertools.product(["gpt2", "llama", "bert"], [torch.float32, torch.bfloat16]),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: torch.dtype) -> None:
     """Norms stay fp32, and a gradient is freed in 16 bits as soon as it is added to its sum."""
     variant = Variant(2, precision="bf16", weights="masters", sums=sums.itemsize)
@@ -95,7 +87,7 @@ def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: 
         real_step(model, variant)
         shards.end_backward()
         gradients = sum(gradient.nbytes for gradient in shards.gradients())
-    predicted = shapes(name).trace(variant)
+    predicted = same_shapes(name).trace(variant)
     assert predicted.phases[-1].finished == gradients
     assert predicted.peak >= live.peak - 4096  # a mask of BERT's, which is much in a model of this size
     assert predicted.peak == pytest.approx(live.peak, rel=0.01)
@@ -109,7 +101,7 @@ OFFLOADED = [("gpt2", "none", "fp32"), ("gpt2", "full", "fp32"), ("llama", "sele
 def test_a_trace_knows_what_goes_to_the_host(name: str, recompute: str, precision: str) -> None:
     variant = Variant(4, recompute, precision, offload=True)
     with mock.patch(f"{ROOM}.offloader.LEAST_BYTES", 1024):
-        predicted = shapes(name).trace(variant)
+        predicted = same_shapes(name).trace(variant)
         model = real_model(name, 5, variant)
         offloader = Offloader(StandInHost(), torch.device("cpu"))
         offload_blocks(list(find_blocks(model).values()), offloader)
@@ -153,12 +145,12 @@ def test_operations_are_those_that_torch_counts() -> None:
     model = real_model("llama", 5, Variant(2))
     with FlopCounterMode(display=False) as counter:
         real_step(model, Variant(2))
-    assert shapes("llama").trace(Variant(2)).flops == counter.get_total_flops()
+    assert same_shapes("llama").trace(Variant(2)).flops == counter.get_total_flops()
 
 
 @pytest.mark.slow
 def test_recomputation_repeats_a_forward_and_keeps_less() -> None:
-    model = shapes("gpt2")
+    model = same_shapes("gpt2")
     plain, again = model.trace(Variant(4)), model.trace(Variant(4, recompute="full"))
     blocks = sum(phase.flops for phase in plain.phases if phase.name == "forward")
     assert again.flops == plain.flops + blocks
@@ -169,7 +161,7 @@ def test_recomputation_repeats_a_forward_and_keeps_less() -> None:
 @pytest.mark.slow
 def test_selective_recomputation_repeats_no_product_with_weights() -> None:
     """What is repeated of matrix products are the two of attention."""
-    model = shapes("gpt2")
+    model = same_shapes("gpt2")
     plain, selective, full = (model.trace(Variant(4, recompute)) for recompute in RECOMPUTED)
     attention = 4 * 5 * 2 * (2 * LENGTH * LENGTH * 32)
     assert selective.flops == plain.flops + attention
@@ -187,7 +179,7 @@ def test_blocks_that_differ_are_traced_one_by_one() -> None:
 @pytest.mark.slow
 def test_the_logits_never_exist_whole_under_tensor_parallelism() -> None:
     """With a vocabulary much wider than the model the head decides the peak, and it divides by the workers."""
-    model = shapes("llama")
+    model = same_shapes("llama")
     whole, shared = model.trace(Variant(4)), model.trace(Variant(4, tensor=2))
     head = {phase.name: phase for phase in whole.phases}["head"]
     of_two = {phase.name: phase for phase in shared.phases}["head"]

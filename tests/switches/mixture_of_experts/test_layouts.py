@@ -165,14 +165,14 @@ def _in_four_workers(workers: Any, layouts: list[str], folder: str) -> dict[str,
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All runs, those of four workers in one group. Of the layouts those that are tested, and what other tests read."""
+    """Train everything that the selected tests read. All runs of four workers share one group."""
     folder = tmp_path_factory.mktemp("layouts")
     _saved("gpt2", ALONE, f"{folder}/whole")
     _forget_last_step(f"{folder}/whole")
     mixtures.tiny("qwen2_moe").save_pretrained(folder / "pretrained")
     pretrained = f"{PLAIN} --pretrained-model-name-or-path {folder}/pretrained {ALONE}"
     alone = parity.train("pretrained", False, pretrained)
-    layouts = list(dict.fromkeys([*selected(request, "layout"), "groups", *RESUMED]))
+    layouts = sorted({*selected(request, "layout"), "groups", *RESUMED})
     found = run_in_workers(4, _in_four_workers, layouts, str(folder))[0]
     for case in JOBS:
         found[f"{case} alone"] = parity.reference(*_flags(case, ALONE))
@@ -213,10 +213,9 @@ def test_choices_are_dropped_and_all_gradients_are_clipped(runs: Any) -> None:
 
 
 def test_the_reported_losses_are_those_of_one_process(runs: Any) -> None:
-    for layout, (case, _) in LAYOUTS.items():
-        if layout not in runs:
-            continue
-        one, other = (mixtures.losses_of(runs[name]["lines"]) for name in (layout, f"{case} alone"))
+    for layout in LAYOUTS.keys() & runs.keys():
+        reference = f"{LAYOUTS[layout][0]} alone"
+        one, other = (mixtures.losses_of(runs[name]["lines"]) for name in (layout, reference))
         assert len(one) == 3
         _assert_close(one, other)
 
