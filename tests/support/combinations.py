@@ -51,6 +51,9 @@ FOUR = {"hybrid-sharding"}
 IN_PLACE = {"num_experts": 4, "global_batch_size": 16}
 """Smaller than the registry's own examples."""
 
+WITH = {"dynamic-shape": {"max_shapes": 2}}
+"""Further values by switch: a compiler takes seconds for each shape."""
+
 
 class Size(NamedTuple):
     """The size of a GPT-2.
@@ -118,7 +121,7 @@ class Combination:
 
 
 def _values(name: str) -> dict[str, Any]:
-    on = REGISTRY[name].on
+    on = {**REGISTRY[name].on, **WITH.get(name, {})}
     return {field: SUITED.get(field, IN_PLACE.get(field, value)) for field, value in on.items()}
 
 
