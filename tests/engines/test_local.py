@@ -9,6 +9,7 @@ import torch
 
 from tests.support.jobs import JOBS
 from tests.support.parity import reference, train
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 CLIP = 0.1
@@ -32,26 +33,38 @@ PRECISIONS = {
         "fsdp-checkpointed": "--micro-batch-size 2 --fsdp-memory-optimization --checkpoint-activations",
     }.items()
 }
-KINDS = [(job, double) for job in JOBS for double in (False, True)]
+KINDS = {f"{job}-{'fp64' if double else 'fp32'}": (job, double) for job in JOBS for double in (False, True)}
+ALWAYS = ("causal-fp32", "causal-fp64")
+"""Tests of their own read them. By default the other jobs train in fp64 only, which shows more."""
+PARAMETERS = by_default([kind for kind, (_, double) in KINDS.items() if double or kind in ALWAYS], KINDS)
+
+Kinds = list[tuple[str, bool]]
+"""Jobs of :mod:`tests.support.jobs`, and whether they train in fp64."""
 
 
-def _train_all(workers: Any, layouts: dict[str, str]) -> dict[tuple[str, bool, str], Any]:
-    cases = [(job, double, name, flags) for job, double in KINDS for name, flags in layouts.items()]
+def _train_all(workers: Any, kinds: Kinds, layouts: dict[str, str]) -> dict[tuple[str, bool, str], Any]:
+    cases = [(job, double, name, flags) for job, double in kinds for name, flags in layouts.items()]
     if workers is not None:
         cases += [("causal", False, name, flags) for name, flags in PRECISIONS.items()]
     return {(job, double, name): train(job, double, flags) for job, double, name, flags in cases}
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[tuple[str, bool], Any]:
-    flags = f"{STEPS} --micro-batch-size 8"
-    return {(job, double): reference(job, double, flags) for job, double in KINDS}
+def kinds(request: pytest.FixtureRequest) -> Kinds:
+    """The jobs and their precisions that the selected tests read."""
+    return [KINDS[kind] for kind in sorted({*selected(request, "kind"), *ALWAYS})]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool, str], Any]:
+def references(kinds: Kinds) -> dict[tuple[str, bool], Any]:
+    flags = f"{STEPS} --micro-batch-size 8"
+    return {(job, double): reference(job, double, flags) for job, double in kinds}
+
+
+@pytest.fixture(scope="module")
+def runs(kinds: Kinds) -> dict[tuple[str, bool, str], Any]:
     """All layouts, those of two workers in one group of workers."""
-    return _train_all(None, ALONE) | run_in_workers(2, _train_all, PAIRS)[0]
+    return _train_all(None, kinds, ALONE) | run_in_workers(2, _train_all, kinds, PAIRS)[0]
 
 
 def _assert_close(actual: Any, expected: Any, double: bool) -> None:
@@ -65,8 +78,9 @@ def _assert_close(actual: Any, expected: Any, double: bool) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [*ALONE, *PAIRS])
-@pytest.mark.parametrize(("job", "double"), KINDS)
-def test_layout_follows_one_process(layout: str, job: str, double: bool, references: Any, runs: Any) -> None:
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_layout_follows_one_process(layout: str, kind: str, references: Any, runs: Any) -> None:
+    job, double = KINDS[kind]
     expected, actual = references[job, double], runs[job, double, layout]
     _assert_close(actual["curve"], expected["curve"], double)
     assert len(expected["evaluations"]) == 3

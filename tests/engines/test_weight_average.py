@@ -19,6 +19,7 @@ from rapidformer_templates.run.folder import read_metrics
 from tests.support.jobs import DeepJob
 from tests.support.parity import trained
 from tests.support.requests import codes
+from tests.support.selection import by_default
 from tests.support.worker_pool import run_in_workers
 
 DECAY = 0.7
@@ -41,6 +42,8 @@ NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in installed_packages(), re
 if "deepspeed" in installed_packages():
     ENGINES |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
     ENGINES["zero-2-offload"] = f"{ENGINES['zero-2']} --cpu-offload"
+SHORT = ("fsdp", "distributed", "pipeline", "oss", "zero-2-offload", "zero-3")
+"""By default: one of each way to hold states."""
 
 
 class Dies(Exception):
@@ -180,19 +183,26 @@ def _dies(folder: Path | str, flags: str) -> None:
         job.fit()
 
 
-def _all(workers: Any, folder: str) -> dict[str, Any]:
-    found = {name: run(f"{ON} {flags}", f"{folder}/{name}") for name, flags in ENGINES.items()}
-    _dies(f"{folder}/moved", ENGINES["fsdp"])
-    moved = run(f"{ON} --resume {ENGINES['distributed']}", f"{folder}/moved")
-    return {**found, "moved": moved | {"curve": found["ddp"]["curve"][:2] + moved["curve"]}}
+def _train(workers: Any, engine: str, folder: str) -> dict[str, Any]:
+    return run(f"{ON} {ENGINES[engine]}", folder)
 
 
 @pytest.mark.distributed
-def test_two_workers_follow_one(wanted: dict[str, Any], tmp_path: Path) -> None:
-    for runs in run_in_workers(2, _all, str(tmp_path)):
-        for name, found in runs.items():
-            print(name)
-            assert_follows(found, wanted)
+@pytest.mark.parametrize("engine", by_default(SHORT, ENGINES))
+def test_two_workers_follow_one(engine: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    for found in run_in_workers(2, _train, engine, str(tmp_path)):
+        assert_follows(found, wanted)
+
+
+def _move(workers: Any, folder: str) -> dict[str, Any]:
+    _dies(folder, ENGINES["fsdp"])
+    return run(f"{ON} --resume {ENGINES['distributed']}", folder)
+
+
+@pytest.mark.distributed
+def test_another_engine_goes_on_with_the_average(wanted: dict[str, Any], tmp_path: Path) -> None:
+    for found in run_in_workers(2, _move, str(tmp_path)):
+        assert_follows({**found, "curve": wanted["curve"][:2] + found["curve"]}, wanted)
 
 
 def test_what_is_refused() -> None:

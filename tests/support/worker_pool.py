@@ -277,8 +277,8 @@ def _serve(rank: int, device: str, pipe: Connection, of_others: list[Connection]
             except EOFError:
                 return
             become_worker(rank, count, port, environment)
+            _number_anew()
             if not is_first:
-                _number_anew()
                 _forget_meshes()
             is_first = False
             result = outcome(_in_group, device, function, *arguments)

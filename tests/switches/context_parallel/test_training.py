@@ -10,6 +10,7 @@ import torch
 
 from tests.support.parallel_jobs import begin, train_all
 from tests.support.parity import Trained, reference
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytestmark = pytest.mark.distributed
@@ -56,6 +57,18 @@ CASES = {
     ),
     "bf16": ("llama-4-untied", False, f"{CONTEXT} 2 --micro-batch-size 2 --mixed-precision bf16"),
 }
+LONGER = {
+    "cp2-dp2-selective",
+    "cp2-pp2-own-loss",
+    "ring4",
+    "ring2-own-loss",
+    "cp2-pp2-fused",
+    "cp2-fsdp4",
+    "tp2-cp2-fused",
+}
+"""For ``-m exhaustive``: the covering table has these switches beside each other too."""
+WITH_RECEIPTS = {"cp2-dp2-zero-2": 2, "cp4-distributed-optimizer": 4, "tp2-cp2": 2}
+"""Cases whose receipts are read, with the size of the context."""
 RESUMED = "--train-iters 6 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lr 1e-3"
 CHAIN = (
     (f"--micro-batch-size 2 {CONTEXT} 2 --zero-2-memory-optimization", 3),
@@ -78,23 +91,25 @@ def _go_on(folder: str) -> list[tuple[float, float]]:
     return curve
 
 
-def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
-    cases = {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in CASES.items()}
+def _four_workers(workers: Any, folder: str, names: list[str]) -> dict[str, Any]:
+    cases = {name: (CASES[name][0], CASES[name][1], f"{STEPS} {CASES[name][2]}") for name in names}
     return train_all(workers, cases) | {"resumed": _go_on(f"{folder}/chain")}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = str(tmp_path_factory.mktemp("context"))
-    return {**run_in_workers(4, _four_workers, folder)[0], "folder": folder}
+    names = sorted({*selected(request, "name"), *WITH_RECEIPTS, "ring2-tp2", "bf16"})
+    return {**run_in_workers(4, _four_workers, folder, names)[0], "folder": folder}
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, Trained]:
-    return {name: reference(job, double, _whole(flags)) for name, (job, double, flags) in CASES.items()}
+def references(runs: dict[str, Any]) -> dict[str, Trained]:
+    cases = {name: case for name, case in CASES.items() if name in runs}
+    return {name: reference(job, double, _whole(flags)) for name, (job, double, flags) in cases.items()}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1]])
+@pytest.mark.parametrize("name", by_default(CASES.keys() - LONGER, [name for name, case in CASES.items() if case[1]]))
 def test_divided_sequences_follow_one_process(name: str, runs: Any, references: Any) -> None:
     actual, expected = runs[name], references[name]
     for key in ("curve", "evaluations"):
@@ -118,7 +133,7 @@ def test_bf16_follows_one_process_within_its_rounding(runs: Any, references: Any
 
 
 def test_receipts_show_the_stretches(runs: Any) -> None:
-    for name, size in (("cp2-dp2-zero-2", 2), ("cp4-distributed-optimizer", 4), ("tp2-cp2", 2)):
+    for name, size in WITH_RECEIPTS.items():
         receipts = runs[name]["summary"]["receipts"]
         held, whole = receipts["context_tokens"]
         assert held == -(-whole // size)

@@ -11,6 +11,7 @@ import torch
 from tests.support.jobs import OTHERS
 from tests.support.parallel_jobs import begin, train_all
 from tests.support.parity import reference
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
@@ -46,6 +47,10 @@ CHAINS = {
 OTHERS["gpt2-8-double"] = type("Double", (OTHERS["gpt2-8-tied"],), {"double": True})
 
 
+LONGER = {"tp2-dp2-sequence", "pp2-dp2", "dp4-rslora", "gpt2-8-double"}
+"""For ``-m exhaustive``."""
+
+
 def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:
     """In one process, in micro batches of the same size."""
     words = case[2].split()
@@ -54,29 +59,32 @@ def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:
     return case[0], case[1], f"{STEPS} --micro-batch-size {size} {variant}"
 
 
-def _four_workers(workers: Any, folder: str) -> dict[str, Any]:
-    cases = {name: (job, double, f"{STEPS} {flags}") for name, (job, double, flags) in LAYOUTS.items()}
+def _four_workers(workers: Any, folder: str, layouts: list[str], chains: list[str]) -> dict[str, Any]:
+    cases = {name: (LAYOUTS[name][0], LAYOUTS[name][1], f"{STEPS} {LAYOUTS[name][2]}") for name in layouts}
     runs = train_all(workers, cases)
-    for job, chain in CHAINS.items():
+    for job in chains:
         curve: list[tuple[float, float]] = []
-        for flags, dies_after in chain:  # each part begins where the last checkpoint was, one step before the death
+        for flags, dies_after in CHAINS[
+            job
+        ]:  # each part begins where the last checkpoint was, one step before the death
             curve = [*curve[:-1], *begin(job, f"{folder}/{job}", f"{RESUMED} {flags}", dies_after)]
         runs[job] = curve
     return runs
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = str(tmp_path_factory.mktemp("layouts"))
-    return {**run_in_workers(4, _four_workers, folder)[0], "folder": folder}
+    chosen = selected(request, "layout"), selected(request, "job")
+    return {**run_in_workers(4, _four_workers, folder, *chosen)[0], "folder": folder}
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
-    return {name: reference(*_whole(case)) for name, case in LAYOUTS.items()}
+def references(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {name: reference(*_whole(LAYOUTS[name])) for name in selected(request, "layout")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS.keys() - LONGER, LAYOUTS))
 def test_layout_follows_one_process(layout: str, runs: Any, references: Any) -> None:
     found, wanted = runs[layout], references[layout]
     double = LAYOUTS[layout][1]
@@ -102,7 +110,7 @@ def test_references_learn(references: Any) -> None:
         assert all(float(weight.abs().sum()) > 0 for weight in run["weights"].values())
 
 
-@pytest.mark.parametrize("job", CHAINS)
+@pytest.mark.parametrize("job", by_default(CHAINS.keys() - LONGER, CHAINS))
 def test_adapters_go_from_any_engine_to_any_other(job: str, runs: Any, tmp_path: Path) -> None:
     whole = begin(job, str(tmp_path / "whole"), f"{RESUMED} --micro-batch-size 8")
     curve = torch.tensor([*runs[job][:-1], *begin(job, f"{runs['folder']}/{job}", f"{RESUMED} {LAST}")])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support import mixtures, parity
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
@@ -52,6 +53,8 @@ LAYOUTS = {  # name: (kind, what has adapters, fp64, flags)
     "groups of stretches of sequences": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {CONTEXT} {GROUPS}"),
     "groups of stages": ("mixtral", EVERYTHING, True, f"--micro-batch-size 2 {PIPELINE} {GROUPS}"),
 }  # fmt: skip
+DEFAULT = ("fsdp", "zero-3", "stretches", "stages, only experts", "groups, states divided", "groups, sharded")
+PARAMETERS = by_default(DEFAULT, LAYOUTS)
 
 
 def _flags(layout: str) -> tuple[str, bool, str]:
@@ -71,16 +74,16 @@ def _reference(layout: str) -> parity.Trained:
     return parity.reference(_job(kind, flags), double, whole, lr="1e-2")
 
 
-def _in_four_workers(workers: Any) -> dict[str, parity.Trained]:
-    return {layout: parity.train(*_flags(layout), lr="1e-2") for layout in LAYOUTS}
+def _in_four_workers(workers: Any, layouts: list[str]) -> dict[str, parity.Trained]:
+    return {layout: parity.train(*_flags(layout), lr="1e-2") for layout in layouts}
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, parity.Trained]:
-    return run_in_workers(4, _in_four_workers)[0]  # type: ignore[no-any-return]
+def runs(request: pytest.FixtureRequest) -> dict[str, parity.Trained]:
+    return run_in_workers(4, _in_four_workers, selected(request, "layout"))[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", PARAMETERS)
 def test_layout_follows_one_process(layout: str, runs: Any) -> None:
     found, wanted, double = runs[layout], _reference(layout), LAYOUTS[layout][2]
     within = {"rtol": 1e-10, "atol": 1e-10} if double else {"rtol": 1e-4, "atol": 1e-5}
@@ -96,7 +99,7 @@ def test_layout_follows_one_process(layout: str, runs: Any) -> None:
     assert found["summary"]["receipts"][load] == wanted["summary"]["receipts"][load]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", PARAMETERS)
 def test_references_learn(layout: str) -> None:
     reference = _reference(layout)
     assert len({loss for loss, _ in reference["curve"]}) == 3

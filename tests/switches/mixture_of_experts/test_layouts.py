@@ -110,6 +110,10 @@ LAYOUTS = {  # name: (job, flags of the layout)
     ),
 }
 LONGER = {
+    "stages in turn",
+    "context and stretches",
+    "one expert each, states divided",
+    "groups of shards",
     "shards",
     "context",
     "groups, states divided",

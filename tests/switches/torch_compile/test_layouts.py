@@ -10,6 +10,7 @@ import torch
 
 from tests.support.compiled_jobs import train_exactly
 from tests.support.parity import reference
+from tests.support.selection import by_default
 from tests.support.worker_pool import Failure, outcomes_in_workers
 
 pytestmark = pytest.mark.distributed
@@ -42,6 +43,8 @@ CASES = {
     "stages-distributed": ("stages", 4, f"{STAGES} --use-distributed-optimizer {PRODUCTS}"),
 }
 """Job, workers and flags."""
+SHORT = ("interleaved-checkpointed-seen", "sequence-products", "gpt2-fused", "3d", "context-ring-recomputed")
+"""By default. The covering table has a compiler beside every way to divide a model, too."""
 EXPERTS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
 MIXTURES = [f"{STAGES} {AGAIN}", f"{TENSOR} --sequence-parallel {AGAIN}", TENSOR]
 
@@ -65,7 +68,7 @@ def _assert_documented(job: str, layout: str, workers: int, report: Any) -> None
     assert row in GUIDE.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(SHORT, CASES))
 def test_it_follows_one_eager_process_without_a_break(name: str) -> None:
     job, workers, layout = CASES[name]
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {layout}"
@@ -96,7 +99,7 @@ def test_inductor_computes_divided_layers() -> None:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("more", ["", PRODUCTS], ids=["plain", "products"])
+@pytest.mark.parametrize("more", by_default([PRODUCTS], ["", PRODUCTS]), ids=["plain", "products"])
 def test_zero_3_gathers_whole_blocks_outside_of_their_graphs(more: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager --zero-3-memory-optimization {more}"
     run = outcomes_in_workers(2, train_exactly, "stages", flags)[0]
@@ -138,7 +141,7 @@ def test_products_of_broken_graphs_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", MIXTURES)
+@pytest.mark.parametrize("layout", by_default(MIXTURES[1:2], MIXTURES))
 def test_only_mixtures_break_graphs_of_blocks_with_experts(layout: str) -> None:
     """Also of blocks that are recomputed, of which torch would compile nothing."""
     flags = f"{BASE} --micro-batch-size 4 --torch-compile aot_eager {EXPERTS} {layout}"
