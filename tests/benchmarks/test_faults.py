@@ -20,13 +20,15 @@ from benchmarks.faults import (
     spend_life,
 )
 from benchmarks.trainees import Place
+from tests.support.selection import by_default
 
 
 @pytest.mark.slow
-def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
-    report = run_faults(kills=6, folder=tmp_path, seed=3)
+@pytest.mark.parametrize("kills", by_default([2], [2, 12]))
+def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path) -> None:
+    report = run_faults(kills=kills, folder=tmp_path, seed=3)
     assert report.flawless, report.to_json()
-    assert report.kills.total() == report.survived == 6
+    assert report.kills.total() == report.survived == kills
     assert report.complete == report.identical > 0
 
 

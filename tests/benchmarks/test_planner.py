@@ -14,14 +14,33 @@ from benchmarks.__main__ import main
 from benchmarks.planner import CASES, Case, Result, measure, notes
 from rapidformer_templates.switches.auto_strategy.layouts import Layout
 
+ALONE = Case("bert", Layout(micro_batch=2, recompute="full"))
+
+
+def _sharded(model: str, precision: str, **more: Any) -> Case:
+    return Case(model, Layout(context=2, micro_batch=1, partitioning="fsdp", **more), precision)
+
+
+SHARDED = {
+    "most is alive in the backward of the last block": _sharded("gpt2", "fp32"),
+    "most is alive in the backward of one of the first": _sharded("llama", "fp32", recompute="full"),
+    "the gradients of the tables leave inside of groups": _sharded("llama", "bf16", recompute="full", shard_size=2),
+}
+
 
 @pytest.fixture(scope="module")
-def result() -> Result:
-    (found,) = measure([Case("bert", Layout(micro_batch=2, recompute="full"))])
-    return found
+def results() -> list[Result]:
+    """Of all cases at once, so that each number of workers starts once."""
+    return measure([ALONE, *SHARDED.values()])
+
+
+@pytest.fixture
+def result(results: list[Result]) -> Result:
+    return results[0]
 
 
 @pytest.mark.slow
+@pytest.mark.distributed
 def test_a_real_run_holds_what_was_predicted(result: Result) -> None:
     assert result.exact
     assert abs(result.error) < 0.01
@@ -31,21 +50,15 @@ def test_a_real_run_holds_what_was_predicted(result: Result) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("model", "precision", "more"),
-    [
-        ("gpt2", "fp32", {}),  # most is alive in the backward of the last block
-        ("llama", "fp32", {"recompute": "full"}),  # in that of one of the first
-        ("llama", "bf16", {"recompute": "full", "shard_size": 2}),  # where the gradients of the tables leave
-    ],
-)
-def test_shards_of_divided_sequences_hold_what_was_predicted(model: str, precision: str, more: dict[str, Any]) -> None:
-    (found,) = measure([Case(model, Layout(context=2, micro_batch=1, partitioning="fsdp", **more), precision)])
+@pytest.mark.parametrize("number", range(1, 1 + len(SHARDED)), ids=list(SHARDED))
+def test_shards_of_divided_sequences_hold_what_was_predicted(number: int, results: list[Result]) -> None:
+    found = results[number]
     assert found.exact
     assert abs(found.error) < 0.01
 
 
 @pytest.mark.slow
+@pytest.mark.distributed
 def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (predicted, measured), *_ = result.held
     wrong = dataclasses.replace(measured, optimizer=measured.optimizer + 4)

@@ -21,6 +21,7 @@ from examples import own_loop
 from rapidformer_templates import Data, OptimizerSpec, RapidformerError, Trainer, compose
 from rapidformer_templates.engines.given_optimizer import as_recipe
 from rapidformer_templates.errors import CheckpointError, ConfigError, DataError, OutOfMemory, Refused
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 EXAMPLE = Path(own_loop.__file__)
@@ -79,9 +80,9 @@ def run() -> list[float]:
     return _run()
 
 
-def _everywhere(workers: Any, folder: str) -> dict[str, Any]:
+def _everywhere(workers: Any, folder: str, layouts: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        name: own_loop.train([*CPU, *flags.split()], f"{folder}/{name}") for name, flags in LAYOUTS.items()
+        name: own_loop.train([*CPU, *LAYOUTS[name].split()], f"{folder}/{name}") for name in layouts
     }
     found["resumed"] = _resumed(folder)
     found["replicas"] = _refusal(lambda: _tensor_parallel_step(workers.rank))
@@ -153,12 +154,12 @@ def _uneven(workers: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def in_workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_in_workers(2, _everywhere, str(tmp_path_factory.mktemp("sessions")))
+def in_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_in_workers(2, _everywhere, str(tmp_path_factory.mktemp("sessions")), selected(request, "layout"))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(("zero-3", "pipeline"), LAYOUTS))
 def test_own_loop_has_the_losses_of_a_run(layout: str, run: list[float], in_workers: list[dict[str, Any]]) -> None:
     assert len(run) == own_loop.STEPS
     for found in in_workers:

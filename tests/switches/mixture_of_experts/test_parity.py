@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support import mixtures, parity
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
@@ -37,13 +38,21 @@ LAYOUTS = {
     "experts": "--micro-batch-size 2 --expert-parallel",
     "experts-checkpointed": "--micro-batch-size 4 --expert-parallel --checkpoint-activations",
 }
-RUNS = [
-    (case, layout)
+RUNS = {
+    f"{case} {layout}": (case, layout)
     for case in CASES
     for layout in LAYOUTS
     if case == "dropless" or layout in {"capacity": ("fsdp", "experts"), "own": ("ddp", "zero-2")}.get(case, ())
-]
+}
+LONGER = {
+    *(f"dropless {layout}" for layout in ("oss", "sdp", "zero-1", "zero-3", "experts-checkpointed")),
+    "capacity fsdp",
+    "own ddp",
+}
+"""For ``-m exhaustive``."""
 RESUMED = ("fsdp", "experts")
+COMPARED = ("dropless ddp", "dropless fsdp", "dropless experts")
+"""Runs that tests of their own read."""
 HALF_PRECISION = {"fp16": "", "bf16-zero-2": "--zero-2-memory-optimization", "bf16-experts": "--expert-parallel"}
 
 
@@ -57,9 +66,9 @@ def _forget_last_step(folder: str) -> None:
     shutil.rmtree(f"{folder}/checkpoints/step-3")
 
 
-def _in_two_workers(workers: Any, folder: str) -> dict[str, Any]:
+def _in_two_workers(workers: Any, folder: str, names: list[str]) -> dict[str, Any]:
     runs = {}
-    for case, layout in RUNS:
+    for case, layout in map(RUNS.__getitem__, names):
         saved = [*SAVED, f"{folder}/{layout}"] if case == "dropless" and layout in RESUMED else []
         runs[f"{case} {layout}"] = _train(case, LAYOUTS[layout], *saved)
     for layout in RESUMED:
@@ -71,7 +80,7 @@ def _in_two_workers(workers: Any, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All runs, those of two workers in one group."""
     folder = tmp_path_factory.mktemp("mixtures")
     found: dict[str, Any] = {f"{case} alone": _train(case, ALONE) for case in CASES if case != "dropless"}
@@ -81,7 +90,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     _forget_last_step(f"{folder}/alone")
     for layout in RESUMED:
         shutil.copytree(folder / "alone", folder / f"alone, then {layout}")
-    found |= run_in_workers(2, _in_two_workers, str(folder))[0]
+    found |= run_in_workers(2, _in_two_workers, str(folder), sorted({*selected(request, "run"), *COMPARED}))[0]
     for layout in RESUMED:
         _forget_last_step(f"{folder}/{layout}")
         found[f"{layout} → alone"] = _train("dropless", ALONE, *SAVED, f"{folder}/{layout}", "--resume")
@@ -93,17 +102,17 @@ def _assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("case", "layout"), RUNS)
-def test_layout_follows_one_process(case: str, layout: str, runs: Any) -> None:
-    expected, actual = runs[f"{case} alone"], runs[f"{case} {layout}"]
+@pytest.mark.parametrize("run", by_default(RUNS.keys() - LONGER, RUNS))
+def test_layout_follows_one_process(run: str, runs: Any) -> None:
+    expected, actual = runs[f"{RUNS[run][0]} alone"], runs[run]
     _assert_close(actual["curve"], expected["curve"])
     _assert_close(actual["evaluations"], expected["evaluations"])
     assert actual["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        _assert_close(actual["weights"][name], weight)
-    for name in ("expert_load", "dropped_choices"):
-        assert actual["summary"]["receipts"][name] == expected["summary"]["receipts"][name]
-    balance = [mixtures.losses_of(run["lines"]) for run in (actual, expected)]
+    for key, weight in expected["weights"].items():
+        _assert_close(actual["weights"][key], weight)
+    for key in ("expert_load", "dropped_choices"):
+        assert actual["summary"]["receipts"][key] == expected["summary"]["receipts"][key]
+    balance = [mixtures.losses_of(each["lines"]) for each in (actual, expected)]
     assert len(balance[1]) == len(expected["curve"]) == 3
     assert len(expected["evaluations"]) == 2
     _assert_close(*balance)
