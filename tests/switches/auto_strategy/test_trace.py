@@ -33,6 +33,7 @@ from rapidformer_templates.switches.offload_activations.offloader import Offload
 from rapidformer_templates.switches.offload_activations.transform import offload_blocks
 from rapidformer_templates.system.workers import Workers
 from tests.support.model_shapes import LENGTH, MODELS, batch, shapes
+from tests.support.selection import by_default
 
 
 def real_step(model: Any, variant: Variant) -> None:
@@ -53,11 +54,14 @@ same_shapes = cache(shapes)
 """The shapes of a model, with the traces of all tests that do not change it."""
 
 VARIANTS = [Variant(samples, how, kind) for samples, kind in ((4, "fp32"), (2, "bf16")) for how in RECOMPUTED]
+NAMES = ("gpt2", "llama", "bert", "t5")
+EVERY = [(name, variant) for name in NAMES for variant in VARIANTS]
+SHORT = [(name, VARIANTS[kind]) for i, name in enumerate(NAMES) for kind in (i % 3, 3 + (i + 1) % 3)]
+"""By default: each model in two variants, and each variant in one or two models."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize(("name", "variant"), by_default(SHORT, EVERY), ids=str)
 def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Variant) -> None:
     predicted = same_shapes(name).trace(variant)
     model = real_model(name, 5, variant)
@@ -69,7 +73,7 @@ def test_a_deepened_trace_is_the_peak_of_the_real_model(name: str, variant: Vari
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", by_default(["llama"], ["gpt2", "llama", "bert"]))
 def test_a_trace_has_weights_of_16_bits_as_the_engine_has_them(name: str, sums: torch.dtype) -> None:
     """Norms stay fp32, and a gradient is freed in 16 bits as soon as it is added to its sum."""
     variant = Variant(2, precision="bf16", weights="masters", sums=sums.itemsize)
@@ -97,7 +101,7 @@ OFFLOADED = [("gpt2", "none", "fp32"), ("gpt2", "full", "fp32"), ("llama", "sele
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "recompute", "precision"), OFFLOADED)
+@pytest.mark.parametrize(("name", "recompute", "precision"), by_default(OFFLOADED[1:3], OFFLOADED))
 def test_a_trace_knows_what_goes_to_the_host(name: str, recompute: str, precision: str) -> None:
     variant = Variant(4, recompute, precision, offload=True)
     with mock.patch(f"{ROOM}.offloader.LEAST_BYTES", 1024):

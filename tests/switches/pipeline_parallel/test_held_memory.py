@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -126,9 +127,13 @@ def _engine(name: str, workers: Workers, precision: str, recompute: str) -> Pipe
     return engine
 
 
+same_shapes = cache(shapes)
+"""The shapes of a model, with the traces of all ranks."""
+
+
 def predicted(name: str, rank: int, precision: str, recompute: str) -> int:
     layout = Layout(pipeline=STAGES, micro_batch=SAMPLES, accumulation=8, recompute=recompute)
-    setting, model = Setting(precision), shapes(name, BLOCKS)
+    setting, model = Setting(precision), same_shapes(name, BLOCKS)
     return of_stage(model, Stage(model, layout, rank, setting), variant_of(layout, setting), exact=True).total
 
 
