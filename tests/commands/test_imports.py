@@ -62,7 +62,7 @@ MISTAKES = {
     "--task causal_lm --micro-batch-size three": "--micro-batch-size needs",
     "--micro-batch-size 0": "--micro-batch-size must be at least 1, not 0",
     "--config {0}/unknown.yaml": "did you mean micro_batch_size?",
-    "--config {0}/script.yaml": "--user-script is for the rapidformer command",
+    "--config {0}/script.yaml": "a file cannot set user_script",
     "--config {0}/none.yaml": "none.yaml",
     "--task causal_lm --epochs 1 --no-save --device cpu": "--lr",
     RIGHT + " --no-save --zero-3-memory-optimization --fsdp-memory-optimization": "error[RF",

@@ -22,9 +22,6 @@ from rapidformer_templates.planning.trackers import PACKAGES, Trackers
 
 _DIGITS = r"[0-9]+(_[0-9]+)*"
 _NUMBER = rf"({_DIGITS}\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
-ON_COMMAND_LINE = ("config", "user_script")
-"""Flags that no file can have: it names no other one, and a script is known before it is read."""
-
 _SCALAR = ["string", "number"]
 """Of a text: a name may look like a number."""
 
@@ -67,7 +64,7 @@ def yaml_schema(own: type | None = None) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for options in (*SECTIONS.values(), *switch_options().values(), *([own] if own else [])):
         for field in dataclasses.fields(options):
-            if field.name not in ON_COMMAND_LINE:
+            if field.name != "config" and field.metadata.get("in_files", True):
                 keys |= _keys_of(field, field_types(options)[field.name])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

@@ -276,6 +276,9 @@ def parse(
     command_line = _by_field({name: (value, "command line") for name, value in vars(given).items()}, options)
     path = command_line.get("config", script.get("config", (None, "")))[0]
     file = _by_field(_read_yaml(path, parser), options) if path else {}
+    for name in file.keys() - settable_by_files(options):
+        hint = f"give {spelling(name)} on the command line, if you trust where the code is from"
+        raise ConfigError(f"a file cannot set {name}, which runs code", where=file[name][1], hint=hint)
     values, replaced = _merged((script, file, command_line), choices(options))
     return dataclasses.replace(_assemble(values, switch_options, user), replaced=replaced)
 
@@ -293,6 +296,12 @@ def split(argv: Sequence[str], options: type) -> tuple[Any, list[str]]:
     words = _by_field({name: (value, "command line") for name, value in vars(given).items()}, [options])
     values = {name: _checked(fields[name], field_types(options)[name], *word) for name, word in words.items()}
     return options(**values), rest
+
+
+def settable_by_files(options: Iterable[type]) -> set[str]:
+    """The fields that a YAML file or the plan of an earlier run may set."""
+    fields = itertools.chain.from_iterable(map(dataclasses.fields, options))
+    return {f.name for f in fields if f.metadata.get("in_files", True)}
 
 
 def choices(options: Iterable[type]) -> dict[str, set[str]]:
@@ -388,7 +397,9 @@ def to_yaml(config: RunConfig) -> str:
     given = {
         f.name.replace("_", "-"): _plain(config.get(f.name))
         for f in config.fields()
-        if f.name != "config" and config.origin(f.name).startswith(("command line", file))
+        if f.name != "config"
+        and f.metadata.get("in_files", True)
+        and config.origin(f.name).startswith(("command line", file))
     }
     return yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=1000) if given else ""
 

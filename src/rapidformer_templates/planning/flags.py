@@ -25,6 +25,7 @@ def flag(
     maximum: float | None = None,
     choice: str | None = None,
     only_with: tuple[str, Any] | None = None,
+    in_files: bool = True,
 ) -> Any:
     """Declare one flag as a dataclass field.
 
@@ -41,9 +42,11 @@ def flag(
         choice: what it decides together with other flags that exclude it: one that is given on the command line
             takes the place of another that stands in a file or a script.
         only_with: the field that it acts only together with, and a value to suggest for that.
+        in_files: whether a YAML file or the plan of an earlier run may set it. False for what runs code.
     """
     metadata: dict[str, Any] = {"help": help, "bare": bare, "metavar": metavar, "minimum": minimum, "maximum": maximum}
     metadata |= {"choice": choice, "only_with": only_with, "aliases": dict(aliases or {}), "offered": offered}
+    metadata["in_files"] = in_files
     return field(default=default, metadata=metadata)
 
 
@@ -55,7 +58,9 @@ class LaunchFlags:
     template: Literal["Trainer", "Pretrainer", "Finetuner"] | None = flag(
         None, "template of a black-box run (default: chosen from the task and the switches)"
     )
-    user_script: str | None = flag(None, "white-box script to run with these flags", metavar="FILE")
+    user_script: str | None = flag(
+        None, "white-box script to run with these flags; not in a YAML file", metavar="FILE", in_files=False
+    )
     nproc_per_node: int | None = flag(None, "local workers that the command starts itself", minimum=1)
     data_parallel_size: int | None = flag(
         None,
@@ -90,7 +95,7 @@ class ModelFlags:
     dropout: float | None = flag(
         None, "dropout rate everywhere in the model (default: the model's own)", minimum=0, maximum=1
     )
-    trust_remote_code: bool = flag(False, "run code that comes with a model folder")
+    trust_remote_code: bool = flag(False, "run code that comes with a model folder; not in a YAML file", in_files=False)
 
 
 @dataclass(frozen=True)

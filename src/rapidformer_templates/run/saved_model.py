@@ -28,7 +28,6 @@ OF_THE_SAMPLES = (
     "text_column",
     "pair_column",
     "label_column",
-    "trust_remote_code",
 )
 """Fields of a run by which its model is fed after it, too."""
 
@@ -126,6 +125,8 @@ def find_saved(path: str | Path) -> Saved:
 def values_of(run: Path) -> dict[str, tuple[Any, str]]:
     """The flags of a run by field name, each with where it came from; those of the user's own are left out.
 
+    What only the command line may grant is left out too: anyone can have written the file.
+
     Raises:
         ConfigError: its plan cannot be read.
     """
@@ -134,7 +135,7 @@ def values_of(run: Path) -> dict[str, tuple[Any, str]]:
         named = {n.removeprefix("--").replace("-", "_"): (v["value"], v["origin"]) for n, v in values.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{run / 'plan.json'} cannot be read: {error}", where="RUN") from error
-    known = {field.name for field in parse([], REGISTRY.options()).fields()}
+    known = {f.name for f in parse([], REGISTRY.options()).fields() if f.metadata.get("in_files", True)}
     return {name: value for name, value in named.items() if name in known}
 
 

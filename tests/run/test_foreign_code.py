@@ -1,0 +1,103 @@
+"""No file grants what only the command line may: code of a model folder runs for --trust-remote-code alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from rapidformer_templates.commands.main import main
+from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.planning.config import parse, spelling
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.run.saved_model import find_saved, open_saved
+
+CODE = """
+from pathlib import Path
+from transformers import GPT2Config
+Path({marker!r}).write_text("ran")
+class Config(GPT2Config):
+    pass
+"""
+ONLY_ON_COMMAND_LINE = [f.name for f in parse([], REGISTRY.options()).fields() if not f.metadata.get("in_files", True)]
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that is there once foreign code has run."""
+    return tmp_path / "ran"
+
+
+@pytest.fixture
+def model(tmp_path: Path, gpt_folder: Path, marker: Path) -> Path:
+    """An exported model with code, in a run folder whose plan trusts it."""
+    run = tmp_path / "run"
+    folder = run / "export"
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(CODE.format(marker=str(marker)))
+    values = {"trust_remote_code": True, "task": "causal_lm", "user_script": str(folder / "mine.py")}
+    plan = {"values": {spelling(name): {"value": value, "origin": "command line"} for name, value in values.items()}}
+    (run / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+@pytest.mark.parametrize("beside", ["run", "export"], ids=["of a run folder", "of a model in one"])
+def test_a_plan_grants_nothing(
+    beside: str,
+    model: Path,
+    marker: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = str(model if beside == "export" else model.parent)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "one"}) + "\n")
+    data = ["--data-dir", str(tmp_path), "--data-name", "rows"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    for words in (
+        ["predict", given, "--input", str(rows), "--output", str(tmp_path / "out.jsonl")],
+        ["evaluate", given, "--device", "cpu", *data],
+        ["chat", given],
+    ):
+        assert main(words) != 0, words
+        assert "--trust-remote-code" in capsys.readouterr().err, words
+        assert not marker.exists(), words
+    with pytest.raises(Exception, match="trust"):
+        open_saved(given)
+    assert not marker.exists()
+    assert not find_saved(given).values.keys() & set(ONLY_ON_COMMAND_LINE)
+
+
+def test_the_command_line_grants_it(model: Path, marker: Path) -> None:
+    """Else the test above would prove nothing."""
+    saved = find_saved(model)
+    config = saved.config(trust_remote_code=True)
+    assert config.model.trust_remote_code
+    from rapidformer_templates.models.loading import read_config_of
+
+    assert type(read_config_of(model, trust_remote_code=True)).__name__ == "Config"
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("name", ONLY_ON_COMMAND_LINE)
+def test_a_yaml_file_cannot_set_it(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(f"lr: 1.0e-3\n{name}: true\n")
+    with pytest.raises(ConfigError, match=f"a file cannot set {name}") as error:
+        parse(["--config", str(file)], REGISTRY.options())
+    assert error.value.where == "flags.yaml:2"
+    assert spelling(name) in str(error.value.hint)
+
+
+def test_which_flags_run_code() -> None:
+    assert ONLY_ON_COMMAND_LINE == ["user_script", "trust_remote_code"]
