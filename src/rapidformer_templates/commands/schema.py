@@ -14,7 +14,7 @@ from typing import Any
 
 from rapidformer_templates.commands.words import Parser
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import dashed, field_types, value_kind
+from rapidformer_templates.planning.config import dashed, field_types, settable_by_files, value_kind
 from rapidformer_templates.planning.flags import SECTIONS
 from rapidformer_templates.planning.intervals import Interval
 from rapidformer_templates.planning.registry import switch_options
@@ -62,9 +62,11 @@ def yaml_schema(own: type | None = None) -> dict[str, Any]:
         own: a dataclass of the user's own flags.
     """
     keys: dict[str, Any] = {}
-    for options in (*SECTIONS.values(), *switch_options().values(), *([own] if own else [])):
+    kinds = (*SECTIONS.values(), *switch_options().values(), *([own] if own else []))
+    settable = settable_by_files(kinds) - {"config"}
+    for options in kinds:
         for field in dataclasses.fields(options):
-            if field.name != "config" and field.metadata.get("in_files", True):
+            if field.name in settable:
                 keys |= _keys_of(field, field_types(options)[field.name])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

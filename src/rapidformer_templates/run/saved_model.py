@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer_templates.errors import ConfigError
-from rapidformer_templates.planning.config import RunConfig, parse
+from rapidformer_templates.planning.config import RunConfig, parse, settable_by_files
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.folder import RunFolder
 
@@ -135,7 +135,7 @@ def values_of(run: Path) -> dict[str, tuple[Any, str]]:
         named = {n.removeprefix("--").replace("-", "_"): (v["value"], v["origin"]) for n, v in values.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{run / 'plan.json'} cannot be read: {error}", where="RUN") from error
-    known = {f.name for f in parse([], REGISTRY.options()).fields() if f.metadata.get("in_files", True)}
+    known = settable_by_files(parse([], REGISTRY.options()).kinds())
     return {name: value for name, value in named.items() if name in known}
 
 
