@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint con
 export NO_MKDOCS_2_WARNING := 1
 # Without bytecode each process of the tests would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help demo check test docs-test docs site
+.PHONY: help demo check test test-longer docs-test docs site
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -29,11 +29,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev  ## lint, format, types, and the quick tests that start no workers
 	$(LINT)
-	$(PYTEST) -m "not slow and not distributed and not deepspeed and not docs and not exhaustive"
+	$(PYTEST) -m "not slow and not distributed and not deepspeed and not docs and not longer and not exhaustive"
 
 test: $(VENV)/.installed-dev  ## lint, format, types and all tests, those of docs-test among them
 	$(LINT)
 	$(PYTEST) --durations-file build/durations.json
+
+test-longer: $(VENV)/.installed-dev  ## further cases of the same tests
+	$(PYTEST) -m longer
 
 docs-test: $(VENV)/.installed-dev  ## the tests of the site, the notebook and the examples alone
 	$(PYTEST) -m docs

@@ -14,6 +14,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

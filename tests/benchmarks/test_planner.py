@@ -57,6 +57,7 @@ def test_shards_of_divided_sequences_hold_what_was_predicted(number: int, result
     assert abs(found.error) < 0.01
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from rapidformer_templates.errors import DataError, RapidformerError
 absent = [name for name in ("megatron", "gigatoken") if importlib.util.find_spec(name) is None]
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.skipif(bool(absent), reason=f"not installed: {', '.join(absent)}")
 def test_the_command_writes_what_it_shows(

@@ -14,6 +14,7 @@ from benchmarks.__main__ import main
 from benchmarks.planner_worker import MODELS
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 @pytest.mark.deepspeed
 def test_two_workers_hold_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_flags_exist() -> None:
 
 
 PLANS = [
-    pytest.param(page, command, marks=pytest.mark.slow if "--auto-strategy" in command else ())
+    pytest.param(page, command, marks=pytest.mark.longer if "--auto-strategy" in command else ())
     for page in PAGES
     for command in commands(page)
     if command.startswith("rapidformer plan")

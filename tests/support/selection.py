@@ -1,4 +1,4 @@
-"""Choose which cases run by default. The others need ``-m exhaustive``, and fixtures train only what is tested."""
+"""Choose which cases ``make test`` runs. ``make test-longer`` runs the others. Fixtures train only what is tested."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 
 def by_default(taken: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Parameters for :func:`pytest.mark.parametrize`: ``exhaustive`` marks all but ``taken``.
+    """Parameters for :func:`pytest.mark.parametrize`: ``longer`` marks all but ``taken``.
 
     A case that is a tuple has the values of several arguments.
     """
     parameters = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        parameters.append(pytest.param(*values, marks=() if case in taken else pytest.mark.exhaustive))
+        parameters.append(pytest.param(*values, marks=() if case in taken else pytest.mark.longer))
     return parameters
 
 

@@ -143,6 +143,7 @@ def _result(folder: Path, *words: str) -> Any:
     return json.loads((folder / "partitioning.json").read_text())
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_solutions_and_a_peer_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

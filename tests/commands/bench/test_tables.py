@@ -119,6 +119,7 @@ def test_the_benchmark_starts_the_workers_itself() -> None:
     assert _without_launch(words) == ["--lr", "1", "--tf32"]
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_utilisation_is_measured_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--table", "mfu", "--scale", "tiny", "--device", "cpu", "--repeats", "1", "--steps", "2"]

@@ -274,8 +274,17 @@ QUICK = {
     "masters, tensor, zero-2",
     "masters, interleaved, zero-2",
 }
-"""The others are asked for by -m exhaustive."""
-PARAMETERS = [pytest.param(c, id=c[0], marks=() if c[0] in QUICK else pytest.mark.exhaustive) for c in CASES]
+"""What make test runs."""
+LONGER = {case[0] for case in MASTERS}
+"""make test-longer runs these too."""
+
+
+def _marked(case: Case) -> Any:
+    mark = pytest.mark.longer if case[0] in LONGER else pytest.mark.exhaustive
+    return pytest.param(case, id=case[0], marks=() if case[0] in QUICK else mark)
+
+
+PARAMETERS = list(map(_marked, CASES))
 
 
 def words(values: Mapping[str, Any], folder: str) -> list[str]:

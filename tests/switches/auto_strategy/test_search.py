@@ -397,6 +397,7 @@ def told_of(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return found
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_memory_is_that_of_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def memory(flags: str) -> dict[str, float]:

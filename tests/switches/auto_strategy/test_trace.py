@@ -133,6 +133,7 @@ def test_live_storages_are_what_the_allocator_gave(name: str) -> None:
     assert live.peak == pytest.approx(peak, abs=4096)
 
 
+@pytest.mark.longer
 @pytest.mark.slow
 def test_every_micro_batch_follows_from_two() -> None:
     model = shapes("gpt2")

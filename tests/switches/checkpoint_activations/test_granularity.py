@@ -36,7 +36,7 @@ if "deepspeed" in installed_packages():
 if "fairscale" in installed_packages():
     ENGINES["sdp"] = "--micro-batch-size 4 --oss-sdp-memory-optimization"
 LONGER = {"distributed", "tensor", "sdp"}
-"""For ``-m exhaustive``: each has one of its kind among the others."""
+"""For ``make test-longer``: each has one of its kind among the others."""
 
 
 class Watched(DeepJob):

@@ -48,7 +48,7 @@ OTHERS["gpt2-8-double"] = type("Double", (OTHERS["gpt2-8-tied"],), {"double": Tr
 
 
 LONGER = {"tp2-dp2-sequence", "pp2-dp2", "dp4-rslora", "gpt2-8-double"}
-"""For ``-m exhaustive``."""
+"""For ``make test-longer``."""
 
 
 def _whole(case: tuple[str, bool, str]) -> tuple[str, bool, str]:

@@ -127,7 +127,7 @@ LONGER = {
     "own experts in groups of shards",
     "stages and stretches",
 }
-"""For ``-m exhaustive``: each way to divide a model and each kind of experts is in another layout too."""
+"""For ``make test-longer``: each way to divide a model and each kind of experts is in another layout too."""
 RESUMED = ("stages and shards", "groups, everything sharded", "groups, gradients divided")
 """Begun in four workers, and gone on with in one."""
 EXPORTED = ("stages and shards", "groups of a context, everything sharded", "own experts in groups")

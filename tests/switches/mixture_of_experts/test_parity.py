@@ -49,7 +49,7 @@ LONGER = {
     "capacity fsdp",
     "own ddp",
 }
-"""For ``-m exhaustive``."""
+"""For ``make test-longer``."""
 RESUMED = ("fsdp", "experts")
 COMPARED = ("dropless ddp", "dropless fsdp", "dropless experts")
 """Runs that tests of their own read."""

@@ -40,7 +40,7 @@ if installed_packages().keys() >= {"onnxruntime", "onnxscript"}:
     ENGINES["onnx"] = "--micro-batch-size 4 --onnx-runtime-training"
 
 LONGER = {"distributed", "tensor", "pipeline", "checkpointed", "zero-2", "sdp"}
-"""For ``-m exhaustive``: each has one of its kind among the others."""
+"""For ``make test-longer``: each has one of its kind among the others."""
 IN_GRAPHS = {"compiled", "onnx"}
 """Each shape of a batch costs seconds there."""
 IN_FLIGHT = {"pipeline", "interleaved"}
