@@ -33,7 +33,7 @@ check: $(VENV)/.installed-dev  ## lint, format, types, and the quick tests that 
 
 test: $(VENV)/.installed-dev  ## lint, format, types and all tests, those of docs-test among them
 	$(LINT)
-	$(PYTEST) --durations-file build/durations.json
+	$(PYTEST) --durations-file=build/durations.json
 
 test-longer: $(VENV)/.installed-dev  ## further cases of the same tests
 	$(PYTEST) -m longer
