@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.engines.receipt import Receipt
-from rapidformer_templates.models.blocks import bytes_of, shape_of
+from rapidformer_templates.models.blocks import bytes_of, canonical_name, shape_of
+from rapidformer_templates.models.placement import placement_of
+
+T = TypeVar("T")
 
 
 class TrainedAndFrozen(Receipt):
-    """Elements and bytes of the whole parameters that are trained and of those that are not."""
+    """Elements and bytes of the whole parameters that are trained and of those that are not, of all pipeline stages."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        values = {}
-        for kind, is_trained in (("trained", True), ("frozen", False)):
-            mine = [p for p in engine.model.parameters() if p.requires_grad == is_trained]
-            values[f"{kind}_parameters"] = sum(math.prod(shape_of(p)) for p in mine)
-            values[f"{kind}_bytes"] = sum(map(bytes_of, mine))
-        return values
+        whole_name = placement_of(engine.model).whole_name
+        mine = {
+            whole_name(canonical_name(name)): (p.requires_grad, math.prod(shape_of(p)), bytes_of(p))
+            for name, p in engine.model.named_parameters()
+        }
+        found = of_whole_model(engine, mine).values()
+        return {
+            "trained_parameters": sum(count for trained, count, _ in found if trained),
+            "trained_bytes": sum(size for trained, _, size in found if trained),
+            "frozen_parameters": sum(count for trained, count, _ in found if not trained),
+            "frozen_bytes": sum(size for trained, _, size in found if not trained),
+        }
+
+
+def of_whole_model(engine: Engine, mine: dict[str, T]) -> dict[str, T]:
+    """What the workers say of the parts that they have, by name in the whole model. Of copies the first one counts."""
+    found: dict[str, T] = {}
+    for of_worker in engine.workers.gather(mine):
+        found = of_worker | found
+    return found

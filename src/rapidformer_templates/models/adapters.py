@@ -114,6 +114,18 @@ def reader_of(module: nn.Module, parameter: str) -> ReadStack | None:
     return read
 
 
+def trained_whole(model: nn.Module) -> dict[str, str]:
+    """Modules that are trained whole beside adapters: the name of the copy that peft trains, and the module's own."""
+    copies: dict[str, str] = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        if {"original_module", "modules_to_save"} <= children.keys():
+            copies |= {
+                f"{name}.modules_to_save.{adapter}": name for adapter, _ in children["modules_to_save"].named_children()
+            }
+    return copies
+
+
 def base_of(module: nn.Module) -> nn.Module:
     """A module without the adapters around it."""
     while adapter_parts(module):

@@ -227,5 +227,5 @@ def test_all_linear_leaves_the_head_out() -> None:
 
     sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-    ends = {name.rpartition(".")[2] for name in targets_of(model, "all-linear", []).layers}
+    ends = {name.rpartition(".")[2] for name in targets_of(model, "all-linear", None).layers}
     assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

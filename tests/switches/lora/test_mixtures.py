@@ -18,7 +18,7 @@ from tests.support import jobs, mixtures, parity
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
-from rapidformer_templates.switches.lora.transform import targets_of  # noqa: E402 - it imports peft
+from rapidformer_templates.switches.lora.transform import refuse_missing, targets_of  # noqa: E402 - it imports peft
 
 STEPS = (
     "--train-iters 4 --global-batch-size 8 --micro-batch-size 4 --lr 1e-2 --log-interval 1 --lora-rank 3"
@@ -136,7 +136,7 @@ def test_peft_and_transformers_read_what_was_trained(
 
 def test_all_linear_leaves_experts_and_routers_out(bases: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(bases["qwen2_moe"])
-    targets = targets_of(model, "all-linear", [])
+    targets = targets_of(model, "all-linear", None)
     assert not targets.matrices
     ends = {name.rpartition(".")[2] for name in targets.layers}
     assert ends == {*(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")), "shared_expert_gate"}
@@ -151,7 +151,7 @@ def test_all_linear_leaves_experts_and_routers_out(bases: dict[str, Path]) -> No
     ],
 )
 def test_matrices_by_the_ends_of_their_names(bases: dict[str, Path], asked: str, matrices: tuple[str, ...]) -> None:
-    targets = targets_of(AutoModelForCausalLM.from_pretrained(bases["mixtral"]), asked, [])
+    targets = targets_of(AutoModelForCausalLM.from_pretrained(bases["mixtral"]), asked, None)
     layers = (0,) if asked.startswith("layers") else (0, 1)
     assert targets.matrices == [f"model.layers.{layer}.mlp.{matrix}" for layer in layers for matrix in matrices]
     assert len(targets.layers) == (2 if "q_proj" in asked else 0)
@@ -160,7 +160,7 @@ def test_matrices_by_the_ends_of_their_names(bases: dict[str, Path], asked: str,
 def test_names_of_matrices_are_told(bases: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(bases["mixtral"])
     with pytest.raises(ModelError, match="no layer that is called w1") as error:
-        targets_of(model, "w1", [])
+        refuse_missing(model, targets_of(model, "w1", None), "w1", None)
     assert "experts.down_proj, experts.gate_up_proj, gate.weight" in str(error.value.hint)
 
 

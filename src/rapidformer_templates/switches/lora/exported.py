@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,12 +23,20 @@ from rapidformer_templates.models.adapters import FrozenBase, frozen_base_of, se
 from rapidformer_templates.models.loading import class_of, own_reader
 from rapidformer_templates.switches.mixture_of_experts.exported import with_mixtures
 
+ADAPTER = "default"
+"""The name that peft gives to an adapter of which there is one."""
 CONFIG = "adapter_config"
 """Of an adapted model: peft's configuration of its adapters."""
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What a ``PeftModel`` puts before the names of the model inside it."""
+IN_FILES = [
+    (re.compile(rf"\.modules_to_save\.{ADAPTER}\."), "."),
+    (re.compile(rf"(\.lora_magnitude_vector)\.{ADAPTER}\.weight$"), r"\1"),
+    (re.compile(rf"(\.lora_\w+)\.{ADAPTER}(\.weight)?$"), r"\1\2"),
+]
+"""Names of parameters in a model, and what stands for that part in a file."""
 
 
 def writes(model: nn.Module) -> bool:
@@ -38,18 +47,30 @@ def writes(model: nn.Module) -> bool:
 def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write adapters in the format of peft.
 
+    peft's own function asks the model what belongs to them. Of a pipeline, this worker has only one stage's modules,
+    but the weights of all, so their names decide.
+
     Args:
         weights: whole ones by name: adapters, modules that were trained whole, buffers.
     """
-    from peft.utils import get_peft_model_state_dict
-
-    adapters = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
-    save_file(
-        {PREFIX + name: tensor.contiguous() for name, tensor in adapters.items()},
-        folder / WEIGHTS,
-        metadata={"format": "pt"},
-    )
+    adapters = {PREFIX + name: tensor.contiguous() for name, tensor in named_as_peft_does(weights).items()}
+    save_file(adapters, folder / WEIGHTS, metadata={"format": "pt"})
     describe(model, folder)
+
+
+def named_as_peft_does(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adapters and modules that are trained whole, by their names in a file of peft: without the adapter's own name.
+
+    The vector of DoRA is a module in a model and a tensor in a file.
+    """
+    adapters = {}
+    for name, tensor in weights.items():
+        for pattern, without in IN_FILES:
+            found, count = pattern.subn(without, name)
+            if count:
+                adapters[found] = tensor
+                break
+    return adapters
 
 
 def describe(model: nn.Module, folder: Path) -> None:

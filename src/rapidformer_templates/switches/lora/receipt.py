@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.engines.trained_parameters import TrainedAndFrozen
+from rapidformer_templates.engines.trained_parameters import TrainedAndFrozen, of_whole_model
+from rapidformer_templates.models.blocks import canonical_name
 from rapidformer_templates.switches.lora.matrices import MatrixAdapter
 from rapidformer_templates.switches.lora.quantized import lies_in_codes
 from rapidformer_templates.switches.lora.transform import adapted_layers
@@ -15,9 +16,13 @@ class TrainedBesideFrozen(TrainedAndFrozen):
     """The same, how many layers and stacks have adapters, and how many of these have their weights in codes."""
 
     def after_step(self, engine: Engine) -> dict[str, Any]:
-        layers = [layer for _, layer in adapted_layers(engine.model)]
+        mine = {
+            canonical_name(name): (isinstance(layer, MatrixAdapter), lies_in_codes(layer))
+            for name, layer in adapted_layers(engine.model)
+        }
+        layers = of_whole_model(engine, mine).values()
         return super().after_step(engine) | {
             "adapted_layers": len(layers),
-            "adapted_routers": sum(isinstance(layer, MatrixAdapter) for layer in layers),
-            "quantized_layers": sum(map(lies_in_codes, layers)),
+            "adapted_routers": sum(is_router for is_router, _ in layers),
+            "quantized_layers": sum(is_coded for _, is_coded in layers),
         }

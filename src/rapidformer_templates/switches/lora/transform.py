@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -24,14 +26,13 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.models.adapters import FrozenBase, fingerprint, identity_of, set_frozen_base
 from rapidformer_templates.models.blocks import canonical_name, shape_of
 from rapidformer_templates.models.placement import placement_of, whole
+from rapidformer_templates.models.stand_ins import Elsewhere, SkippedBlock
 from rapidformer_templates.switches.lora import matrices
-from rapidformer_templates.switches.lora.exported import CONFIG
+from rapidformer_templates.switches.lora.exported import ADAPTER, CONFIG
 from rapidformer_templates.switches.lora.quantized import QuantizedLinear, quantize_stack
 from rapidformer_templates.system.replaced_functions import install
 from rapidformer_templates.system.workers import Workers
 
-ADAPTER = "default"
-"""The name that peft gives to an adapter of which there is one."""
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
 NEW_HEADS = ("classifier", "score", "qa_outputs")
@@ -45,21 +46,12 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
         ModelError: no layer is of the asked names or kind.
     """
     options = building.options
-    trained_whole = _trained_whole(model, options.lora_modules_to_save)
-    targets = targets_of(model, options.lora_target_modules, trained_whole)
+    targets = targets_of(model, options.lora_target_modules, options.lora_modules_to_save)
     _check_matrices(model, targets, options)
-    config = LoraConfig(
-        r=options.lora_rank,
-        lora_alpha=options.lora_alpha if options.lora_alpha is not None else 2 * options.lora_rank,
-        lora_dropout=options.lora_dropout,
-        target_modules=targets.layers,
-        target_parameters=targets.matrices or None,
-        modules_to_save=trained_whole or None,
-        use_rslora=options.lora_variant == "rslora",
-        use_dora=options.lora_variant == "dora",
-        fan_in_fan_out=False,
-    )
+    of_all = targets.of_all(building.workers) if building.has_values else targets
+    refuse_missing(model, of_all, options.lora_target_modules, options.lora_modules_to_save)
     identity = _identity(model, building.workers) if building.has_values else ""
+    config = _peft_config(targets, options)
     with warnings.catch_warnings(), nullcontext() if building.has_values else _moving_nothing():
         warnings.simplefilter("ignore")  # that Conv1D has its matrix the other way round, which peft then heeds
         try:
@@ -79,8 +71,25 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
         _initialise(model, torch.initial_seed())
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
     set_frozen_base(model, FrozenBase(frozen, identity))
-    vars(model)[CONFIG] = as_peft_reads(config, model, targets)
+    described = _peft_config(of_all, options)
+    # peft has set this of its own if a layer is a Conv1D.
+    described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
+    vars(model)[CONFIG] = as_peft_reads(described, model, of_all)
     return model
+
+
+def _peft_config(targets: Targets, options: Any) -> LoraConfig:
+    return LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha if options.lora_alpha is not None else 2 * options.lora_rank,
+        lora_dropout=options.lora_dropout,
+        target_modules=targets.layers if targets.layers or targets.matrices else DUMMY_TARGET_MODULES,
+        target_parameters=targets.matrices or None,
+        modules_to_save=targets.trained_whole or None,
+        use_rslora=options.lora_variant == "rslora",
+        use_dora=options.lora_variant == "dora",
+        fan_in_fan_out=False,
+    )
 
 
 _planned: ContextVar[bool] = ContextVar("adapters of a model without data", default=False)
@@ -97,39 +106,39 @@ def _moving_nothing() -> Iterator[None]:
         _planned.reset(token)
 
 
-def _trained_whole(model: nn.Module, asked: str | None) -> list[str]:
-    if asked is not None:
-        names = _names(asked)
-        missing = [name for name in names if not _ending_with(model, name)]
-        if missing:
-            raise ModelError(
-                f"{type(model).__name__} has no module that is called {missing[0]}",
-                where="--lora-modules-to-save",
-                hint=f"its own are {', '.join(name for name, _ in model.named_children())}",
-            )
-        return names
-    return [name for name, _ in model.named_children() if name in NEW_HEADS]
-
-
 @dataclass(frozen=True)
 class Targets:
-    """Full names of what gets adapters.
+    """What gets adapters, and what is trained whole beside them. A stage of a pipeline may have none of it.
 
     Attributes:
-        layers: linear ones.
-        matrices: parameters of modules that are no layers: stacks of experts, weights of routers.
+        layers: full names of linear layers.
+        matrices: full names of parameters of modules that are no layers: stacks of experts, weights of routers.
+        trained_whole: how the names of modules end.
+        found: those of the names asked for adapters of which there is something.
     """
 
     layers: list[str]
     matrices: list[str]
+    trained_whole: list[str]
+    found: list[str]
+
+    def of_all(self, workers: Workers) -> Targets:
+        """Those of the whole model: of this worker and all others."""
+        everyone = [asdict(targets) for targets in workers.gather(self)]
+        return Targets(**{key: list(dict.fromkeys(chain(*(each[key] for each in everyone)))) for key in asdict(self)})
 
 
-def targets_of(model: nn.Module, asked: str, trained_whole: list[str]) -> Targets:
-    """What ends as asked; of ``all-linear`` all linear layers but the head, and no matrices.
+def targets_of(model: nn.Module, asked: str, modules_to_save: str | None) -> Targets:
+    """What ends as asked on this worker; of ``all-linear`` all linear layers but the head, and no matrices.
 
-    Raises:
-        ModelError: there is nothing of a name.
+    Args:
+        asked: names of layers and matrices, separated by commas.
+        modules_to_save: likewise of modules that are trained whole. None: the head that a pretrained model lacks.
     """
+    heads = [name for name, _ in model.named_children() if name in NEW_HEADS]
+    asked_whole = heads if modules_to_save is None else _names(modules_to_save)
+    trained_whole = [name for name in asked_whole if _ending_with(model, name)]
+    found_names = []
     layers: dict[str, None] = {}  # in order, each once
     stacks: dict[str, None] = {}
     for end in _names(asked):
@@ -137,14 +146,27 @@ def targets_of(model: nn.Module, asked: str, trained_whole: list[str]) -> Target
             found, held = _all_linear(model, trained_whole), []
         else:
             found, held = _ending_with(model, end), _matrices_ending_with(model, end)
-        if not found and not held:
-            raise _no_target(model, end)
+        found_names += [end] if found or held else []
         owners = {name.rpartition(".")[0] for name in held}
         layers |= dict.fromkeys(name for name in found if name not in owners)
         stacks |= dict.fromkeys(held)
-    if not layers and not stacks:
+    return Targets(list(layers), list(stacks), trained_whole, found_names)
+
+
+def refuse_missing(model: nn.Module, targets: Targets, asked: str, modules_to_save: str | None) -> None:
+    """Raise a :class:`ModelError` if no worker has anything of a name that was asked for."""
+    for name in _names(modules_to_save or ""):
+        if name not in targets.trained_whole:
+            raise ModelError(
+                f"{type(model).__name__} has no module that is called {name}",
+                where="--lora-modules-to-save",
+                hint=f"its own are {', '.join(name for name, _ in model.named_children())}",
+            )
+    for name in _names(asked):
+        if name not in targets.found:
+            raise _no_target(model, name)
+    if not targets.layers and not targets.matrices:
         raise _no_target(model, asked)
-    return Targets(list(layers), list(stacks))
 
 
 def _no_target(model: nn.Module, name: str) -> ModelError:
@@ -209,7 +231,8 @@ def _inject(config: LoraConfig, model: nn.Module) -> None:
     peft takes some names for those that older versions of transformers had in mixtures, and would put adapters
     beside experts in their place. What has no configuration it takes as it is.
     """
-    if not renamed_by_peft(model, config.target_modules or ()):
+    names = config.target_modules
+    if isinstance(names, str) or not renamed_by_peft(model, names or ()):  # a string: a stage that has none of them
         inject_adapter_in_model(config, model, ADAPTER)
         return
     holder = nn.Module()
@@ -253,7 +276,9 @@ def _names(asked: str) -> list[str]:
 
 
 def _ending_with(model: nn.Module, end: str) -> list[str]:
-    return [name for name, _ in model.named_modules() if name == end or name.endswith(f".{end}")]
+    """Modules of that name. Those of other stages of a pipeline are left out."""
+    there = (name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, SkippedBlock)))
+    return [name for name in there if name == end or name.endswith(f".{end}")]
 
 
 def _ends(model: nn.Module) -> list[str]:

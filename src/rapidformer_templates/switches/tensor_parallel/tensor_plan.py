@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.adapters import adapter_parts, plain_name
+from rapidformer_templates.models.adapters import adapter_parts, plain_name, trained_whole
 from rapidformer_templates.models.stand_ins import Elsewhere
 from rapidformer_templates.models.vocabulary_loss import LossHead
 from rapidformer_templates.switches.tensor_parallel.styles import (
@@ -178,8 +178,11 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
     names = {name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, nn.Identity))}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     styles: dict[str, str] = {}
-    for name in sorted(names | parameters):
+    copies = trained_whole(model)
+    for name in sorted((names | parameters) - set(copies.values())):  # a copy is divided, and not what it stands for
         named = plain_name(name) if name in parameters else name
+        for copy, original in copies.items():
+            named = original + named.removeprefix(copy) if f"{named}.".startswith(f"{copy}.") else named
         style = next((style for expression, style in expressions if expression.fullmatch(named)), None)
         if style is not None:
             styles[name] = style

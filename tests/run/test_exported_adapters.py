@@ -1,0 +1,131 @@
+"""Exported adapters are those that the run has evaluated, whatever divides the model: peft alone reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from rapidformer_templates.planning.registry import REGISTRY
+from rapidformer_templates.planning.request import build_request
+from rapidformer_templates.run.export import export_checkpoint
+from tests.support import parity
+from tests.support.combinations import Combination, accepted, parsed, place, smallest
+from tests.support.jobs import VOCABULARY, CausalJob
+from tests.support.selection import by_default
+from tests.support.worker_pool import run_in_workers
+
+peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
+pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
+
+STEPS = (
+    "--train-iters 3 --eval-interval 3 --lr 1e-2 --log-interval 1 --clip-grad 0.5 --no-keep-best --export-model"
+    " --device cpu --lora-rank 4"
+)
+KINDS = {
+    "lora": "",
+    "attention": "--lora-target-modules q_proj,v_proj",
+    "dora": "--lora-variant dora",
+    "head": "--lora-modules-to-save lm_head",
+    "last block": "--lora-target-modules layers.3.self_attn.q_proj",
+    "average": "--ema-decay 0.5",
+    "int8": "--quantize-base int8",
+}
+OWNING = [switch.name for switch in REGISTRY.switches if switch.engine]
+LAYOUTS: dict[str, Combination] = {
+    " + ".join(names): found
+    for names in [(), *((name,) for name in OWNING), ("tensor-parallel", "pipeline-parallel")]
+    if (found := (accepted if len(names) > 1 else smallest)(("lora", *names)))
+    and "mixture-of-experts" not in found.plan.switches
+}
+INTERLEAVED = "pipeline-parallel, interleaved"
+FLAGS = {name: " ".join(found.flags) for name, found in LAYOUTS.items()}
+FLAGS[INTERLEAVED] = f"{FLAGS['pipeline-parallel']} --virtual-pipeline-size 2"
+WORLDS = {name: found.world for name, found in LAYOUTS.items()} | {INTERLEAVED: 2}
+DIVIDING = ("pipeline-parallel", "tensor-parallel + pipeline-parallel", INTERLEAVED)
+
+
+def _is_accepted(kind: str, layout: str) -> bool:
+    config = REGISTRY.complete(parsed((*f"{STEPS} {FLAGS[layout]} {KINDS[kind]}".split(), "--save", "run")))
+    request = build_request(config, place(WORLDS[layout], "Trainer"), REGISTRY.switches, training=True)
+    return not REGISTRY.refusals(request)
+
+
+EVERY = [(kind, layout) for kind in KINDS for layout in FLAGS if _is_accepted(kind, layout)]
+CASES = {f"{kind}: {layout or 'replicas'}": (kind, layout) for kind, layout in EVERY}
+SHORT = [case for case, (kind, layout) in CASES.items() if kind in ("lora", "head") or layout in DIVIDING[:1]]
+
+
+class Adapted(CausalJob):
+    """A llama of four blocks without tied weights, from a folder."""
+
+    base = ""
+
+    def make(self) -> torch.nn.Module:
+        model: torch.nn.Module = LlamaForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        return model
+
+
+def _train(workers: Any, root: str, case: str) -> parity.Trained:
+    kind, layout = CASES[case]
+    words = f"{STEPS} {FLAGS[layout]} {KINDS[kind]}".split()
+    job = type("Adapted", (Adapted,), {"base": f"{root}/base"})
+    return parity.trained(job([*words, "--save", f"{root}/{case.replace(' ', '-')}"]))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).save_pretrained(folder / "base")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names(root: Path) -> dict[str, set[str]]:
+    """The tensors that one process exports, by kind."""
+    kind = type("Adapted", (Adapted,), {"base": f"{root}/base"})
+    found = {}
+    for name, flags in KINDS.items():
+        folder = root / f"alone {name}"
+        kind([*f"{STEPS} --micro-batch-size 8 {flags}".split(), "--save", str(folder)]).fit()
+        found[name] = set(load_file(folder / "export" / "adapter_model.safetensors"))
+    return found
+
+
+@pytest.mark.parametrize("case", by_default(SHORT, CASES))
+def test_peft_has_the_model_that_was_evaluated(
+    case: str, names: dict[str, set[str]], root: Path, tmp_path: Path
+) -> None:
+    kind, layout = CASES[case]
+    run: parity.Trained = run_in_workers(WORLDS[layout], _train, str(root), case)[0]
+    folder = root / case.replace(" ", "-")
+    export = folder / "export"
+    weights = load_file(export / "adapter_model.safetensors")
+    assert set(weights) == names[kind]
+    later = tmp_path / "later"
+    export_checkpoint(folder / "checkpoints/step-3", folder / "model", later, averages=kind == "average")
+    again = load_file(later / "adapter_model.safetensors")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, str(export)).eval()
+    data = Adapted().build_data()
+    assert data.valid is not None
+    with torch.no_grad():
+        loss = float(model(**data.collate(list(data.valid))).loss)
+    # What int8 rounds of the base is not in the export.
+    assert loss == pytest.approx(run["evaluations"][-1], rel=1e-3 if kind == "int8" else 1e-5)
+
+
+def test_adapters_of_all_stages_change_the_loss(names: dict[str, set[str]]) -> None:
+    """Else the test above would not see which of them are missing."""
+    blocks = {name.split("layers.")[1].split(".")[0] for name in names["lora"]}
+    assert blocks == {"0", "1", "2", "3"}
+    assert len(names["lora"]) == 4 * 7 * 2
+    assert {name for name in names["head"] if "lora" not in name} == {"base_model.model.lm_head.weight"}
