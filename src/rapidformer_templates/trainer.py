@@ -259,6 +259,7 @@ class Trainer:
         self._labels_are_shifted = use.shifts
         notes = [f"{use.model} could not be tried ({use.untried}): by its name it shifts labels"] if use.untried else []
         if self.uses_task:
+            self.task.label_use = use
             shifts = self.task.use_labels(use)
             if type(self).compute_loss is Trainer.compute_loss:
                 self._labels_are_shifted = shifts
@@ -287,7 +288,9 @@ class Trainer:
             where = "fit(workers=…)"
             self._take(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
         try:
-            return self._fit(sends)
+            summary = self._fit(sends)
+            self._trained_plan = self.plan
+            return summary
         finally:
             if workers is not None:
                 self._use(asked)  # the workers of this call are not those of the next one
@@ -303,6 +306,12 @@ class Trainer:
         self._elsewhere = self._engine is None and self._weights is None
         return summary
 
+    @property
+    def trained_plan(self) -> Plan:
+        """The plan of the training that has ended; without one, what a run would do."""
+        return self._trained_plan or self.plan
+
+    _trained_plan: Plan | None = None
     _model: nn.Module | None = None
     _weights: afterwards.Weights | None = None
     _engine: Engine | None = None

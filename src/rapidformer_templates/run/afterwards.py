@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,10 @@ from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.building import build_engine
 from rapidformer_templates.run.evaluation import Evaluator, Validation, evaluating
 from rapidformer_templates.run.fit import build_data
+from rapidformer_templates.run.folder import RunFolder
 from rapidformer_templates.run.hooks import checked_count, checked_predictions
 from rapidformer_templates.run.predictions import part_of_samples, predict_samples
+from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.system import accelerator, launch
 from rapidformer_templates.system.process_state import kept_process_state
 from rapidformer_templates.system.workers import Workers
@@ -63,10 +66,32 @@ def build_alone(template: Template, weights: Weights | None) -> Engine:
         workers = _alone(template.plan)
         build_data(template, workers)
         engine = build_engine(template, workers)
+        _attach_precomputed(template, engine, workers)
     if weights is not None:
         engine.load(_InMemory(weights), optimizer=False)
     engine.model.eval()
     return engine
+
+
+def _attach_precomputed(template: Template, engine: Engine, workers: Workers) -> None:
+    """Put the reference's log-probabilities beside the data: those of the run folder, or computed before the load.
+
+    Raises:
+        ConfigError: nobody has kept them, and this model is not the one that they were computed with.
+    """
+    precomputed = precomputed_reference(template, engine, workers)
+    if precomputed is None:
+        return
+    save = template.config.training.save
+    folder = RunFolder(Path(save)) if save else None
+    is_kept = folder is not None and folder.reference.is_file()
+    if not is_kept and template.config.training.load:
+        raise ConfigError(
+            "the reference was computed once, and its log-probabilities were not kept",
+            where="--precompute-reference",
+            hint="give --save FOLDER, in which the run keeps them, or train without --precompute-reference",
+        )
+    precomputed.attach(folder if is_kept else None, goes_on=is_kept)
 
 
 def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, float]:
@@ -157,8 +182,7 @@ def _read_rows(template: Template, data: Any) -> tuple[Task, Any]:
     asked: list[Part] = []
     alone = {"data_name": None, "eval_data_name": None, "streaming": False, "evaluate_test": False}
     known = {name: value for name, value in alone.items() if task.config.get(name) != value}
-    decided = type(task)(task.config.replace("evaluate()", **known) if known else task.config)
-    decided.take_decisions(task.decisions())
+    decided = task.for_other_data(task.config.replace("evaluate()", **known) if known else task.config)
 
     def read_rows() -> Raw:
         asked.append(part)
@@ -195,7 +219,8 @@ def _part_of(template: Template, data: Any) -> str:
 @contextmanager
 def _planned_alone(template: Template) -> Iterator[None]:
     """In the body the plan is that of one process; what makes other models of it than the user's alone is kept."""
-    plan, held = template.plan, vars(template)
+    plan, held = template.trained_plan, vars(template)
+    before = held.get("plan")
     held["plan"] = Plan(
         template=plan.template,
         switches=tuple(name for name in plan.switches if REGISTRY[name].exported),
@@ -207,7 +232,9 @@ def _planned_alone(template: Template) -> Iterator[None]:
     try:
         yield
     finally:
-        held["plan"] = plan
+        del held["plan"]
+        if before is not None:
+            held["plan"] = before
 
 
 def _alone(plan: Plan) -> Workers:

@@ -23,7 +23,7 @@ from rapidformer_templates.planning.registry import REGISTRY, load_object
 from rapidformer_templates.planning.switch import FREED_MEMORY
 from rapidformer_templates.run.console import say
 from rapidformer_templates.run.hooks import checked_model, checked_optimizer
-from rapidformer_templates.run.reference import provide_reference
+from rapidformer_templates.run.reference import loss_is_tried, provide_reference
 from rapidformer_templates.system.host_memory import give_freed_memory_back, keep_freed_memory
 from rapidformer_templates.system.random_state import seed_all
 from rapidformer_templates.system.workers import Workers
@@ -97,7 +97,8 @@ def _transformed(template: Template, model: nn.Module, workers: Workers) -> nn.M
         if switch.transform:
             options = config.switches[switch.name]
             building = Building(find_blocks(model), options, plan, workers, partial(_loss_of_one, template))
-            model = load_object(switch.transform)(model, building)
+            with loss_is_tried(template):
+                model = load_object(switch.transform)(model, building)
             del building
     return model
 

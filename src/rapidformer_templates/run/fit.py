@@ -43,7 +43,7 @@ from rapidformer_templates.run.meter import Meter
 from rapidformer_templates.run.profiler import WARMUP, Profile
 from rapidformer_templates.run.progress import Progress
 from rapidformer_templates.run.receipts import Receipts
-from rapidformer_templates.run.reference import Precomputed, compared_task, identity_of_model
+from rapidformer_templates.run.reference import precomputed_reference
 from rapidformer_templates.run.resume import say_changes, take_up
 from rapidformer_templates.run.sample_order import build_order
 from rapidformer_templates.run.trackers import Called
@@ -195,7 +195,7 @@ def train(
     metric = best_metric(template)
     engine = build_engine(template, workers)
 
-    precomputed = _precomputed(template, engine, workers)
+    precomputed = precomputed_reference(template, engine, workers)
 
     # 2. Where the run starts: at the beginning, or where its checkpoint left it.
     order = build_order(template, samples, workers)
@@ -247,13 +247,6 @@ def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:
         hint = "return Data(…, test=samples), or leave the flag out"
         raise DataError("there is no test part", where="--evaluate-test", hint=hint)
     return samples
-
-
-def _precomputed(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
-    """What keeps the reference's log-probabilities, where they are computed once."""
-    if not (template.config.training.precompute_reference and compared_task(template)):
-        return None
-    return Precomputed(template, engine, identity_of_model(engine, workers), workers)
 
 
 def _build_loop(

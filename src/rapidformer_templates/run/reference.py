@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from rapidformer_templates.data.finetuning.tables import part_name
 from rapidformer_templates.data.loader import eval_requests, load
 from rapidformer_templates.data.tasks.preference import Preference
 from rapidformer_templates.engines.contract import Engine
-from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.errors import CheckpointError, DataError
 from rapidformer_templates.models.adapters import fingerprint, frozen_base_of, identity_of, without_adapters
 from rapidformer_templates.planning.metrics import TEST
 from rapidformer_templates.run.evaluation import evaluating
@@ -40,6 +40,20 @@ def compared_task(template: Template) -> Preference | None:
     """The run's task, if its losses compare the model with a reference."""
     task = template.task if template.uses_task else None
     return task if isinstance(task, Preference) and task.needs_reference else None
+
+
+@contextmanager
+def loss_is_tried(template: Template) -> Iterator[None]:
+    """In the body transforms may try the loss of a preference, before there is a reference."""
+    task = compared_task(template)
+    if task is None:
+        yield
+        return
+    task.is_tried = True
+    try:
+        yield
+    finally:
+        task.is_tried = False
 
 
 def provide_reference(template: Template, engine: Engine, build: Callable[[], nn.Module]) -> None:
@@ -97,6 +111,9 @@ class Precomputed:
                     save_file({name: torch.tensor(rows) for name, rows in values.items()}, temporary, metadata=told)
                     sync(temporary)
                     temporary.rename(folder.reference)
+        task = self.template.task
+        assert isinstance(task, Preference)
+        task.reference = _refuse_other_data
         for name, samples in self.parts.items():
             columns = zip(*values[name], strict=True)
             samples.fields |= {field: list(column) for field, column in zip(_fields(samples), columns, strict=True)}
@@ -137,6 +154,22 @@ class Precomputed:
                     found += zip(microbatch.samples, told, strict=True)
         everywhere = dict(entry for share in self.workers.gather(found) for entry in share)
         return [everywhere[i] for i in range(len(samples))]
+
+
+def precomputed_reference(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
+    """What keeps the reference's log-probabilities, where they are computed once."""
+    if not (template.config.training.precompute_reference and compared_task(template)):
+        return None
+    return Precomputed(template, engine, identity_of_model(engine, workers), workers)
+
+
+def _refuse_other_data(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    """What stands for the reference once it was computed: the model is trained by then, and no longer the reference."""
+    raise DataError(
+        "the reference was computed once, for the data of the run, and these are others",
+        where="--precompute-reference",
+        hint="evaluate the run's own data, or train without --precompute-reference",
+    )
 
 
 def _fields(samples: TokenizedSamples) -> tuple[str, str]:

@@ -81,6 +81,7 @@ class Task(ABC):
         notes: what people should know of the data; set by :meth:`build_data`.
         is_decided: the model is trained, and the data of an evaluation decide nothing of it: :meth:`take_decisions`.
         part: where it is decided, the part of the data that is read.
+        label_use: how the model takes labels, once :meth:`use_labels` was told.
     """
 
     name: ClassVar[str]
@@ -92,6 +93,7 @@ class Task(ABC):
     needs_reference: bool = False
     decided: ClassVar[tuple[str, ...]] = ("columns",)
     columns: Mapping[str, Any] | None = None
+    label_use: LabelUse | None = None
     labels: list[str]
 
     def __init__(self, config: RunConfig) -> None:
@@ -205,6 +207,19 @@ class Task(ABC):
         Raises:
             ModelError: it cannot.
         """
+
+    def for_other_data(self, config: RunConfig) -> Task:
+        """This task for other data of the same run.
+
+        It has what the run's own data have decided, knows how the model takes labels, and compares with the same
+        reference.
+        """
+        other = type(self)(config)
+        other.take_decisions(self.decisions())
+        if self.label_use is not None:
+            other.label_use = self.label_use
+            other.use_labels(self.label_use)
+        return other
 
     def use_labels(self, use: LabelUse) -> bool:
         """Hear how the model takes labels, before the first :meth:`compute_loss`.

@@ -156,7 +156,9 @@ class Preference(_Preferences):
 
     name = "preference"
     auto_class = "AutoModelForCausalLM"
+    # The run sets both: see run/reference.py.
     reference: Reference | None = None
+    is_tried = False  # transforms look at the loss, whose value does not matter to them
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -164,6 +166,12 @@ class Preference(_Preferences):
         self.judges = self._loss == "kto"
         self.needs_reference = self._loss in ("dpo", "ipo", "kto")
         self.looks_ahead = self._loss in ("kto", "orpo")
+
+    def for_other_data(self, config: RunConfig) -> Task:
+        other = super().for_other_data(config)
+        assert isinstance(other, Preference)
+        other.reference = self.reference
+        return other
 
     def use_labels(self, use: LabelUse) -> bool:
         check_causal(use, "--task preference")
@@ -252,8 +260,9 @@ class Preference(_Preferences):
             return batch["reference_logps"]
         if "reference_chosen_logps" in batch:
             return torch.cat([batch["reference_chosen_logps"], batch["reference_rejected_logps"]])
-        if self.reference is None:  # a transform tries the loss before there is one
+        if self.is_tried:
             return torch.zeros(len(batch["input_ids"]), device=batch["input_ids"].device)
+        assert self.reference is not None, "nobody has provided the reference"
         with self.reference(model) as other:
             return self._logps(other, batch).logps
 

@@ -1,0 +1,100 @@
+"""What a program evaluates after ``fit`` is what the run has evaluated: the same task, with the same reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BartConfig, BartForCausalLM
+
+from rapidformer_templates import Trainer
+from rapidformer_templates.errors import DataError
+from tests.support.preference_runs import judged, make, pairs, words
+from tests.support.selection import by_default
+from tests.support.texts import write_jsonl
+
+PREFERENCES = "--task preference --micro-batch-size 4 --eval-interval 3 --device cpu --no-keep-best --lr 2e-2"
+WAYS = {"copy": "", "adapters": "--lora-rank 2", "average": "--ema-decay 0.5"}
+LOSSES = {"dpo": pairs, "ipo": pairs, "kto": judged}
+LAYOUTS = {
+    "pipeline": "--pipeline-model-parallel-size 2",
+    "replicas": "",
+    "tensor": "--tensor-model-parallel-size 2",
+    "context": "--context-parallel-size 2",
+}
+
+
+def trained(flags: list[str], *more: str, workers: int | None = None) -> tuple[Trainer, dict[str, Any]]:
+    job = Trainer([*flags, *PREFERENCES.split(), *(word for words_ in more for word in words_.split())])
+    return job, job.fit(workers=workers)
+
+
+def assert_same(found: dict[str, float], wanted: dict[str, float]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_are_measured_against_the_reference_of_the_run(
+    loss: str, way: str, gpt_folder: Path, tmp_path: Path
+) -> None:
+    if way == "adapters":
+        pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
+    rows = LOSSES[loss]()
+    flags = make(tmp_path, gpt_folder, rows)
+    job, summary = trained(flags, f"--preference-loss {loss}", WAYS[way], "--no-save")
+    wanted = {name: value for name, value in summary["metrics"].items() if name.startswith(("eval_", "rewards"))}
+    assert abs(wanted["rewards/chosen"]) > 1e-3, "the model is not its own reference any more"
+    assert_same(job.evaluate(), wanted)
+    assert_same(job.evaluate(rows[:5]), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["copy", "average"])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_was_computed_once_is_there_again(way: str, is_kept: bool, gpt_folder: Path, tmp_path: Path) -> None:
+    flags = make(tmp_path, gpt_folder, pairs())
+    place = f"--save {tmp_path / 'run'}" if is_kept else "--no-save"
+    job, summary = trained(flags, WAYS[way], "--precompute-reference", place)
+    assert abs(summary["metrics"]["rewards/chosen"]) > 1e-3
+    assert_same(job.evaluate(), summary["metrics"])
+    with pytest.raises(DataError, match="the reference was computed once, for the data of the run"):
+        job.evaluate(pairs()[:5])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", by_default(["pipeline"], LAYOUTS))
+def test_a_model_that_workers_have_divided_is_whole_afterwards(layout: str, gpt_folder: Path, tmp_path: Path) -> None:
+    rows = pairs()
+    flags = make(tmp_path, gpt_folder, rows, layers=4)
+    once = "--precompute-reference" if layout == "pipeline" else ""
+    job, summary = trained(flags, LAYOUTS[layout], once, "--no-save --micro-batch-size 2", workers=2)
+    assert_same(job.evaluate(), summary["metrics"])
+    assert abs(summary["metrics"]["rewards/chosen"]) > 1e-3
+    assert isinstance(job.model, torch.nn.Module)
+    if not once:
+        assert_same(job.evaluate(rows[:5]), summary["metrics"])
+
+
+@pytest.mark.slow
+def test_rows_of_a_decoder_that_does_not_shift_labels(gpt_folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gpt_folder)
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    BartForCausalLM(BartConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"text": words(3 + i % 9, i)} for i in range(12)]
+    for part, of_part in (("train", rows), ("valid", rows[:5])):
+        write_jsonl(tmp_path / f"{part}.jsonl", of_part)
+    where = ["--data-dir", str(tmp_path), "--pretrained-model-name-or-path", str(tmp_path / "model")]
+    flags = "--task causal_lm --train-iters 2 --lr 1e-2 --micro-batch-size 4 --no-save --seq-length 32 --device cpu"
+    job = Trainer([*flags.split(), *where])
+    metrics = job.fit()["metrics"]
+    assert_same(job.evaluate(rows[:5]), metrics)
