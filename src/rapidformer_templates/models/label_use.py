@@ -9,6 +9,7 @@ is not.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,7 +98,8 @@ def _named_like_one(model: nn.Module) -> bool:
 def _tried(model: nn.Module, reader: PreTrainedModel) -> LabelUse:
     """Try ``model``, which is ``reader`` or a module of the user's own around it."""
     embeddings: Any = reader.get_input_embeddings()
-    size = int(embeddings.num_embeddings)
+    words = getattr(reader.config, "vocab_size", None)  # fewer where prompts have embeddings too (cpmant)
+    size = min(int(embeddings.num_embeddings), words or sys.maxsize)
     # Not the special tokens, which stand at the beginning of most vocabularies.
     ids = torch.arange(size // 2, size // 2 + LENGTH, device=embeddings.weight.device)[None] % size
     others = [(ids + LENGTH * i) % size for i in range(1, TRIES + 1)]
