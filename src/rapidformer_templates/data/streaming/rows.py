@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class RowStream:
         # By iter() and not by a loop over the set, which in a loader process has a share of the shards only.
         self._rows: Iterator[dict[str, Any]] = self._set.iter(batch_size=1)
         self._process = os.getpid()
+        self._begun_at = shard_state  # until a row is read, the set tells of its beginning instead
 
     @property
     def identity(self) -> str:
@@ -86,7 +88,8 @@ class RowStream:
 
     def state(self) -> dict[str, Any]:
         """Where it stands: plain values, for :meth:`go_to`."""
-        return {"epoch": self.epoch, "rows": self._set.state_dict()}
+        begun_at = self._begun_at
+        return {"epoch": self.epoch, "rows": self._set.state_dict() if begun_at is None else copy.deepcopy(begun_at)}
 
     def go_to(self, state: dict[str, Any]) -> None:
         """Stand where a stream of the same files and seed stood; the file is read from its beginning to there."""
@@ -97,6 +100,7 @@ class RowStream:
         if self._process != os.getpid():  # a fork would share the place in an open file with its parent
             self.go_to(self.state())
         for row in self._rows:
+            self._begun_at = None
             return StreamedRow(Path(row["path"][0]), row["number"][0], row["row"][0], row["skipped"][0])
         self.epoch += 1
         self._begin(None)
