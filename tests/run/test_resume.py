@@ -400,3 +400,9 @@ def _resume_cases(root: Path) -> bool:
     (lines, weights), (other, other_weights) = traces(root / "waiting"), traces(root / "died")
     same = all(torch.equal(weights[name], other_weights[name]) for name in weights)
     return same and lines == other and len(lines) == 15
+
+
+def test_a_resume_that_finds_nothing_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ClassJob(["--lr", "1e-3", "--train-iters", "1", "--save", str(tmp_path / "rum"), "--resume"]).fit()
+    wanted = f"warning: --resume found no checkpoint in {tmp_path}/rum/checkpoints: training starts at the beginning"
+    assert wanted in capsys.readouterr().err

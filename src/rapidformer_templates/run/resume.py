@@ -39,7 +39,9 @@ def take_up(template: Template, engine: Engine, folder: RunFolder | None, order:
     path = _newest(folder.checkpoints, workers) if folder and training.resume else None
     weights_only = path is None and training.weights_only
     if path is None and training.resume:
-        say(workers, "nothing to resume yet: starting from the beginning")
+        assert folder is not None, "--resume acts only together with --save"
+        line = f"--resume found no checkpoint in {folder.checkpoints}: training starts at the beginning"
+        say(workers, line, loud=True)
     if path is None and training.load:
         path = checkpoint_to_load(Path(training.load), workers)
     if path is None or weights_only:

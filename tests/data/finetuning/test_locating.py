@@ -101,6 +101,18 @@ def test_configurations_by_name(configure: Configure, tmp_path: Path) -> None:
         locate(configure(data_dir=str(tmp_path), data_name="other").data)
 
 
+@pytest.mark.parametrize("named", ["../secret.jsonl", "data/../../secret.jsonl", "{0}/secret.jsonl"])
+def test_a_card_names_nothing_outside_of_its_folder(named: str, configure: Configure, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    write_jsonl(tmp_path / "secret.jsonl", [{"text": "a"}])
+    entry = f"  - split: train\n    path: {named.format(tmp_path)}\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{entry}---\n")
+    with pytest.raises(DataError, match="it names data outside of its folder") as error:
+        locate(configure(data_dir=str(folder)).data)
+    assert error.value.where == str(folder / "README.md")
+
+
 class OfTheHub(datasets.GeneratorBasedBuilder):  # type: ignore[misc]
     """Stands for a data set of the hub with configurations."""
 

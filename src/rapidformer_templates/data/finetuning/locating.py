@@ -194,12 +194,24 @@ def _described(folder: Path, name: str | None) -> dict[str, list[Path]]:
         found: dict[str, list[Path]] = {}
         for entry in entries:
             patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+            for pattern in patterns:
+                _check_inside(pattern, readme)
             files = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
             if entry["split"] in PART_NAMES and files:
                 found.setdefault(entry["split"], []).extend(files)
     except (StopIteration, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, NotImplementedError):
         return {}
     return found
+
+
+def _check_inside(name: str, written_in: Path) -> None:
+    """Raise a :class:`DataError` if a file that came with data names one outside of its folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DataError(
+            f"it names data outside of its folder: {name}",
+            where=str(written_in),
+            hint="copy the data into the folder, or name them yourself with --data-dir and --data-name",
+        )
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
@@ -363,6 +375,7 @@ def _saved_rows(folder: Path) -> int:
 
     rows = 0
     for name in json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+        _check_inside(name["filename"], folder / "state.json")
         with pa.memory_map(str(folder / name["filename"])) as file, pa.ipc.open_stream(file) as batches:
             rows += sum(batch.num_rows for batch in batches)
     return rows
