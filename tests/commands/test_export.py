@@ -82,6 +82,10 @@ def test_every_engine_of_a_checkpoint(tmp_path: Path, gpt_folder: Path) -> None:
         assert main(["export", str(run)]) == 0
         same(run / "export", run / "kept")
         if name == "adapters":
+            base = json.loads((run / "export/adapter_config.json").read_text())["base_model_name_or_path"]
+            for lost in (base, str(Path(base).parent)):
+                assert main(["export", str(run), "--merge", *_over(Path(lost))]) == 2
+            assert (Path(base) / "config.json").is_file()
             assert main(["export", str(run), "--merge"]) == 0
             assert main(["export", str(run), "--merge", "--step", str(best)]) == 0
             same(run / f"merged-step-{best}", run / "merged")
@@ -120,11 +124,19 @@ def test_labels_are_known_without_the_data(tmp_path: Path, bert_folder: Path, ca
             ["--step", "2", "--output", str(tmp_path / "run" / "model"), "--overwrite"],
             "description of its model would be",
         ),
-        *((["--step", "2", *_over(tmp_path / lost)], "everything in it would be lost") for lost in LOST),
+        *((["--step", "2", *_over(tmp_path / lost)], "which would be lost") for lost in LOST),
     ):
         assert main(["export", str(tmp_path / "run"), *given]) == 2
         assert told in capsys.readouterr().err
+    notes = tmp_path / "out" / "notes.md"
+    notes.write_text("mine")
+    assert main(["export", str(tmp_path / "run"), "--step", "2", *_over(tmp_path / "out")]) == 2
+    assert "which would be lost: notes.md" in capsys.readouterr().err
+    notes.unlink()
     assert main(["export", str(tmp_path / "run"), "--step", "2", *_over(tmp_path / "out")]) == 0
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "elsewhere")]) == 0
+    same(tmp_path / "elsewhere", tmp_path / "run" / "export")
+    capsys.readouterr()
     weights = next((tmp_path / "run/checkpoints/step-2").glob("weights-*"))
     weights.write_bytes(weights.read_bytes()[:-1])
     assert main(["export", str(tmp_path / "run"), "--step", "2"]) == 2

@@ -15,6 +15,13 @@ from rapidformer_templates.planning.config import dashed
 from rapidformer_templates.run.folder import RunFolder
 
 ADAPTERS = "adapter_config.json"
+WRITTEN = (
+    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
+    "config.json", "generation_config.json", ADAPTERS,
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+"""What transformers, peft and tokenizers write of a model, which --overwrite may replace."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.step is None and asked.merge and adapters:
         output = _output(asked, adapters.with_name("merged"), reads=adapters)
         _merge(adapters, output)
-    elif asked.step is None and run.export.is_dir():
+    elif asked.step is None and run.export.is_dir() and not asked.output:
         raise _is_there(run, asked.merge, adapters)
     else:
         output = _export(run, asked)
@@ -127,18 +134,30 @@ def _output(asked: argparse.Namespace, default: Path, *, reads: Path) -> Path:
     if output.resolve() == reads.resolve():
         what = "the adapters" if (reads / ADAPTERS).is_file() else "the run's description of its model"
         raise ConfigError(f"{what} would be replaced", where="--output", hint="give another folder")
-    if output.exists() and not _is_export(output):
-        message = f"{output} is no export, and everything in it would be lost"
-        raise ConfigError(message, where="--overwrite", hint="give another --output")
+    base = _base_of(reads) if asked.merge else None
+    if base is not None and output.resolve() in (base, *base.parents):
+        message = f"the base of the adapters, {base}, would be replaced"
+        raise ConfigError(message, where="--output", hint="give another folder")
+    if output.exists() and (others := _not_of_an_export(output)):
+        message = f"{output} holds other things than an export, which would be lost: {', '.join(others[:3])}"
+        raise ConfigError(message, where="--overwrite", hint="give another --output, or move them elsewhere")
     return output
 
 
-def _is_export(folder: Path) -> bool:
-    """Whether a folder holds what this command writes, and nothing else does."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        return True
-    weights = (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json"))
-    return bool(weights) and not any((folder / name).exists() for name in ("plan.json", "index.json", "checkpoints"))
+def _base_of(adapters: Path) -> Path | None:
+    """The folder of the base that adapters name."""
+    try:
+        named = json.loads((adapters / ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError):
+        return None
+    return Path(named).resolve() if named else None
+
+
+def _not_of_an_export(folder: Path) -> list[str]:
+    """Names of what this command does not write."""
+    if not folder.is_dir():
+        return [folder.name]
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() or not any(map(p.match, WRITTEN)))
 
 
 def _steps(run: RunFolder) -> list[int]:
