@@ -121,6 +121,16 @@ def test_nothing_is_deleted_through_a_link(half: Path, tmp_path: Path) -> None:
     assert (folder / "checkpoints" / "step-10").is_dir()
 
 
+@pytest.mark.parametrize("name", ["model", "export", "checkpoints", "summary.json"])
+def test_what_is_no_run_is_not_overwritten(name: str, tmp_path: Path) -> None:
+    mine = tmp_path / name / "mine" if "." not in name else tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    with pytest.raises(ConfigError, match=f"holds no run, and --overwrite would delete its {name}"):
+        Line([*FLAGS, "--train-iters", "1", "--save", str(tmp_path), "--overwrite"]).fit()
+    assert mine.read_text() == "mine"
+
+
 @pytest.mark.durable
 def test_a_death_in_an_overwrite_leaves_the_old_run_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixture could be taken for a run."""

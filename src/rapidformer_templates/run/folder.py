@@ -27,6 +27,9 @@ CONTENTS = (
     "export",
 )
 
+TRASH = "overwritten.tmp"
+"""Where ``--overwrite`` moves what it deletes."""
+
 
 class RunFolder:
     """Paths and writers of ``--save DIR``. Only rank 0 writes here, checkpoints aside."""
@@ -53,7 +56,7 @@ class RunFolder:
 
         Raises:
             ConfigError: the folder holds a run, and neither ``--resume`` nor ``--overwrite`` was given, or both;
-                or it is no folder; or what would be deleted is a link.
+                or it is no folder; or what would be deleted is no run's, or a link.
         """
         if resume and overwrite:
             raise ConfigError(
@@ -71,6 +74,13 @@ class RunFolder:
                 hint="--resume goes on with it, --overwrite empties it, another --save leaves it alone",
             )
 
+        is_run = self.plan.exists() or (self.path / TRASH).exists()  # or a run whose removal was interrupted
+        if held and overwrite and not is_run:
+            raise ConfigError(
+                f"{self.path} holds no run, and --overwrite would delete its {', '.join(held)}",
+                where="--overwrite",
+                hint="give another --save, or move them elsewhere",
+            )
         links = [name for name in held if (self.path / name).is_symlink()]
         if links and overwrite:
             raise ConfigError(
@@ -89,7 +99,7 @@ class RunFolder:
 
         ``overwrite`` removes an earlier run's files, and no others.
         """
-        trash = self.path / "overwritten.tmp"
+        trash = self.path / TRASH
         with writing(self.path):
             if overwrite:
                 self._move_into(trash)
