@@ -289,7 +289,7 @@ class Trainer:
             self._take(where, {"nproc_per_node": self.config.checked("nproc_per_node", workers, where)})
         try:
             summary = self._fit(sends)
-            self._trained_plan = self.plan
+            self._trained_plan = vars(self).get("plan")
             return summary
         finally:
             if workers is not None:

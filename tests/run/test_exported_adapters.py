@@ -57,7 +57,11 @@ def _is_accepted(kind: str, layout: str) -> bool:
 
 EVERY = [(kind, layout) for kind in KINDS for layout in FLAGS if _is_accepted(kind, layout)]
 CASES = {f"{kind}: {layout or 'replicas'}": (kind, layout) for kind, layout in EVERY}
-SHORT = [case for case, (kind, layout) in CASES.items() if kind in ("lora", "head") or layout in DIVIDING[:1]]
+SHORT = [
+    *(f"lora: {layout}" for layout in (*DIVIDING, "tensor-parallel", "fsdp", "zero-3")),
+    *(f"head: {layout}" for layout in ("pipeline-parallel", "tensor-parallel")),
+    *(f"{kind}: pipeline-parallel" for kind in ("dora", "last block", "average")),
+]
 
 
 class Adapted(CausalJob):
