@@ -1,4 +1,4 @@
-"""What a program evaluates after ``fit`` is what the run has evaluated: the same task, with the same reference."""
+"""Evaluations after ``fit`` give the numbers of the run: they use the same task with the same reference."""
 
 from __future__ import annotations
 

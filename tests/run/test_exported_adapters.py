@@ -1,4 +1,4 @@
-"""Exported adapters are those that the run has evaluated, whatever divides the model: peft alone reads them."""
+"""The exported adapters are those that the run has evaluated, under every engine. peft alone reads them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_peft_has_the_model_that_was_evaluated(
     assert data.valid is not None
     with torch.no_grad():
         loss = float(model(**data.collate(list(data.valid))).loss)
-    # What int8 rounds of the base is not in the export.
+    # The export does not have the rounding of the base to int8.
     assert loss == pytest.approx(run["evaluations"][-1], rel=1e-3 if kind == "int8" else 1e-5)
 
 

@@ -157,14 +157,14 @@ class Precomputed:
 
 
 def precomputed_reference(template: Template, engine: Engine, workers: Workers) -> Precomputed | None:
-    """What keeps the reference's log-probabilities, where they are computed once."""
+    """Return the keeper of the reference's log-probabilities; None if they are not computed once."""
     if not (template.config.training.precompute_reference and compared_task(template)):
         return None
     return Precomputed(template, engine, identity_of_model(engine, workers), workers)
 
 
 def _refuse_other_data(model: nn.Module) -> AbstractContextManager[nn.Module]:
-    """What stands for the reference once it was computed: the model is trained by then, and no longer the reference."""
+    """Take the place of the reference once it was computed: the model is trained by then and has changed."""
     raise DataError(
         "the reference was computed once, for the data of the run, and these are others",
         where="--precompute-reference",

@@ -36,7 +36,7 @@ IN_FILES = [
     (re.compile(rf"(\.lora_magnitude_vector)\.{ADAPTER}\.weight$"), r"\1"),
     (re.compile(rf"(\.lora_\w+)\.{ADAPTER}(\.weight)?$"), r"\1\2"),
 ]
-"""Names of parameters in a model, and what stands for that part in a file."""
+"""Patterns in the names of a model's parameters, and their replacements in a file."""
 
 
 def writes(model: nn.Module) -> bool:
@@ -47,8 +47,8 @@ def writes(model: nn.Module) -> bool:
 def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write adapters in the format of peft.
 
-    peft's own function asks the model what belongs to them. Of a pipeline, this worker has only one stage's modules,
-    but the weights of all, so their names decide.
+    peft's own function looks at the modules of the model. In a pipeline this worker has the modules of one stage only,
+    but the weights of all stages. So the names of the weights decide.
 
     Args:
         weights: whole ones by name: adapters, modules that were trained whole, buffers.
