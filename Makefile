@@ -31,11 +31,11 @@ check: $(VENV)/.installed-dev  ## lint, format, types, and the quick tests that 
 	$(LINT)
 	$(PYTEST) -m "not slow and not distributed and not deepspeed and not docs and not longer and not exhaustive"
 
-test: $(VENV)/.installed-dev  ## lint, format, types and all tests, those of docs-test among them
+test: $(VENV)/.installed-dev  ## lint, format, types and the tests, with those of docs-test
 	$(LINT)
 	$(PYTEST) --durations-file=build/durations.json
 
-test-longer: $(VENV)/.installed-dev  ## further cases of the same tests
+test-longer: $(VENV)/.installed-dev  ## further cases of these tests, and the commands of benchmarks
 	$(PYTEST) -m longer
 
 docs-test: $(VENV)/.installed-dev  ## the tests of the site, the notebook and the examples alone

@@ -30,7 +30,7 @@ SHARDED = {
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
-    """Of all cases at once, so that each number of workers starts once."""
+    """Measure all cases at once: each number of workers starts once."""
     return measure([ALONE, *SHARDED.values()])
 
 

@@ -35,7 +35,7 @@ PRECISIONS = {
 }
 KINDS = {f"{job}-{'fp64' if double else 'fp32'}": (job, double) for job in JOBS for double in (False, True)}
 ALWAYS = ("causal-fp32", "causal-fp64")
-"""Tests of their own read them. By default the other jobs train in fp64 only, which shows more."""
+"""Other tests read these two. By default the other jobs train in fp64 only, which shows more."""
 PARAMETERS = by_default([kind for kind, (_, double) in KINDS.items() if double or kind in ALWAYS], KINDS)
 
 Kinds = list[tuple[str, bool]]

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from rapidformer_templates.commands.main import main
-from rapidformer_templates.errors import ConfigError
+from rapidformer_templates.errors import ConfigError, RapidformerError
 from rapidformer_templates.planning.config import parse, spelling
 from rapidformer_templates.planning.registry import REGISTRY
 from rapidformer_templates.run.saved_model import find_saved, open_saved
@@ -72,7 +72,7 @@ def test_a_plan_grants_nothing(
         assert main(words) != 0, words
         assert "--trust-remote-code" in capsys.readouterr().err, words
         assert not marker.exists(), words
-    with pytest.raises(Exception, match="trust"):
+    with pytest.raises(RapidformerError, match="trust"):
         open_saved(given)
     assert not marker.exists()
     assert not find_saved(given).values.keys() & set(ONLY_ON_COMMAND_LINE)

@@ -21,7 +21,7 @@ WRITTEN = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-"""What transformers, peft and tokenizers write of a model, which --overwrite may replace."""
+"""Files that transformers, peft and tokenizers write for a model. --overwrite may replace them, and nothing else."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,27 +134,14 @@ def _output(asked: argparse.Namespace, default: Path, *, reads: Path) -> Path:
     if output.resolve() == reads.resolve():
         what = "the adapters" if (reads / ADAPTERS).is_file() else "the run's description of its model"
         raise ConfigError(f"{what} would be replaced", where="--output", hint="give another folder")
-    base = _base_of(reads) if asked.merge else None
-    if base is not None and output.resolve() in (base, *base.parents):
-        message = f"the base of the adapters, {base}, would be replaced"
-        raise ConfigError(message, where="--output", hint="give another folder")
     if output.exists() and (others := _not_of_an_export(output)):
         message = f"{output} holds other things than an export, which would be lost: {', '.join(others[:3])}"
         raise ConfigError(message, where="--overwrite", hint="give another --output, or move them elsewhere")
     return output
 
 
-def _base_of(adapters: Path) -> Path | None:
-    """The folder of the base that adapters name."""
-    try:
-        named = json.loads((adapters / ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError):
-        return None
-    return Path(named).resolve() if named else None
-
-
 def _not_of_an_export(folder: Path) -> list[str]:
-    """Names of what this command does not write."""
+    """Names in a folder that no export has."""
     if not folder.is_dir():
         return [folder.name]
     return sorted(p.name for p in folder.iterdir() if p.is_dir() or not any(map(p.match, WRITTEN)))

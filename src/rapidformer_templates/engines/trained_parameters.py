@@ -32,8 +32,8 @@ class TrainedAndFrozen(Receipt):
 
 
 def of_whole_model(engine: Engine, mine: dict[str, T]) -> dict[str, T]:
-    """What the workers say of the parts that they have, by name in the whole model. Of copies the first one counts."""
+    """Merge the reports of all workers, by name in the whole model. The first worker that has a part counts."""
     found: dict[str, T] = {}
-    for of_worker in engine.workers.gather(mine):
-        found = of_worker | found
+    for of_worker in reversed(engine.workers.gather(mine)):
+        found |= of_worker
     return found

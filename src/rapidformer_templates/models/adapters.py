@@ -115,7 +115,7 @@ def reader_of(module: nn.Module, parameter: str) -> ReadStack | None:
 
 
 def trained_whole(model: nn.Module) -> dict[str, str]:
-    """Modules that are trained whole beside adapters: the name of the copy that peft trains, and the module's own."""
+    """Return the modules that are trained whole in a model with adapters, by the name of the copy that peft trains."""
     copies: dict[str, str] = {}
     for name, module in model.named_modules():
         children = dict(module.named_children())

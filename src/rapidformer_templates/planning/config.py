@@ -394,12 +394,11 @@ def to_yaml(config: RunConfig) -> str:
     Values of the script, of the template and of other files are left out: they come from there again.
     """
     file = f"{Path(config.launch.config).name}:" if config.launch.config else "command line"
+    settable = settable_by_files(config.kinds()) - {"config"}
     given = {
-        f.name.replace("_", "-"): _plain(config.get(f.name))
-        for f in config.fields()
-        if f.name != "config"
-        and f.metadata.get("in_files", True)
-        and config.origin(f.name).startswith(("command line", file))
+        name.replace("_", "-"): _plain(value)
+        for name, value in config.items()
+        if name in settable and config.origin(name).startswith(("command line", file))
     }
     return yaml.safe_dump(given, sort_keys=False, allow_unicode=True, width=1000) if given else ""
 

@@ -74,10 +74,10 @@ def build_alone(template: Template, weights: Weights | None) -> Engine:
 
 
 def _attach_precomputed(template: Template, engine: Engine, workers: Workers) -> None:
-    """Put the reference's log-probabilities beside the data: those of the run folder, or computed before the load.
+    """Add the reference's log-probabilities to the data: read from the run folder, or computed before training.
 
     Raises:
-        ConfigError: nobody has kept them, and this model is not the one that they were computed with.
+        ConfigError: the run has not kept them, and its reference is not the model as it is built.
     """
     precomputed = precomputed_reference(template, engine, workers)
     if precomputed is None:

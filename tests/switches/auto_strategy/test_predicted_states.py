@@ -274,7 +274,7 @@ QUICK = {
     "masters, tensor, zero-2",
     "masters, interleaved, zero-2",
 }
-"""What make test runs."""
+"""Cases of make test."""
 LONGER = {case[0] for case in MASTERS}
 """make test-longer runs these too."""
 

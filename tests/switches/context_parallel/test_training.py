@@ -66,7 +66,7 @@ LONGER = {
     "cp2-fsdp4",
     "tp2-cp2-fused",
 }
-"""For ``make test-longer``: the covering table has these switches beside each other too."""
+"""For ``make test-longer``: the covering table also has these pairs of switches."""
 WITH_RECEIPTS = {"cp2-dp2-zero-2": 2, "cp4-distributed-optimizer": 4, "tp2-cp2": 2}
 """Cases whose receipts are read, with the size of the context."""
 RESUMED = "--train-iters 6 --save-interval 2 --global-batch-size 8 --clip-grad 0.1 --no-export-model --lr 1e-3"

@@ -52,7 +52,7 @@ LONGER = {
 """For ``make test-longer``."""
 RESUMED = ("fsdp", "experts")
 COMPARED = ("dropless ddp", "dropless fsdp", "dropless experts")
-"""Runs that tests of their own read."""
+"""Runs that other tests read."""
 HALF_PRECISION = {"fp16": "", "bf16-zero-2": "--zero-2-memory-optimization", "bf16-experts": "--expert-parallel"}
 
 

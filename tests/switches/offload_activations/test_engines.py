@@ -71,7 +71,7 @@ def test_every_engine_computes_the_same_bits(name: str) -> None:
         assert receipts["offloaded_bytes"] > 0
         late = receipts["late_bytes"]
         assert (0 < late < receipts["offloaded_bytes"] / 4) if name in IN_FLIGHT else late == 0
-        # What recomputation keeps is counted the same, wherever it lies.
+        # The tensors that recomputation keeps are counted the same on the host.
         assert receipts.get("saved_tensor_bytes") == before.get("saved_tensor_bytes")
 
 

@@ -44,7 +44,7 @@ CASES = {
 }
 """Job, workers and flags."""
 SHORT = ("interleaved-checkpointed-seen", "sequence-products", "gpt2-fused", "3d", "context-ring-recomputed")
-"""By default. The covering table has a compiler beside every way to divide a model, too."""
+"""By default. The covering table also compiles models that are divided in every way."""
 EXPERTS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
 MIXTURES = [f"{STAGES} {AGAIN}", f"{TENSOR} --sequence-parallel {AGAIN}", TENSOR]
 

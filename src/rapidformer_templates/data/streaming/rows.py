@@ -77,7 +77,7 @@ class RowStream:
         # By iter() and not by a loop over the set, which in a loader process has a share of the shards only.
         self._rows: Iterator[dict[str, Any]] = self._set.iter(batch_size=1)
         self._process = os.getpid()
-        self._begun_at = shard_state  # until a row is read, the set tells of its beginning instead
+        self._begun_at = shard_state  # until a row is read, state_dict() of the set is that of its beginning
 
     @property
     def identity(self) -> str:

@@ -209,10 +209,9 @@ class Task(ABC):
         """
 
     def for_other_data(self, config: RunConfig) -> Task:
-        """This task for other data of the same run.
+        """Return this task for other data of the same run.
 
-        It has what the run's own data have decided, knows how the model takes labels, and compares with the same
-        reference.
+        It keeps the decisions that the run's own data have made, the model's use of labels, and the reference.
         """
         other = type(self)(config)
         other.take_decisions(self.decisions())

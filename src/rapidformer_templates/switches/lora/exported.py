@@ -59,17 +59,17 @@ def write(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -
 
 
 def named_as_peft_does(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adapters and modules that are trained whole, by their names in a file of peft: without the adapter's own name.
+    """Select adapters and modules that are trained whole, and name them as peft does in files: without ``default``.
 
     The vector of DoRA is a module in a model and a tensor in a file.
     """
     adapters = {}
     for name, tensor in weights.items():
-        for pattern, without in IN_FILES:
-            found, count = pattern.subn(without, name)
-            if count:
-                adapters[found] = tensor
-                break
+        in_file = name
+        for pattern, replacement in IN_FILES:
+            in_file = pattern.sub(replacement, in_file)
+        if in_file != name:
+            adapters[in_file] = tensor
     return adapters
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.switches.lora.exported import read_config, read_model
+from rapidformer_templates.switches.lora.exported import base_of, read_config, read_model
 from rapidformer_templates.switches.mixture_of_experts.exported import mark
 from rapidformer_templates.system.files import new_folder
 
@@ -18,8 +18,12 @@ def merge(adapters: Path, output: Path) -> None:
     """Add adapters to the weights of their base, in fp32, and write the model as transformers reads it.
 
     Raises:
-        ModelError: the base is not there, or its class is none of transformers'.
+        ModelError: the base is not there, its class is none of transformers', or the output would replace it.
     """
+    base = Path(base_of(adapters)).resolve()
+    if output.resolve() == base:
+        message = f"the base of the adapters, {base}, would be replaced"
+        raise ModelError(message, where="--output", hint="give another folder")
     config = read_config(adapters)
     name = (config.architectures or [""])[0]
     factory = getattr(transformers, name, None)

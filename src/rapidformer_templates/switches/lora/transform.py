@@ -72,7 +72,7 @@ def add_adapters(model: nn.Module, building: Building) -> nn.Module:
     frozen = frozenset(canonical_name(name) for name, p in model.named_parameters() if not p.requires_grad)
     set_frozen_base(model, FrozenBase(frozen, identity))
     described = _peft_config(of_all, options)
-    # peft has set this of its own if a layer is a Conv1D.
+    # peft sets this while it adds adapters to a Conv1D.
     described.fan_in_fan_out = any(building.workers.gather(config.fan_in_fan_out)) if building.has_values else False
     vars(model)[CONFIG] = as_peft_reads(described, model, of_all)
     return model
@@ -108,13 +108,13 @@ def _moving_nothing() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Targets:
-    """What gets adapters, and what is trained whole beside them. A stage of a pipeline may have none of it.
+    """The layers that get adapters, and the modules that are trained whole. A stage of a pipeline may have neither.
 
     Attributes:
         layers: full names of linear layers.
-        matrices: full names of parameters of modules that are no layers: stacks of experts, weights of routers.
-        trained_whole: how the names of modules end.
-        found: those of the names asked for adapters of which there is something.
+        matrices: full names of parameters outside of linear layers: stacks of experts, weights of routers.
+        trained_whole: endings of the names of modules.
+        found: the names given by the user that match a layer or a matrix.
     """
 
     layers: list[str]
@@ -123,17 +123,17 @@ class Targets:
     found: list[str]
 
     def of_all(self, workers: Workers) -> Targets:
-        """Those of the whole model: of this worker and all others."""
+        """Merge the targets of all workers into those of the whole model."""
         everyone = [asdict(targets) for targets in workers.gather(self)]
         return Targets(**{key: list(dict.fromkeys(chain(*(each[key] for each in everyone)))) for key in asdict(self)})
 
 
 def targets_of(model: nn.Module, asked: str, modules_to_save: str | None) -> Targets:
-    """What ends as asked on this worker; of ``all-linear`` all linear layers but the head, and no matrices.
+    """Find the layers, matrices and modules on this worker. ``all-linear`` is all linear layers except the head.
 
     Args:
         asked: names of layers and matrices, separated by commas.
-        modules_to_save: likewise of modules that are trained whole. None: the head that a pretrained model lacks.
+        modules_to_save: names of modules that are trained whole. None: the head, if a pretrained model lacks it.
     """
     heads = [name for name, _ in model.named_children() if name in NEW_HEADS]
     asked_whole = heads if modules_to_save is None else _names(modules_to_save)
@@ -232,7 +232,7 @@ def _inject(config: LoraConfig, model: nn.Module) -> None:
     beside experts in their place. What has no configuration it takes as it is.
     """
     names = config.target_modules
-    if isinstance(names, str) or not renamed_by_peft(model, names or ()):  # a string: a stage that has none of them
+    if isinstance(names, str) or not renamed_by_peft(model, names or ()):  # a string on a stage without targets
         inject_adapter_in_model(config, model, ADAPTER)
         return
     holder = nn.Module()
@@ -276,7 +276,7 @@ def _names(asked: str) -> list[str]:
 
 
 def _ending_with(model: nn.Module, end: str) -> list[str]:
-    """Modules of that name. Those of other stages of a pipeline are left out."""
+    """Return the modules of that name, without those on other stages of a pipeline."""
     there = (name for name, module in model.named_modules() if not isinstance(module, (Elsewhere, SkippedBlock)))
     return [name for name in there if name == end or name.endswith(f".{end}")]
 

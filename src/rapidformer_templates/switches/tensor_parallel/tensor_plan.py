@@ -179,7 +179,7 @@ def _styles_of(model: nn.Module) -> dict[str, str]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     styles: dict[str, str] = {}
     copies = trained_whole(model)
-    for name in sorted((names | parameters) - set(copies.values())):  # a copy is divided, and not what it stands for
+    for name in sorted((names | parameters) - set(copies.values())):  # peft calls the copy only
         named = plain_name(name) if name in parameters else name
         for copy, original in copies.items():
             named = original + named.removeprefix(copy) if f"{named}.".startswith(f"{copy}.") else named
