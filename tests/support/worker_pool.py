@@ -39,7 +39,7 @@ from tests.support import stand_in
 GRACE = 5.0
 """Seconds that the other workers of a job get when one has failed. They may wait for it in a collective."""
 
-LIMIT = 500.0
+LIMIT = 240.0
 """Seconds that a job may take."""
 
 LARGEST = 1.0e9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -178,8 +179,24 @@ def load(samples: Any, data: Data, requests: Any, *, workers: int, pin_memory: b
         pin_memory=pin_memory,
         # The loader draws a seed; from its own generator, or a resumed run would see other random numbers.
         generator=torch.Generator(),
+        worker_init_fn=_keep_garbage,
     )
-    return iter(loader)
+    collects = gc.isenabled()
+    gc.disable()  # until the loader processes have begun
+    try:
+        return iter(loader)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _keep_garbage(worker: int) -> None:
+    """Never collect, in a forked loader process, what was garbage before the fork.
+
+    The destructor of a process group waits for its threads, which a fork lacks: the loader would hang or crash.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def on_device(batches: Iterable[MicroBatch], device: torch.device, ahead: int) -> Iterator[MicroBatch]:
