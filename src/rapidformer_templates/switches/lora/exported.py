@@ -9,6 +9,7 @@ import copy
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -157,5 +158,37 @@ def read_model(factory: Any, folder: Path, config: PreTrainedConfig) -> tuple[An
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = PeftModel.from_pretrained(base, str(folder))
+    _untie(adapted)
     merged = adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
+    _note_untied(merged)
     return merged, {**info, "missing_keys": set(), "mismatched_keys": set()}
+
+
+def _untie(adapted: nn.Module) -> None:
+    """Give layers with adapters weights that no other module has, so that only they change when adapters are merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owners = Counter(id(p) for _, p in adapted.named_parameters(remove_duplicate=False))
+    for module in adapted.modules():
+        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
+        for name, parameter in layer.named_parameters(recurse=False) if isinstance(layer, nn.Module) else ():
+            if owners[id(parameter)] > 1:
+                setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+
+
+def _note_untied(model: PreTrainedModel) -> None:
+    """Say in the configuration that the head has a weight of its own now.
+
+    Raises:
+        ModelError: the model computes in another way without tied weights.
+    """
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or not model.config.tie_word_embeddings or head.weight is embeddings.weight:
+        return
+    if model.config.is_encoder_decoder:
+        raise ModelError(
+            f"the head of {type(model).__name__} is tied to its embeddings, and adapters of one alone cannot be merged",
+            where="--lora-target-modules, --lora-modules-to-save",
+            hint="train without adapters of the head and of the embeddings",
+        )
+    model.config.tie_word_embeddings = False

@@ -1,0 +1,98 @@
+"""Adapters of a head or of embeddings that share their weight: the merged model is the one that was evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from rapidformer_templates.errors import ModelError
+from tests.support import parity
+from tests.support.jobs import VOCABULARY, CausalJob
+from tests.support.selection import by_default
+from tests.support.worker_pool import run_in_workers
+
+pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
+from rapidformer_templates.switches.lora.exported import _note_untied, read_config, read_model
+from rapidformer_templates.switches.lora.merge import merge
+
+pytestmark = [pytest.mark.distributed, pytest.mark.deepspeed]
+
+STEPS = "--train-iters 3 --eval-interval 3 --lr 1e-1 --no-keep-best --export-model --device cpu --lora-rank 4"
+KINDS = {
+    "adapters of the head": "--lora-target-modules c_attn,lm_head",
+    "adapters of the embeddings": "--lora-target-modules c_attn,wte",
+    "trained head": "--lora-modules-to-save lm_head",
+    "trained embeddings": "--lora-modules-to-save wte",
+}
+LAYOUTS = {
+    "one process": "--micro-batch-size 8",
+    "ddp": "--micro-batch-size 4",
+    "fsdp": "--micro-batch-size 4 --fsdp-memory-optimization",
+    "zero-3": "--micro-batch-size 4 --zero-3-memory-optimization",
+}
+CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
+SHORT = [(kind, "one process") for kind in KINDS]
+
+
+class Tied(CausalJob):
+    base = ""
+
+    def make(self) -> torch.nn.Module:
+        model: torch.nn.Module = GPT2LMHeadModel.from_pretrained(self.base, dtype=torch.float32)
+        return model
+
+
+def _train(workers: Any, folder: str, base: str, flags: str) -> parity.Trained:
+    job = type("Tied", (Tied,), {"base": base})
+    return parity.trained(job([*f"{STEPS} {flags}".split(), "--save", folder]))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tied")
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "layout"), by_default(SHORT, CASES))
+def test_the_merged_model_is_the_one_that_was_evaluated(kind: str, layout: str, base: Path, tmp_path: Path) -> None:
+    folder, flags = tmp_path / "run", f"{KINDS[kind]} {LAYOUTS[layout]}"
+    if layout == "one process":
+        run = _train(None, str(folder), str(base), flags)
+    else:
+        run = run_in_workers(2, _train, str(folder), str(base), flags)[0]
+    merge(folder / "export", tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    config = read_config(folder / "export")
+    here, _ = read_model(GPT2LMHeadModel, folder / "export", config)
+    data = CausalJob().build_data()
+    assert data.valid is not None
+    for model in (plain.eval(), here.eval()):
+        assert model.config.tie_word_embeddings is False
+        with torch.no_grad():
+            loss = float(model(**data.collate(list(data.valid))).loss)
+        assert loss == pytest.approx(run["evaluations"][-1], rel=1e-5)
+
+
+def test_an_architecture_that_ties_always_is_refused(tmp_path: Path) -> None:
+    """T5 scales the output of a tied head, so that untied weights are another model."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes)).save_pretrained(tmp_path)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    _note_untied(model)
+    assert model.config.tie_word_embeddings
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(ModelError, match="is tied to its embeddings"):
+        _note_untied(model)
