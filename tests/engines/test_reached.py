@@ -37,7 +37,11 @@ ENGINES = {
     "zero-3": "--zero-3-memory-optimization",
     "distributed-optimizer": "--use-distributed-optimizer",
 }
-DIVIDED = {"tensor": "--tensor-model-parallel-size 2", "pipeline": "--pipeline-model-parallel-size 2"}
+DIVIDED = {
+    "tensor": "--tensor-model-parallel-size 2",
+    "pipeline": "--pipeline-model-parallel-size 2",
+    "context": "--context-parallel-size 2",
+}
 ZERO = ("zero-1", "zero-2", "zero-3")
 
 
@@ -184,6 +188,15 @@ class PlainJob(parallel_jobs.JOBS["gpt2-4-tied"]):  # type: ignore[misc]
         return super().build_data()
 
 
+class UnusedJob(PlainJob):
+    """A part of the model outside of its blocks has no way to the loss."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.unused = torch.nn.Linear(16, 16)
+        return model
+
+
 JOBS = {
     "heads": HeadsJob,
     "late": LateJob,
@@ -191,17 +204,24 @@ JOBS = {
     "nothing": NothingJob,
     "idle": IdleJob,
     "plain": PlainJob,
+    "unused": UnusedJob,
 }
 OTHERS |= JOBS  # type: ignore[arg-type]
 BY_STEPS = f"--train-iters 4 --global-batch-size 8 {STEPS}"
 ONE_LEFT = f"--epochs 1 --global-batch-size 30 {STEPS}"
 LENGTH = dict.fromkeys(JOBS, BY_STEPS) | {"idle": ONE_LEFT}
-MICRO = {"heads": 4, "late": 2, "branch": 1, "nothing": 1, "idle": 15, "plain": 1}
+MICRO = {"heads": 4, "late": 2, "branch": 1, "nothing": 1, "idle": 15, "plain": 1, "unused": 2}
 WORKERS_DIFFER = ["heads", "late", "branch", "nothing"]
 ALIKE = ("nothing", "idle")  # in what they reach
-CASES = [(job, engine) for job in JOBS for engine in ENGINES if job in ALIKE or (job != "plain" and engine != "zero-3")]
+CASES = [
+    (job, engine)
+    for job in JOBS
+    for engine in ENGINES
+    if job in ALIKE or (job not in ("plain", "unused") and engine != "zero-3")
+]
 CASES.remove(("nothing", "zero-3"))  # it waits for gradients, and 0/0 in the model's own loss has none
-CASES += [("plain", engine) for engine in (*DIVIDED, "zero-3")]
+CASES += [("plain", engine) for engine in ("tensor", "pipeline", "zero-3")]
+CASES += [("unused", engine) for engine in ("distributed-optimizer", *DIVIDED)]
 WORKS = {f"{job}-{engine}": (job, engine) for job, engine in CASES if not (job == "late" and engine in ZERO)}
 LIKE_ANOTHER = ("oss", "fsdp-whole", "fsdp-checkpointed", "zero-1")
 """Engines that reach parameters as another one does. By default they train ``heads`` only."""

@@ -123,6 +123,7 @@ class DataShards:
         self._runs: dict[Window, list[tuple[Unit, int]]] = {w: [] for w in self._windows if sharded and w.ranks > 1}
         runs = self._divide()
         self._shared = {segment.parameter for window in self._runs for segment in window.segments}
+        self._exchanged = {segment.parameter for window in self._windows for segment in window.segments}
         # Experts on their way to other workers let replicas wait for each other within a backward.
         self._meet = any(entry.copies.size < self.replicas for entry in trained)
         self._whole = {
@@ -334,7 +335,11 @@ class DataShards:
 
     def _reached_anywhere(self) -> list[bool]:
         """For each parameter, whether the loss of any replica or of any stage that has it reached it."""
-        here = [sent or self._gradient(index) is not None for index, sent in enumerate(self._reached)]
+        # The gradient of what was exchanged is a sum by now, of zeros where no loss reached the parameter.
+        here = [
+            sent if index in self._exchanged else self._gradient(index) is not None
+            for index, sent in enumerate(self._reached)
+        ]
         flags = torch.tensor(here, dtype=torch.float32)  # the hosts know it, and no device is waited for
         if self.replicas > 1:
             dist.all_reduce(flags, group=self.group)
