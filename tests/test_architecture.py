@@ -93,6 +93,7 @@ NAMING = {
     "planning/switch.py": "sizes of a model have names of flags",
     "planning/deepspeed_file": "a second place for flags: which key is which",
     "models/architectures.py": "sizes of a model have names of flags",
+    "data/loader.py": "freeze is a function of the garbage collector, too",
     "data/shapes.py": "a limit has the name of its flag",
     "data/tasks/pretraining.py": "samples of dynamic shapes are documents, which is of the data",
     "run/out_of_memory.py": "the ladder is one of flags",

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, BertConfig
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.architectures import objective_of, positions_of
+from rapidformer_templates.models.architectures import dropout_rates, objective_of, positions_of, scratch_config
+from rapidformer_templates.models.facts import OWN_EXPERTS
 from rapidformer_templates.models.loading import build_model, check_seq_length
 from rapidformer_templates.models.tokenizers import load_tokenizer
 from rapidformer_templates.planning.config import RunConfig
+from rapidformer_templates.planning.registry import REGISTRY
 from tests.support.texts import TINY
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -199,3 +202,20 @@ def test_a_model_takes_sequences_as_long_as_its_positions(
 def test_positions_reach_the_sequence_length(bert_folder: Path, configure: Configure) -> None:
     config = configure(model_type="gpt2", tokenizer_path=str(bert_folder), seq_length=2048, **TINY)
     assert positions_of(build_model(config, "AutoModelForCausalLM").config) == 2048
+
+
+def test_a_rate_of_zero_may_be_written_as_a_whole_number() -> None:
+    default = BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0.0, classifier_dropout=None)
+    assert dropout_rates(default, 0.5) == {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
+
+
+@pytest.mark.parametrize("model_type", sorted(OWN_EXPERTS))
+@pytest.mark.parametrize("experts", [1, 16])
+def test_a_token_visits_as_many_experts_as_there_are(experts: int, model_type: str, gpt_folder: Path) -> None:
+    given = {"model_type": model_type, "tokenizer_path": str(gpt_folder), "num_experts": experts, **TINY}
+    config = REGISTRY.complete(RunConfig()).replace("command line", **given)
+    built = scratch_config(config, "AutoModelForCausalLM", load_tokenizer(config))
+    usual = CONFIG_MAPPING[model_type]().num_experts_per_tok
+    assert built.num_experts_per_tok == min(experts, usual)
+    asked = config.replace("command line", moe_top_k=1)
+    assert scratch_config(asked, "AutoModelForCausalLM", load_tokenizer(asked)).num_experts_per_tok == 1

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from rapidformer_templates.errors import Interrupted, ReportedError
+from rapidformer_templates.errors import ConfigError, Interrupted, ReportedError
 from rapidformer_templates.run import calls
+from rapidformer_templates.run.fit import join_and_train
 from rapidformer_templates.run.folder import read_metrics
 from rapidformer_templates.system import launch
 from rapidformer_templates.system.processes import Failure, Printed
@@ -150,6 +151,13 @@ def test_torchrun_starts_the_same_script(script: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4]
     assert done.returncode != 0
     assert "already holds a run" in done.stderr
+
+
+def test_another_number_of_workers_than_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="has started 1 workers on this machine, not 3"):
+        join_and_train(ClassJob(lr=1e-3, micro_batch_size=2, nproc_per_node=3))
 
 
 def test_second_run_does_not_overwrite_the_first(

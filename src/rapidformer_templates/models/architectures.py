@@ -52,6 +52,8 @@ PairLabel = Literal["next_sentence_label", "sentence_order_label"]
 """What the heads for pretraining on sentence pairs call their label."""
 
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
+CLASSIFICATION = (SEQUENCE_CLASSIFICATION, "AutoModelForTokenClassification")
+"""Classes whose head has an output for each label."""
 
 
 def objective_of(model_type: str) -> str:
@@ -108,6 +110,12 @@ def check_head(model_config: PreTrainedConfig, auto_class: str) -> None:
         auto_class, "gpt2"
     )
     raise ModelError(f"transformers has no {auto_class} for {model_config.model_type}", where="--task", hint=hint)
+
+
+def has_head_of(pretrained: PreTrainedConfig, *auto_classes: str) -> bool:
+    """Whether a pretrained model was saved with a head of one of these classes."""
+    endings = tuple(name.removeprefix("AutoModel") for name in auto_classes)
+    return any(name.endswith(endings) for name in pretrained.architectures or ())
 
 
 def scratch_config(config: RunConfig, auto_class: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
@@ -179,12 +187,15 @@ def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, in
 
 
 def _expert_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
+    """The sizes of the experts that the flags ask for; a token visits as many as by default, if there are so many."""
     options = config.switches.get("mixture-of-experts")  # not there where only a model is described
     asked = {flag: getattr(options, flag, None) for flag in EXPERT_SIZES}
     fields = default.to_dict()
-    return {
-        next(name for name in EXPERT_SIZES[flag] if name in fields): value for flag, value in asked.items() if value
-    }
+    names = {flag: next((name for name in EXPERT_SIZES[flag] if name in fields), "") for flag in EXPERT_SIZES}
+    experts, visited = asked["num_experts"], fields.get(names["moe_top_k"])
+    if experts and isinstance(visited, int) and visited > experts:
+        asked["moe_top_k"] = asked["moe_top_k"] or experts
+    return {names[flag]: value for flag, value in asked.items() if value}
 
 
 def _positions(default: PreTrainedConfig, config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> int:
@@ -215,7 +226,9 @@ def _special_tokens(default: PreTrainedConfig, tokenizer: PreTrainedTokenizerFas
 
 def dropout_rates(default: PreTrainedConfig, rate: float) -> dict[str, float]:
     """Every dropout rate of a configuration set to ``rate``; those that are None follow another one."""
-    names = [n for n, v in default.to_dict().items() if "drop" in n and "layerdrop" not in n and isinstance(v, float)]
+    rates = {name: value for name, value in default.to_dict().items() if "drop" in name and "layerdrop" not in name}
+    # Some files write a rate of zero as a whole number.
+    names = [n for n, v in rates.items() if isinstance(v, float) or (type(v) is int and v in (0, 1))]
     if not names and rate > 0:
         raise ModelError(f"{default.model_type} has no dropout", where="--dropout", hint="leave out --dropout")
     if rate >= 1:

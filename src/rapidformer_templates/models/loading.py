@@ -16,10 +16,12 @@ from transformers.utils import logging as transformers_logging
 
 from rapidformer_templates.errors import ModelError, alike
 from rapidformer_templates.models.architectures import (
+    CLASSIFICATION,
     SEQUENCE_CLASSIFICATION,
     SIZE_FLAGS,
     check_head,
     dropout_rates,
+    has_head_of,
     objective_of,
     positions_of,
     scratch_config,
@@ -119,7 +121,8 @@ def build_model(
     factory = getattr(transformers, auto_class)
     path = config.model.pretrained_model_name_or_path
     if path:
-        model = _load_weights(factory, path, model_config, config.model.trust_remote_code)
+        left_out = _head_to_leave_out(config, auto_class, model_config)
+        model = _load_weights(factory, path, model_config, config.model.trust_remote_code, left_out)
     else:
         try:
             model = factory.from_config(model_config).float()
@@ -165,6 +168,9 @@ def _pretrained_config(config: RunConfig) -> PreTrainedConfig:
             f"the model '{path}' is neither a folder nor in the local cache", where=_PRETRAINED, hint=hint
         ) from error
     _check_pretrained_sizes(config, pretrained)
+    if flags.new_head and not has_head_of(pretrained, *CLASSIFICATION):
+        hint = "leave out --new-head: the model gets a new head without it"
+        raise ModelError(f"{path} has no head for labels that could be left out", where="--new-head", hint=hint)
     return pretrained
 
 
@@ -215,16 +221,34 @@ def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> 
             raise ModelError(message, where=spelling(flag), hint=hint)
 
 
-def _load_weights(factory: Any, path: str, model_config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrainedConfig) -> list[str]:
+    """Modules of a pretrained head for labels that cannot serve: it is of another kind or size, or is not wanted."""
+    pretrained = _pretrained_config(config)
+    if auto_class not in CLASSIFICATION or not has_head_of(pretrained, *CLASSIFICATION):
+        return []
+    fits = has_head_of(pretrained, auto_class) and pretrained.num_labels == model_config.num_labels
+    if fits and not config.model.new_head:
+        return []
+    with torch.device("meta"):
+        model = getattr(transformers, auto_class).from_config(model_config)
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+
+
+def _load_weights(
+    factory: Any, path: str, model_config: PreTrainedConfig, trust_remote_code: bool, left_out: list[str]
+) -> PreTrainedModel:
     folder = Path(path)
     if folder.is_dir() and not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:20])
         raise ModelError(
             f"there are no weights in {path}", where=_PRETRAINED, hint=f"it needs model.safetensors; it holds: {there}"
         )
+    reader, random_state = own_reader(folder), torch.get_rng_state()
+    if reader and left_out:
+        hint = "write plain weights first, with rapidformer export, or start from a model without a head"
+        raise ModelError(f"{path} cannot be read without its head", where=_PRETRAINED, hint=hint)
     try:
         with _quiet_loading():
-            reader = own_reader(folder)
             model, info = (
                 reader.read_model(factory, folder, model_config)
                 if reader
@@ -245,6 +269,8 @@ def _load_weights(factory: Any, path: str, model_config: PreTrainedConfig, trust
             hint="fetch the folder anew",
         ) from error
     for name, there, needed in sorted(info["mismatched_keys"]):
+        if name.partition(".")[0] in left_out:
+            continue
         message = f"the weight {name} is of shape {tuple(there)} in {path} and {tuple(needed)} in the model"
         raise ModelError(
             message,
@@ -262,7 +288,30 @@ def _load_weights(factory: Any, path: str, model_config: PreTrainedConfig, trust
     if body:  # a new head is what fine-tuning is about; a hole in the body is damage
         message = f"{len(body)} weights are missing in {path}, such as {body[0]}"
         raise ModelError(message, where=_PRETRAINED, hint="fetch the folder anew")
+    of_head = [name for name in model.state_dict() if name.partition(".")[0] in left_out]
+    _draw({*missing, *of_head}, model, random_state)
     return model
+
+
+def _draw(names: set[str], model: Any, random_state: torch.Tensor) -> None:
+    """Give new parameters of a pretrained model their initial values, the same under every engine.
+
+    Under ZeRO-3 the construction of the model draws random numbers, too, which it does not without.
+
+    Args:
+        names: of the parameters.
+        random_state: that of torch before the model was built.
+    """
+    if not names:
+        return
+    owners = {name.rpartition(".")[0] for name in names}
+    for prefix, module in model.named_modules():
+        module._is_hf_initialized = prefix not in owners  # transformers' marks of what came from a file
+        for name, parameter in module.named_parameters(recurse=False) if prefix in owners else ():
+            parameter._is_hf_initialized = f"{prefix}.{name}".lstrip(".") not in names
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(random_state)
+        model.initialize_weights()
 
 
 @contextmanager

@@ -92,6 +92,7 @@ class ModelFlags:
     seq_length: int | None = flag(
         None, "length that samples are cut to, tokens (default: what the model takes)", minimum=1
     )
+    new_head: bool = flag(False, "leave out a pretrained model's head and train a new one for the labels of the data")
     dropout: float | None = flag(
         None, "dropout rate everywhere in the model (default: the model's own)", minimum=0, maximum=1
     )

@@ -29,6 +29,7 @@ FLAGS_OF = {
     "mean_span_length": ("pretraining",),
     "keep_documents_apart": ("pretraining",),
     "problem_type": ("sequence_classification",),
+    "new_head": ("sequence_classification", "token_classification", "reward"),
     "preference_loss": ("preference",),
     "preference_beta": ("preference",),
     "simpo_gamma": ("preference",),
@@ -126,6 +127,9 @@ def check_task_flags(config: RunConfig) -> None:
         hint = did_you_mean(name, TASKS, f"choose from {', '.join(TASKS)}")
         raise ConfigError(f"there is no task '{name}'", where="--task", hint=hint)
     _refuse(config, name, FLAGS_OF)
+    if config.model.new_head and not config.model.pretrained_model_name_or_path:
+        hint = "leave out --new-head: every head of a model from scratch is new"
+        raise ConfigError("no pretrained model is named, whose head could be left out", where="--new-head", hint=hint)
 
 
 def check_data_flags(config: RunConfig) -> None:

@@ -15,6 +15,7 @@ from rapidformer_templates.data.order import Order
 from rapidformer_templates.data.types import Endless
 from rapidformer_templates.engines.contract import Engine
 from rapidformer_templates.errors import ConfigError, DataError
+from rapidformer_templates.planning.config import RunConfig
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.planning.flags import TrainingFlags
 from rapidformer_templates.planning.metrics import TEST
@@ -128,6 +129,7 @@ def _check(template: Template) -> None:
 
 def join_and_train(template: Template, then: Then | None = None) -> dict[str, Any]:
     """Train as one of the workers, or as the only one; ``then`` is called before they part."""
+    _check_count(template.config)
     choose_allocation(template.plan)
     with (
         stop_request(partial(_goes_on, template.config.training), alone=not launch.is_worker()) as stop,
@@ -136,6 +138,17 @@ def join_and_train(template: Template, then: Then | None = None) -> dict[str, An
         _run_folder(template, workers) as folder,
     ):
         return train(template, folder, workers, stop, then)
+
+
+def _check_count(config: RunConfig) -> None:
+    """Raise a :class:`ConfigError` if a launcher has started other workers than ``--nproc-per-node`` asks for."""
+    asked, there = config.launch.nproc_per_node, os.environ.get("LOCAL_WORLD_SIZE")
+    if launch.is_worker() and asked is not None and there is not None and int(there) != asked:
+        raise ConfigError(
+            f"the launcher has started {there} workers on this machine, not {asked}",
+            where=f"--nproc-per-node ({config.origin('nproc_per_node')})",
+            hint="leave the flag out: the launcher's own one decides",
+        )
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from datasets.packaged_modules.cache.cache import Cache
 from rapidformer_templates.data.finetuning.hub_cache import PART_NAMES
 from rapidformer_templates.data.finetuning.locating import locate
 from rapidformer_templates.data.finetuning.tables import read_dataset, read_part
+from rapidformer_templates.data.tasks import load_task
 from rapidformer_templates.errors import DataError
 from rapidformer_templates.planning.config import RunConfig
-from tests.support.texts import write_jsonl
+from tests.support.texts import TINY, write_jsonl
 
 Configure = Callable[..., RunConfig]
 COUNTS = {"train": 7, "validation": 3, "test": 2}
@@ -54,6 +55,32 @@ def test_folders_as_the_hub_has_them(configure: Configure, tmp_path: Path, layou
     theirs = datasets.load_dataset(str(tmp_path / (name or "")), cache_dir=str(tmp_path / "cache"))
     assert theirs["train"]["text"][:] == expected()[0]
     assert theirs["validation"]["text"][:] == expected()[1]
+
+
+@pytest.mark.parametrize("name", ["chat.jsonl", "chat-train.jsonl", "train.jsonl"])
+def test_the_validation_file_beside_a_named_one_is_read(name: str, configure: Configure, tmp_path: Path) -> None:
+    beside = name.replace("-train", "").replace("train", "").removesuffix(".jsonl")
+    valid = f"{beside}-valid.jsonl" if beside else "valid.jsonl"
+    write_jsonl(tmp_path / name, rows("train"))
+    write_jsonl(tmp_path / valid, rows("validation"))
+    write_jsonl(tmp_path / "other-valid.jsonl", rows("test"))
+    (tmp_path / valid).with_suffix(".csv").write_text("text\nother", encoding="utf-8")
+    config = configure(data_dir=str(tmp_path), data_name=name)
+    assert read(config) == expected()
+    alone = read_part(config, None)  # as it is evaluated
+    assert alone.train.table["text"][:] == expected()[0]
+
+
+def test_a_share_to_hold_out_is_refused_beside_a_validation_part(
+    configure: Configure, bert_folder: Path, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "train.jsonl", rows("train"))
+    model = {"task": "masked_lm", "model_type": "bert", "tokenizer_path": str(bert_folder), **TINY}
+    given = {**model, "data_dir": str(tmp_path), "validation_fraction": 0.2}
+    load_task(configure(**given)).check()
+    write_jsonl(tmp_path / "valid.jsonl", rows("validation"))
+    with pytest.raises(DataError, match=r"has a validation part \(.*valid.jsonl\)"):
+        load_task(configure(**given)).check()
 
 
 @pytest.mark.parametrize("part", ["valid", "validation", "val", "dev", "eval"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,41 @@ def test_judged_answers_are_paired_with_the_prompt_before(load: Load) -> None:
     batch = data.collate(samples)
     assert task.count_targets(batch, shifted=True) == 3
     assert {"input_ids", "labels", "kl_input_ids", "kl_labels", "is_good", "counted"} < batch.keys()
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_drift_is_measured_with_the_answer_to_another_prompt(speaks: bool, load: Load) -> None:
+    """Several answers to one prompt stand one after another, as they usually do."""
+
+    def row(prompt: str, word: str) -> dict[str, Any]:
+        if speaks:
+            return {"prompt": [user(f"say {prompt}")], "completion": [answer(word)], "label": True}
+        return {"prompt": f"say {prompt}", "completion": f" {word}", "label": True}
+
+    words = ["dog", "cat", "tree", "house", "river"]
+    task = load([row(prompt, word) for prompt, word in zip("aabba", words, strict=True)], preference_loss="kto")
+    train = task.build_data().train
+    told = [learned(task, train[i], "kl_") for i in range(5)]  # type: ignore[index]
+    partners = ["house", "house", "cat", "cat", "house"]
+    assert [next(word for word in words if word in text) for _, text in told] == partners
+    assert all(f"say {prompt}" in text for prompt, (text, _) in zip("aabba", told, strict=True))
+    assert not any("drift" in note for note in task.notes)
+
+
+def test_answers_to_one_prompt_alone_are_noted(load: Load) -> None:
+    rows = [{"prompt": "say", "completion": f" {word}", "label": True} for word in ("dog", "cat")]
+    task = load(rows, preference_loss="kto")
+    train = task.build_data().train
+    assert learned(task, train[0], "kl_")[1] == " cat<|endoftext|>"  # type: ignore[index]
+    assert task.notes == ["train: all answers are to one prompt, so the drift of KTO is that of answers to it"]
+
+
+def test_rewards_of_answers_that_are_not_there_are_no_numbers(load: Load) -> None:
+    task = load([{"prompt": "say", "completion": " dog", "label": True}], preference_loss="kto")
+    metrics = task.compute_metrics([(0.5, True), (1.5, True)], [None, None])
+    assert metrics["rewards/chosen"] == 1.0
+    assert math.isnan(metrics["rewards/rejected"])
+    assert math.isnan(metrics["rewards/margins"])
 
 
 def test_pairs_are_split_for_kto(load: Load) -> None:

@@ -58,6 +58,22 @@ def perfect(task: QuestionAnswering, batch: dict[str, torch.Tensor]) -> SimpleNa
     return SimpleNamespace(start_logits=starts, end_logits=ends)
 
 
+def test_the_loss_of_a_batch_is_that_of_its_samples(make: Make) -> None:
+    """The reference is transformers' own loss of each sample by itself, where nothing is padded."""
+    short = {"question": "what", "context": "it runs", "answers": {"text": ["runs"], "answer_start": [3]}}
+    task = make([row(0), short, row(1)], seq_length=64)
+    data = task.build_data()
+    assert data.train is not None
+    assert data.collate is not None
+    samples = [data.train[i] for i in range(len(data.train))]
+    assert len({len(sample["input_ids"]) for sample in samples}) > 1
+    model = task.build_model().eval()
+    with torch.no_grad():
+        together = task.compute_loss(model, data.collate(samples))
+        apart = [model(**data.collate([sample])).loss for sample in samples]
+    torch.testing.assert_close(together, torch.stack(apart).mean())
+
+
 def test_windows_cover_the_context_and_hold_the_answers(make: Make) -> None:
     rows = [row(i) for i in range(10)]
     task = make(rows)

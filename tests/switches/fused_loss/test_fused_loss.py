@@ -201,6 +201,12 @@ def _logits() -> Logits:
         (lambda x: x.argmax(-1), "their argmax"),
         (lambda x: torch.softmax(x, -1), "torch's softmax"),
         (lambda x: x.view(-1), r"a shape of \(-1,\), which cuts their 7 words"),
+        (lambda x: x - x, "the operator sub"),
+        (lambda x: 1 + x, "the operator radd"),
+        (lambda x: -x, "the operator neg"),
+        (lambda x: x == x, "the operator eq"),
+        (lambda x: x > 0, "the operator gt"),
+        (lambda x: 0 in x, "the operator contains"),
         (lambda x: x[..., 0], "the part"),
         (lambda x: x[0, :, 0, ...], "the part"),
         (lambda x: x.flatten(), "flattening their words"),
@@ -218,6 +224,8 @@ def test_whoever_needs_logits_is_told(ask: Any, what: str) -> None:
 def test_they_look_like_logits() -> None:
     logits = _logits()
     assert (logits.shape, logits.ndim, logits.size(-1), logits.dtype) == ((2, 3, 7), 3, 7, torch.float32)
+    assert len(logits) == len(logits[:, 1:]) == 2
+    assert len(logits.flatten(0, 1)) == 6
     assert logits[:, :-1].contiguous().view(-1, 7).shape == (4, 7)
     assert logits[..., 1:, :].reshape(4, -1).shape == (4, 7)
 

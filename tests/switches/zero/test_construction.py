@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from rapidformer_templates.models.loading import build_model
+from rapidformer_templates.planning.config import RunConfig
 from tests.support.jobs import CausalJob, ClassJob, MaskedJob
 from tests.support.worker_pool import run_in_workers
 
@@ -53,16 +55,20 @@ def build(kind: str) -> nn.Module:
     jobs = {"causal": CausalJob, "masked": MaskedJob, "classifier": ClassJob}
     if kind == "unruly":
         return Unruly()
-    if kind == "pretrained":
+    if kind in ("pretrained", "new head"):
         from transformers import AutoModel
 
         from rapidformer_templates.commands.demo import demo_model_folder
 
-        return AutoModel.from_pretrained(demo_model_folder())
+        folder = demo_model_folder()
+        if kind == "pretrained":
+            return AutoModel.from_pretrained(folder)
+        config = RunConfig().replace("command line", pretrained_model_name_or_path=str(folder))
+        return build_model(config, "AutoModelForSequenceClassification", num_labels=3)
     return jobs[kind](["--lr", "1e-3"]).make()  # type: ignore[no-any-return]
 
 
-KINDS = ("unruly", "causal", "masked", "classifier", "pretrained")
+KINDS = ("unruly", "causal", "masked", "classifier", "pretrained", "new head")
 
 
 def _named(kind: type) -> type:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError, did_you_mean
+from rapidformer_templates.models.architectures import has_head_of
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -25,18 +26,54 @@ def label_text(value: Any) -> str | None:
     return str(value).strip() or None
 
 
-def sorted_names(names: Iterable[str], model_config: PreTrainedConfig) -> list[str]:
-    """Label names in an order that depends on the set of names only.
-
-    Whole numbers are sorted as numbers. A pretrained model that knows exactly these labels keeps
-    its order, so that its head stays valid.
-    """
+def sorted_names(names: Iterable[str]) -> list[str]:
+    """Label names in an order that depends on the set of names only: whole numbers are sorted as numbers."""
     distinct = set(names)
-    own = [str(name) for _, name in sorted((model_config.id2label or {}).items())]
-    if set(own) == distinct:
-        return own
     numbers = all(name.lstrip("-").isdigit() for name in distinct)
     return sorted(distinct, key=int) if numbers else sorted(distinct)
+
+
+def labels_of_model(model_config: PreTrainedConfig) -> list[str]:
+    """The labels that a model names, in the order of its head."""
+    return [str(name) for _, name in sorted((model_config.id2label or {}).items())]
+
+
+def in_order_of_head(
+    names: Sequence[str], model_config: PreTrainedConfig, auto_class: str, *, new_head: bool
+) -> tuple[list[str], str | None]:
+    """The labels in the order of the outputs of a pretrained model's head, and what people should know of it.
+
+    A name of the data and one of the model are the same label if they differ in upper and lower case only.
+
+    Args:
+        names: labels of the data, in their own order, which a new head takes.
+        new_head: the trained head is left out.
+
+    Raises:
+        DataError: the head was trained for as many labels with other names.
+    """
+    own = labels_of_model(model_config)
+    is_trained = has_head_of(model_config, auto_class)
+    if new_head:
+        return list(names), None
+    lower = {name.lower(): name for name in names}
+    if len(lower) < len(names) or len({name.lower() for name in own}) < len(own):
+        lower = {name: name for name in names}
+    known = [name if name in lower else name.lower() for name in own]
+    if set(lower) == set(known) or (is_trained and set(lower) < set(known)):
+        return [lower.get(folded, name) for folded, name in zip(known, own, strict=True)], None
+    if not is_trained:
+        return list(names), None
+    there, here = ", ".join(own), ", ".join(names)
+    if len(own) != len(names):
+        return list(names), f"the head is new: the model's own is for the labels {there}, and the data has {here}"
+    if own == [f"LABEL_{i}" for i in range(len(own))]:
+        return list(names), f"the model does not name its labels, so its outputs stand for {here}, in this order"
+    raise DataError(
+        f"the head of the model is for the labels {there}, and the data has {here}",
+        where="--pretrained-model-name-or-path",
+        hint="give the labels of the data the model's names, or train a new head with --new-head",
+    )
 
 
 def declared_names(part: Part, column: str) -> list[str] | None:
@@ -65,7 +102,7 @@ def label_name(value: Any, declared: Sequence[str] | None, column: str, part: Pa
     return declared[value]
 
 
-def label_names(parts: Sequence[Part], column: str, model_config: PreTrainedConfig) -> list[str]:
+def label_names(parts: Sequence[Part], column: str) -> list[str]:
     """The labels that the parts hold, in their order.
 
     Raises:
@@ -77,7 +114,7 @@ def label_names(parts: Sequence[Part], column: str, model_config: PreTrainedConf
         return declared
     for part, names in zip(parts, names_of_parts, strict=True):
         _refuse_measures(part, column, names, set().union(*names_of_parts))
-    return sorted_names((name for names in names_of_parts for name in names), model_config)
+    return sorted_names(name for names in names_of_parts for name in names)
 
 
 def _refuse_measures(part: Part, column: str, names: Sequence[str], of_all: set[str]) -> None:
@@ -143,11 +180,11 @@ def label_sets(part: Part, column: str) -> list[list[str]]:
     return sets
 
 
-def label_set_names(parts: Sequence[Part], column: str, model_config: PreTrainedConfig) -> list[str]:
+def label_set_names(parts: Sequence[Part], column: str) -> list[str]:
     """The labels that lists of labels hold, in their order."""
     declared = declared_names(parts[0], column)
     held = {name for part in parts for names in label_sets(part, column) for name in names}
-    return declared or sorted_names(held, model_config)
+    return declared or sorted_names(held)
 
 
 def encode_label_sets(part: Part, column: str, names: Sequence[str]) -> list[list[float]]:

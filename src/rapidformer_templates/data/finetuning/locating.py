@@ -6,7 +6,8 @@ What is looked for, in this order, with EXT one of csv, tsv, json, jsonl, parque
    ``train.EXT``, ``validation.EXT`` (or valid, val, dev, eval) and ``test.EXT``, also in shards
    (``train-00000-of-00002.parquet``); else its only file.
 2. ``DIR/NAME`` with its extension, or ``DIR/NAME.EXT``: one file.
-3. ``DIR/NAME-train.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part.
+3. ``DIR/NAME-train.EXT``, ``DIR/NAME-valid.EXT`` and so on, with ``-``, ``_`` or ``.`` before the part. The latter also
+   stand beside the file of 2, if they have its extension.
 4. The folders ``train``, ``validation`` … of ``DIR/NAME/``, with any files in them; ``DIR/NAME/data/``, as the hub
    has it; the configuration NAME that ``DIR/README.md`` describes.
 5. Where ``DIR`` is no folder: the data set of the hub of that name, with NAME as its configuration, in the cache of
@@ -119,11 +120,9 @@ def _cached(name: str, config: str | None, flag: str, read: Sequence[str]) -> Lo
 def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, list[Path]]:
     """The files of each part, by the rules at the head of this module."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in ROW_READERS)
-    parts: dict[str, list[Path]] = {}
-    for path in files:
-        match = STEM.match(path.stem)
-        if match and match["name"] == name:
-            parts.setdefault(PART_NAMES[match["part"]], []).append(path)
+    if name and (named := folder / name) in files:
+        return {"train": [named], **(_beside(named, files, read) if "valid" in read else {})}
+    parts = _called(name, files)
     if "train" not in parts:
         whole = [p for p in files if name in (p.name, p.stem)] if name else ([] if parts else files)
         if whole:
@@ -139,6 +138,27 @@ def _locate(folder: Path, name: str | None, read: Sequence[str]) -> dict[str, li
         listed = ", ".join(there[:20]) or "nothing"
         hint = did_you_mean(name or "", there, f"the folder holds: {listed}; files can be {', '.join(ROW_READERS)}")
         raise DataError(what, where="--data-name" if name else "--data-dir", hint=hint)
+    return parts
+
+
+def _called(name: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files whose names say that they are parts of the data set of a name."""
+    parts: dict[str, list[Path]] = {}
+    for path in files:
+        match = STEM.match(path.stem)
+        if match and match["name"] == name:
+            parts.setdefault(PART_NAMES[match["part"]], []).append(path)
+    return parts
+
+
+def _beside(named: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str, list[Path]]:
+    """The validation and the test part beside a file to train on that is named with its extension, which they share."""
+    match = STEM.match(named.stem)
+    name = match["name"] if match and PART_NAMES[match["part"]] == "train" else named.stem
+    parts = _called(name, [path for path in files if path.suffix == named.suffix and path != named])
+    parts.pop("train", None)
+    for part in parts.keys() & set(read):
+        _check_one(parts[part], named.parent)
     return parts
 
 

@@ -7,6 +7,7 @@ itself, a prompt with a ``completion`` and a ``label`` that is true or false.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -151,19 +152,44 @@ def pair_samples(name: str, pairs: Sequence[tuple[Example, Example]], reader: Ch
 
 
 def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> PreferenceSamples:
-    """Tokens of each answer, and of the answer of the sample before it to the same prompt, by which drift is measured.
+    """Tokens of each answer, and of the same prompt with an answer to another one, by which drift is measured.
 
-    Which one that is depends on the data set alone: so no cut into batches changes anything.
+    It is the last answer before the sample that has another prompt. Which one that is depends on the data set alone:
+    so no cut into batches changes anything.
 
     Raises:
         DataError: no two answers have a token within the length.
     """
-    others = [_swapped(answers[i].example, answers[i - 1].example) for i in range(len(answers))]
+    if len({_prompt_of(answer.example) for answer in answers}) == 1:
+        reader.notes.append(f"{name}: all answers are to one prompt, so the drift of KTO is that of answers to it")
+    others = [
+        _swapped(answers[i].example, answers[other].example)
+        for i, other in enumerate(_answers_to_other_prompts([_prompt_of(answer.example) for answer in answers]))
+    ]
     own, mixed = (_encoded(examples, reader) for examples in ([a.example for a in answers], others))
     kept = [i for i in range(len(answers)) if _is_answered(own[i]) and _is_answered(mixed[i])]
     _tell(name, len(answers), len(kept), reader)
     good = {"is_good": [bool(answers[i].is_good) for i in kept]}
     return PreferenceSamples(_fields("", own, kept) | _fields("kl_", mixed, kept) | good)
+
+
+def _prompt_of(example: Example) -> str:
+    """What an answer is to, in a form that can be compared."""
+    if isinstance(example, Completion):
+        return json.dumps(example.prompt)
+    assert isinstance(example, Conversation)
+    return json.dumps(example.messages[: example.given])
+
+
+def _answers_to_other_prompts(prompts: Sequence[str]) -> list[int]:
+    """The last sample before each that has another prompt, around the end; the one before it if there is none."""
+    others: list[int] = []
+    for i, prompt in enumerate(prompts):
+        if i and prompt == prompts[i - 1]:
+            others.append(others[-1])
+        else:
+            others.append(next((j for j in range(i - 1, i - len(prompts), -1) if prompts[j] != prompt), i - 1))
+    return others
 
 
 def _swapped(example: Example, other: Example) -> Example:

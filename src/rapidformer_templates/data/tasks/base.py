@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.locating import check_evaluated, each_of, locate, locate_part
+from rapidformer_templates.data.finetuning.labels import in_order_of_head
+from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, each_of, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
 from rapidformer_templates.data.finetuning.tables import Part, Raw, read_dataset, read_part, streamed_files
 from rapidformer_templates.data.generation import Generation
@@ -127,14 +128,25 @@ class Task(ABC):
         if self.config.data.streaming:
             streamed_files(self.config.data)
         else:
-            for flags in each_of(self.config.data):
-                if self.is_decided:
+            if self.is_decided:
+                for flags in each_of(self.config.data):
                     locate_part(flags, self.part)
-                else:
-                    locate(flags)
+            else:
+                self._check_held_out([locate(flags) for flags in each_of(self.config.data)])
             if mixture := mixture_of(self.config.data.data_name):
                 whole_weights([weight for weight, _ in mixture], "--data-name")
         assert self.seq_length > 0
+
+    def _check_held_out(self, located: Sequence[Located]) -> None:
+        """Raise a :class:`DataError` if ``--validation-fraction`` is given and nothing is there to hold out from."""
+        is_given = self.config.origin("validation_fraction") != "default" and self.config.data.validation_fraction > 0
+        if is_given and all("valid" in one.parts for one in located):
+            files = ", ".join(str(path) for one in located for path in one.parts["valid"][:1])
+            raise DataError(
+                f"the data set has a validation part ({files}), so no share of the training part is held out",
+                where="--validation-fraction",
+                hint="leave the flag out: the validation part is evaluated",
+            )
 
     def build_data(self) -> Data:
         """Read, check and tokenize the data, or those of each set of a mixture.
@@ -186,6 +198,16 @@ class Task(ABC):
         Raises:
             DataError: a file, column, line or label that cannot be used.
         """
+
+    def in_order_of_head(self, names: Sequence[str]) -> list[str]:
+        """The labels of the data in the order of the model's head; what people should know of it becomes a note.
+
+        Raises:
+            DataError: the head was trained for as many labels with other names.
+        """
+        labels, note = in_order_of_head(names, self.model_config, self.auto_class, new_head=self.config.model.new_head)
+        self.notes += [note] if note else []
+        return labels
 
     def build_model(self) -> PreTrainedModel:
         """The model with a head for the data; called after :meth:`build_data`, seeded by the caller.
@@ -382,11 +404,6 @@ def label_map(names: Sequence[str]) -> dict[str, Any]:
         "id2label": dict(enumerate(names)),
         "label2id": {name: i for i, name in enumerate(names)},
     }
-
-
-def labels_of_model(model_config: PreTrainedConfig) -> list[str]:
-    """The labels of a model that was trained with some, in their order."""
-    return [str(name) for _, name in sorted((model_config.id2label or {}).items())]
 
 
 def texts_of(part: Part, column: str, *, may_be_missing: bool = False) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -137,10 +138,11 @@ class _Preferences(Task):
         return rewards, [None] * len(rewards)
 
     def compute_metrics(self, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+        """Mean rewards; NaN of answers of a kind that the data do not hold."""
         told = np.asarray(predictions, dtype=np.float64).reshape(-1, 2)
         if self.judges:
             good = told[:, 1] > 0
-            chosen, rejected = (float(told[of, 0].mean()) if of.any() else 0.0 for of in (good, ~good))
+            chosen, rejected = (float(told[of, 0].mean()) if of.any() else math.nan for of in (good, ~good))
         else:
             chosen, rejected = told.mean(axis=0).tolist() if len(told) else (0.0, 0.0)
         values = (chosen, rejected, chosen - rejected, float((told[:, 0] > told[:, 1]).mean()) if len(told) else 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
 from rapidformer_templates.data.finetuning.squad import (
@@ -26,6 +27,9 @@ from rapidformer_templates.data.generation import Generation
 from rapidformer_templates.data.tasks.base import Inputs, Record, Task, as_data, padding_of, texts_of
 from rapidformer_templates.data.types import Data
 from rapidformer_templates.errors import DataError
+
+PLACES = ("start_positions", "end_positions")
+"""Fields of a batch with the first and the last token of each answer."""
 
 BEST = 20
 """Starts and ends of each window that are combined into spans."""
@@ -71,8 +75,8 @@ class QuestionAnswering(Task):
     def _samples(self, part: Part, examples: list[Example]) -> tuple[TokenizedSamples, list[Feature]]:
         fields, features = self._tokens(part, examples)
         spans = [answer_tokens(feature, examples[feature.example]) for feature in features]
-        places = {"start_positions": [s for s, _ in spans], "end_positions": [e for _, e in spans]}
-        return TokenizedSamples({**fields, **places}), features
+        places = zip(PLACES, ([start for start, _ in spans], [end for _, end in spans]), strict=True)
+        return TokenizedSamples({**fields, **dict(places)}), features
 
     def _tokens(self, part: Part, examples: list[Example]) -> tuple[dict[str, Ragged], list[Feature]]:
         """The tokens of each window, and where they stand in the context."""
@@ -122,6 +126,19 @@ class QuestionAnswering(Task):
 
     def begin_evaluation(self, name: str) -> None:
         self.features, self.examples = self._read[part_name(name)]
+
+    def compute_loss(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The mean of the losses of the start and of the end, each a softmax over the tokens of its sample.
+
+        The model's own loss is one over padding, too, so that it depends on what else is in a batch.
+        """
+        outputs = model(**{name: tensor for name, tensor in batch.items() if name not in PLACES})
+        padding = batch["attention_mask"] == 0
+        start, end = (
+            cross_entropy(logits.masked_fill(padding, torch.finfo(logits.dtype).min), batch[name])
+            for logits, name in zip((outputs.start_logits, outputs.end_logits), PLACES, strict=True)
+        )
+        return (start + end) / 2
 
     def predict(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """The best starts and ends of each window; the true answers are known by the window's place in the data."""

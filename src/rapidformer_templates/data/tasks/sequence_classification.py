@@ -14,6 +14,7 @@ from rapidformer_templates.data.finetuning.labels import (
     encode_labels,
     label_names,
     label_set_names,
+    labels_of_model,
     measures,
     problem_of,
 )
@@ -26,7 +27,6 @@ from rapidformer_templates.data.tasks.base import (
     Task,
     as_data,
     label_map,
-    labels_of_model,
     padding_of,
     share,
     texts_of,
@@ -63,7 +63,7 @@ class SequenceClassification(Task):
 
     def read_data(self) -> Data:
         raw, flags = self.read_rows(), self.config.data
-        self.skipped = raw.skipped
+        self.skipped, self.notes = raw.skipped, []
         self._text_columns(raw.train)
         label = self.column(raw.train, "label_column", LABEL_COLUMNS)
         # What was held out of one file may hold a rare label that is not among the rows that are left.
@@ -71,7 +71,7 @@ class SequenceClassification(Task):
         if not self.is_decided:
             self.problem = flags.problem_type or problem_of(known, label)
             self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
-            self.labels = self._label_names(known, label)
+            self.labels = self.in_order_of_head(self._label_names(known, label))
         sets = {name: self._samples(part) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
@@ -88,7 +88,7 @@ class SequenceClassification(Task):
         if self.problem == "regression":
             return ["LABEL_0"]
         several = self.problem == "multi_label_classification"
-        names = (label_set_names if several else label_names)(known, column, self.model_config)
+        names = (label_set_names if several else label_names)(known, column)
         if several and not names:
             raise DataError("no row has a label", where=known[0].files[0], hint="choose another --label-column")
         if not several and len(names) < 2:

@@ -12,6 +12,7 @@ from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamp
 from rapidformer_templates.data.finetuning.labels import (
     declared_names,
     label_name,
+    labels_of_model,
     sorted_names,
     stands_for_none,
     unknown_label,
@@ -25,7 +26,6 @@ from rapidformer_templates.data.tasks.base import (
     Task,
     as_data,
     label_map,
-    labels_of_model,
     padding_of,
     with_tokens,
 )
@@ -52,7 +52,7 @@ class TokenClassification(Task):
 
     def read_data(self) -> Data:
         raw = self.read_rows()
-        self.skipped = raw.skipped
+        self.skipped, self.notes = raw.skipped, []
         _, tags = self._columns(raw.train)
         read = {name: (part, *self._words_and_tags(part)) for name, part in raw.parts().items()}
         # What was held out of one file may hold a rare tag that is not among the rows that are left.
@@ -62,7 +62,7 @@ class TokenClassification(Task):
             hint = "choose another --label-column, or tag the words"
             raise DataError(f"no word has a tag in column '{tags}'", where=raw.train.files[0], hint=hint)
         if not self.is_decided:
-            self.labels = declared_names(raw.train, tags) or sorted_names(distinct, self.model_config)
+            self.labels = self.in_order_of_head(declared_names(raw.train, tags) or sorted_names(distinct))
         sets = {name: self._samples(*part) for name, part in read.items()}
         return as_data(sets, PadCollate({**padding_of(self.tokenizer), "labels": IGNORED}))
 

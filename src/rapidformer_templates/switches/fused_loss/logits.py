@@ -107,7 +107,7 @@ class Logits(tuple[Any, ...]):
     choosing and reshaping rows to the hidden states, and functions of each number to each chunk later.
 
     A tuple, (origin, hidden states), because ZeRO-3 and DDP look for tensors in what a module puts out,
-    and ZeRO-3 puts others in their place: they find the hidden states.
+    and ZeRO-3 puts others in their place: they find the hidden states by iteration, which is therefore that of a tuple.
 
     Raises:
         ModelError: from everything else that is asked of them.
@@ -159,6 +159,9 @@ class Logits(tuple[Any, ...]):
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     # Choosing and reshaping rows.
 
@@ -276,6 +279,34 @@ def _refuse(what: str) -> NoReturn:
         where=SWITCH_FLAG,
         hint=f"take the loss from torch's cross_entropy of whole rows of logits, or leave {SWITCH_FLAG} out",
     )
+
+
+def _refuse_operator(name: str) -> None:
+    """Refuse an operator of tensors that a tuple has with another meaning, or has not."""
+
+    def refuse(self: Logits, *others: Any) -> NoReturn:
+        _refuse(f"the operator {name.strip('_')}")
+
+    setattr(Logits, name, refuse)
+
+
+for _name in (
+    "sub",
+    "rsub",
+    "neg",
+    "pow",
+    "matmul",
+    "radd",
+    "rtruediv",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "contains",
+):
+    _refuse_operator(f"__{_name}__")
 
 
 def head_of(model: nn.Module) -> FusedHead | None:

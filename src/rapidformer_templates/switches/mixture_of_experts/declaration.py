@@ -36,7 +36,11 @@ class MixtureOfExpertsFlags:
 
     num_experts: int | None = flag(None, "replace feed-forwards by this many gated experts", metavar="N", minimum=1)
     moe_top_k: int | None = flag(
-        None, "experts that each token visits (default: 2)", metavar="K", minimum=1, only_with=_EXPERTS
+        None,
+        "experts that each token visits (default: 2; of an architecture that has experts its own)",
+        metavar="K",
+        minimum=1,
+        only_with=_EXPERTS,
     )
     moe_ffn_hidden_size: int | None = flag(
         None,
