@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from rapidformer_templates import Trainer
-from rapidformer_templates.errors import CheckpointError
+from rapidformer_templates.errors import CheckpointError, Refused
 from tests.support.preference_runs import STEPS, Curve, curve_of, judged, make, pairs, run, run_all, scored
 from tests.support.worker_pool import run_in_workers
 
@@ -137,6 +138,38 @@ def test_a_run_goes_on_from_its_own_log_probabilities(gpt_folder: Path, tmp_path
     (tmp_path / "half" / "reference.safetensors").write_bytes(kept)
     Trainer([*half, "--resume"]).fit()
     np.testing.assert_array_equal(np.concatenate(curve_of(tmp_path / "half")), np.concatenate(wanted))
+
+
+@pytest.mark.slow
+def test_loaded_adapters_are_the_reference_if_it_is_computed_once(gpt_folder: Path, tmp_path: Path) -> None:
+    tuned = [*make(tmp_path / "answers", gpt_folder, judged()), *LORA, "--micro-batch-size", "2"]
+    Trainer([*tuned, "--task", "causal_lm", "--save", str(tmp_path / "tuned")]).fit()
+    given = [*make(tmp_path / "pairs", gpt_folder, pairs()), *LORA, "--micro-batch-size", "2", "--lora-dropout", "0"]
+    given += ["--task", "preference", "--load", str(tmp_path / "tuned"), "--weights-only"]
+    with pytest.raises(Refused, match="RF133"):
+        Trainer(given).fit()
+    Trainer([*given, *ONCE, "--save", str(tmp_path / "run")]).fit()
+    loss, *_, chosen, rejected, _, _ = curve_of(tmp_path / "run")[0]
+    assert loss == pytest.approx(math.log(2), rel=1e-6)
+    assert chosen == rejected == 0
+
+
+@pytest.mark.slow
+def test_a_loaded_run_keeps_its_reference(gpt_folder: Path, tmp_path: Path) -> None:
+    """Job scripts give --resume at every start, also before there is a checkpoint."""
+    given = [*make(tmp_path / "pairs", gpt_folder, pairs()), "--task", "preference", "--micro-batch-size", "2", *ONCE]
+    first, folder = str(tmp_path / "first"), tmp_path / "run"
+    Trainer([*given, "--train-iters", "2", "--save", first]).fit()
+    again = [*given, "--load", first, "--resume", "--train-iters", "6", "--save-interval", "1"]
+    Trainer([*again, "--save", str(tmp_path / "whole")]).fit()
+    with pytest.raises(KeyboardInterrupt):
+        Dies([*again, "--save", str(folder), "--save-interval", "9"]).fit()
+    with pytest.raises(KeyboardInterrupt):
+        Dies([*again, "--save", str(folder)]).fit()
+    Trainer([*again, "--save", str(folder)]).fit()
+    assert curve_of(folder) == curve_of(tmp_path / "whole")
+    Trainer([*given, "--train-iters", "6", "--save", str(tmp_path / "in one")]).fit()
+    assert curve_of(folder) == curve_of(tmp_path / "in one")[2:]
 
 
 @pytest.mark.slow

@@ -79,9 +79,15 @@ def _forward_of_reference(request: Request) -> list[Finding]:
 
 
 def _copy_is_the_start(request: Request) -> list[Finding]:
-    if not has_frozen_copy(request.config, request.active.values()) or request.config.training.load is None:
+    training = request.config.training
+    if not _compares(request.config) or training.precompute_reference or training.load is None:
         return []
-    message = "--load changes the model after the reference was built, which would be compared with other weights"
+    if has_frozen_copy(request.config, request.active.values()):
+        message = "--load changes the model after the reference was built, which would be compared with other weights"
+    elif training.weights_only:
+        message = "the run begins with the adapters of --load, and the reference is the model without adapters"
+    else:  # the run that is loaded goes on, and its reference is the model without adapters, too
+        return []
     changes = (_PRECOMPUTE, drop({"load": None, "weights_only": False}))
     return [Finding(message, request.asked("load", "preference_loss"), changes=changes)]
 

@@ -91,7 +91,8 @@ def _attach_precomputed(template: Template, engine: Engine, workers: Workers) ->
             where="--precompute-reference",
             hint="give --save FOLDER, in which the run keeps them, or train without --precompute-reference",
         )
-    precomputed.attach(folder if is_kept else None, goes_on=is_kept)
+    kept = folder if is_kept else None
+    precomputed.attach(kept, kept=kept)
 
 
 def evaluate(template: Template, engine: Engine, data: Any = None) -> dict[str, float]:

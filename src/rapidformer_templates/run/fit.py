@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -28,7 +29,7 @@ from rapidformer_templates.run.building import build_engine, choose_allocation, 
 from rapidformer_templates.run.callbacks import take_back, tell
 from rapidformer_templates.run.checkpoint.async_save import AsyncSaver
 from rapidformer_templates.run.checkpoint.check import problem_together
-from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of
+from rapidformer_templates.run.checkpoint.format import Reader, candidates, folder_of, is_checkpoint
 from rapidformer_templates.run.configure import chosen_layout, resolve_plan
 from rapidformer_templates.run.console import say, show_plan, show_results, summarise
 from rapidformer_templates.run.curves import Curves
@@ -211,6 +212,7 @@ def train(
     precomputed = precomputed_reference(template, engine, workers)
 
     # 2. Where the run starts: at the beginning, or where its checkpoint left it.
+    goes_on = _goes_on(template.config.training)
     order = build_order(template, samples, workers)
     position = take_up(template, engine, folder, order, workers)
     if isinstance(samples, Endless) and position.stream is not None:
@@ -227,7 +229,8 @@ def train(
             describe_model(engine.model, template, folder.model)
     workers.barrier()
     if precomputed:
-        precomputed.attach(folder, goes_on=position.step > 0 and template.config.training.resume)
+        kept = folder if goes_on else _loaded_run(template.config.training) if position.step else None
+        precomputed.attach(folder, kept=kept)
     loop = _build_loop(template, engine, order, position, folder, metric, workers)
     if position.step >= loop.total:
         early = f" (stopped early {loop.why_early})" if loop.why_early else ""
@@ -241,6 +244,12 @@ def train(
         if then:
             then(engine, workers)
         return summary
+
+
+def _loaded_run(training: TrainingFlags) -> RunFolder:
+    """The run of ``--load``, which names it or one of its checkpoints."""
+    path = Path(str(training.load))
+    return RunFolder(path.parent.parent if is_checkpoint(path) else path)
 
 
 def build_data(template: Template, workers: Workers) -> Sequence[Any] | Endless:

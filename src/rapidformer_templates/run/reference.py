@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,13 +65,13 @@ def provide_reference(template: Template, engine: Engine, build: Callable[[], nn
     task = compared_task(template)
     if task is None:
         return
-    if frozen_base_of(engine.model) is not None:
+    if template.config.training.precompute_reference:
+        task.reference = nullcontext  # the model itself, before its first step
+    elif frozen_base_of(engine.model) is not None:
         task.reference = without_adapters
-    elif not template.config.training.precompute_reference:
+    else:
         copy = engine.frozen(build())
         task.reference = lambda model: nullcontext(copy)
-    else:
-        task.reference = nullcontext  # the model itself, before its first step
 
 
 class Precomputed:
@@ -93,24 +93,28 @@ class Precomputed:
             "data": {name: _digest(samples) for name, samples in self.parts.items()},
         }
 
-    def attach(self, folder: RunFolder | None, *, goes_on: bool) -> None:
-        """Put them beside the samples; computed now, or read where the run goes on.
+    def attach(self, folder: RunFolder | None, *, kept: RunFolder | None) -> None:
+        """Put them beside the samples: computed now, or read where a run continues.
+
+        Args:
+            folder: of this run, in which they are kept.
+            kept: of the run that continues, which is another one with ``--load``. None: compute them.
 
         Raises:
             CheckpointError: they are not there, or were computed for another model or other data.
         """
-        if goes_on:
-            assert folder is not None
-            values = self._read(folder.reference)
+        if kept is not None:
+            is_own = folder is not None and kept.path == folder.path
+            values = self._read(kept.reference, ("model", "load", "data") if is_own else ("model", "data"))
         else:
             values = {name: self._computed(samples) for name, samples in self.parts.items()}
-            if folder and self.workers.is_main:
-                told = {"of": json.dumps(self.identity, sort_keys=True)}
-                temporary = folder.reference.with_name(folder.reference.name + ".tmp")
-                with writing(folder.reference):
-                    save_file({name: torch.tensor(rows) for name, rows in values.items()}, temporary, metadata=told)
-                    sync(temporary)
-                    temporary.rename(folder.reference)
+        if folder and (kept is None or kept.path != folder.path) and self.workers.is_main:
+            told = {"of": json.dumps(self.identity, sort_keys=True)}
+            temporary = folder.reference.with_name(folder.reference.name + ".tmp")
+            with writing(folder.reference):
+                save_file({name: torch.tensor(rows) for name, rows in values.items()}, temporary, metadata=told)
+                sync(temporary)
+                temporary.rename(folder.reference)
         task = self.template.task
         assert isinstance(task, Preference)
         task.reference = _refuse_other_data
@@ -118,7 +122,7 @@ class Precomputed:
             columns = zip(*values[name], strict=True)
             samples.fields |= {field: list(column) for field, column in zip(_fields(samples), columns, strict=True)}
 
-    def _read(self, path: Path) -> Mapping[str, Any]:
+    def _read(self, path: Path, compared: Sequence[str]) -> Mapping[str, Any]:
         try:
             with safe_open(path, framework="pt") as kept:
                 of = json.loads(kept.metadata()["of"])
@@ -129,7 +133,7 @@ class Precomputed:
                 where=str(path),
                 hint="start again with --overwrite: the model that they come from has been trained since",
             ) from error
-        other = [name for name, value in self.identity.items() if of.get(name) != value]
+        other = [name for name in compared if of.get(name) != self.identity[name]]
         if other:
             raise CheckpointError(
                 f"the log-probabilities of the reference belong to another {' and '.join(other)}",
