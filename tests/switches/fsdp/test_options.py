@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.jobs import CausalJob
-from tests.support.parity import Trained, reference, trained
+from tests.support.jobs import OTHERS, CausalJob
+from tests.support.parity import Trained, reference, train, trained
 from tests.support.worker_pool import run_in_workers
 
 STEPS = "--train-iters 5 --eval-interval 2 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
@@ -118,3 +118,31 @@ def test_gradients_are_summed_in_the_type_that_is_asked_for(precision: str, redu
     expected = reference("causal", False, f"{STEPS} --micro-batch-size 8 --mixed-precision {precision}")
     tolerance = 2**-8 if "bf16" in (precision, reduced) else 2**-10
     torch.testing.assert_close(torch.tensor(actual["curve"]), torch.tensor(expected["curve"]), rtol=tolerance, atol=0)
+
+
+class SharingJob(CausalJob):
+    """Two blocks with one feed-forward."""
+
+    def make(self) -> torch.nn.Module:
+        model = super().make()
+        model.transformer.h[1].mlp = model.transformer.h[0].mlp
+        return model
+
+
+OTHERS["sharing"] = SharingJob
+SHARED = "--train-iters 3 --global-batch-size 8 --clip-grad 0.1 --weight-decay 0.1"
+
+
+def _share(workers: Any, flags: str) -> Trained:
+    return train("sharing", True, f"{SHARED} {flags}")
+
+
+@pytest.mark.parametrize("flags", ["", "--no-fsdp-reshard-after-forward", "--checkpoint-activations"])
+def test_a_module_of_several_blocks_is_of_none_of_their_units(flags: str) -> None:
+    expected = reference("sharing", True, f"{SHARED} --micro-batch-size 8")
+    for run in run_in_workers(2, _share, f"{FSDP} {flags}"):
+        close = {"rtol": 1e-10, "atol": 1e-10}
+        torch.testing.assert_close(torch.tensor(run["curve"]), torch.tensor(expected["curve"]), **close)
+        assert run["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(run["weights"][name], weight, **close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -71,8 +72,9 @@ class FSDPEngine(SingleEngine):
             policy = MixedPrecisionPolicy(param_dtype=self.compute_type, reduce_dtype=self.reduce_type)
         for stack in _divided_already(model):
             self._divide_further(stack, policy, reshard)
-        for block in find_blocks(model).values():
-            fully_shard(block, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
+        blocks = list(find_blocks(model).values())
+        for unit in (*_of_several(blocks), *blocks):
+            fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(model, mesh=self._mesh, mp_policy=policy, reshard_after_forward=reshard)
 
     def _divide_further(self, stack: nn.Module, policy: MixedPrecisionPolicy, reshard: bool | None) -> None:
@@ -235,6 +237,14 @@ def _groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def _of_several(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The largest modules that several blocks share, such as one attention layer: each is a unit of its own."""
+    owners = Counter(module for block in blocks for module in set(block.modules()) - {block})
+    shared = [module for module, count in owners.items() if count > 1 and any(True for _ in module.parameters())]
+    inner = {part for module in shared for part in module.modules() if part is not module}
+    return [module for module in shared if module not in inner]
 
 
 def _divided_already(model: nn.Module) -> list[nn.Module]:
