@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ from rapidformer_templates.errors import ModelError, Refused
 from rapidformer_templates.models.blocks import find_blocks
 from rapidformer_templates.planning.environment import installed_packages
 from rapidformer_templates.switches.auto_strategy.live_storages import LiveStorages
-from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed
+from rapidformer_templates.switches.checkpoint_activations.transform import Checkpointed, checkpoint_activations
 from tests.support.compiled_jobs import OneLength
 from tests.support.jobs import VOCABULARY, DeepJob
 from tests.support.model_shapes import MODELS, batch
@@ -157,3 +159,25 @@ def test_how_to_recompute_says_that_there_is_recomputation() -> None:
     assert note in Watched([*f"{STEPS} {SELECTIVE} --recompute-num-layers 2".split()]).plan.notes
     with pytest.raises(Refused, match="--recompute-granularity acts only together with --checkpoint-activations"):
         _ = Watched([*f"{STEPS} --no-checkpoint-activations {SELECTIVE}".split()]).plan
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_batch_norms_count_each_batch_once(selective: bool) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh())
+    again = copy.deepcopy(plain)
+    building: Any = SimpleNamespace(
+        blocks={"": again},
+        options=SimpleNamespace(recompute_granularity="selective" if selective else "full", recompute_num_layers=None),
+    )
+    checkpoint_activations(again, building)
+    for step in range(3):
+        for model in (plain, again):
+            torch.manual_seed(step)
+            sum(model(torch.randn(5, 4)).square().sum() for _ in range(2)).backward()
+    for (name, value), (_, expected) in zip(again.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert torch.equal(value, expected), name
+    for mine, theirs in zip(again.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert int(again[1].num_batches_tracked) == 6

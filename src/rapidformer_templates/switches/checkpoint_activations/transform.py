@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rapidformer_templates.engines.model_building import Building
@@ -44,7 +46,8 @@ def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
     options = building.options
     selective = options.recompute_granularity == "selective"
     for block in islice(blocks.values(), options.recompute_num_layers):
-        block.forward = Checkpointed(block.forward, selective=selective)
+        norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+        block.forward = Checkpointed(block.forward, selective=selective, norms=norms)
     return model
 
 
@@ -60,21 +63,51 @@ class Checkpointed:
 
     Args:
         selective: whether products with weights are kept, and everything else is computed again.
+        norms: batch norms in it, which count a batch once.
     """
 
-    def __init__(self, forward: Any, *, selective: bool = False) -> None:
+    def __init__(self, forward: Any, *, selective: bool = False, norms: Sequence[nn.Module] = ()) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
+        self.norms = norms
         self.enabled = True
         self.keeps: dict[str, Any] = _KEEP_PRODUCTS if selective else {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.enabled or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        output = checkpoint(self.forward, *args, use_reentrant=False, **self.keeps, **kwargs)
+        forward = _CountsOnce(self.forward, self.norms) if self.norms else self.forward
+        output = checkpoint(forward, *args, use_reentrant=False, **self.keeps, **kwargs)
         if not torch.compiler.is_compiling():
             torch.clear_autocast_cache()  # the backward casts the weights again, and nobody else keeps these copies
         return output
+
+
+class _CountsOnce:
+    """A forward whose second time leaves the statistics of batch norms alone: it is on the same batch.
+
+    Copies take their place meanwhile. To copy them back would be an operation more than the first time had.
+    """
+
+    def __init__(self, forward: Any, norms: Sequence[nn.Module]) -> None:
+        self.forward = forward
+        self.copies = [
+            (norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)
+        ]
+        self.is_first = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_first:
+            self.is_first = False
+            return self.forward(*args, **kwargs)
+        statistics = [(norm, name, getattr(norm, name)) for norm, name, _ in self.copies]
+        try:
+            for norm, name, copy in self.copies:
+                setattr(norm, name, copy)
+            return self.forward(*args, **kwargs)
+        finally:
+            for norm, name, buffer in statistics:
+                setattr(norm, name, buffer)
 
 
 def checkpointed_forward(block: nn.Module) -> Checkpointed | None:
