@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch.nn import functional as F  # noqa: N812
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from rapidformer_templates import Trainer
@@ -19,29 +19,13 @@ from rapidformer_templates.data.pretraining.objectives import Causal
 from rapidformer_templates.data.targets import count_targets
 from rapidformer_templates.data.tasks.causal_lm import CausalLM
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.architectures import objective_of
 from rapidformer_templates.models.label_use import LENGTH, LabelUse, can_be_tried, label_use
+from tests.support.architectures import IDS, SIZES, tiny
 from tests.support.selection import by_default
 from tests.support.texts import WORDS, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("offline")
 
-SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "decoder_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 2),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings", "emb_dim"), 32),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim"), 32),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2),
-    "head_dim": 16,
-    "moe_intermediate_size": 16,
-    "num_experts_per_tok": 1,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-MOST_PARAMETERS = 10_000_000
 ALIGNED = {
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr",
     "whisper",
@@ -50,33 +34,6 @@ ALIGNED = {
 
 NAMES = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SOME = ALIGNED | set(NAMES[::9]) | {"gpt2", "llama", "bert", "bert-generation", "mixtral", "openai-gpt"}
-IDS = torch.randint(3, 60, (3, 7), generator=torch.Generator().manual_seed(0))
-
-
-def _tiny(name: str, factory: Any = transformers.AutoModelForCausalLM) -> PreTrainedModel:
-    """A small model of an architecture; skips those that have other sizes or need other packages."""
-    kind: Any = CONFIG_MAPPING[name]
-    torch.manual_seed(0)
-    try:
-        default = kind()
-        own = {dict(kind.attribute_map).get(size, size): value for size, value in SIZES.items()}
-        values = {size: value for size, value in own.items() if isinstance(getattr(default, size, None), int | None)}
-        values = {size: value for size, value in values.items() if hasattr(default, size)}
-        decodes = objective_of(name) == "masked" or (hasattr(default, "is_decoder") and not default.is_encoder_decoder)
-        config: PreTrainedConfig = kind(**values, **({"is_decoder": True} if decodes else {}))
-        with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in factory.from_config(config).parameters())
-        if size > MOST_PARAMETERS:
-            pytest.skip(f"{size:,} parameters")
-        model: PreTrainedModel = factory.from_config(config).eval()
-        model.config.use_cache = False
-        with torch.no_grad():
-            model(input_ids=IDS)
-    except Exception as error:  # 190 architectures have 190 ways to be unlike the others
-        if name in ALIGNED:
-            raise
-        pytest.skip(f"{type(error).__name__}: {error}")
-    return model
 
 
 def _task(use: LabelUse) -> CausalLM:
@@ -88,7 +45,7 @@ def _task(use: LabelUse) -> CausalLM:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(SOME, NAMES))
 def test_the_loss_is_that_of_the_next_token(name: str) -> None:
-    model = _tiny(name)
+    model = tiny(name, may_skip=name not in ALIGNED)
     use = label_use(model)
     assert not use.untried
     if use.sees_ahead:
@@ -116,7 +73,7 @@ def test_the_loss_is_that_of_the_next_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "trocr", "whisper", "mvp"])
 def test_pretraining_windows_lose_no_target(name: str) -> None:
-    model = _tiny(name)
+    model = tiny(name)
     objective = Causal.__new__(Causal)
     assert objective.use_labels(label_use(model))
     batch = WindowCollate()([{"input_ids": row.numpy()} for row in IDS])
@@ -132,11 +89,11 @@ def test_other_heads_shift_nothing(name: str, head: str) -> None:
     factory = getattr(transformers, f"AutoModelFor{head}")
     if CONFIG_MAPPING[name] not in factory._model_mapping:
         pytest.skip("no such head")
-    assert not label_use(_tiny(name, factory)).shifts
+    assert not label_use(tiny(name, factory)).shifts
 
 
 def test_a_trial_leaves_no_trace() -> None:
-    model = _tiny("gpt2").train()
+    model = tiny("gpt2").train()
     model.transformer.h[0].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -153,7 +110,7 @@ def test_what_cannot_be_tried_goes_by_its_name() -> None:
         def forward(self, input_ids: Any, labels: Any, ears: Any) -> Any:  # type: ignore[override]
             raise AssertionError
 
-    use = label_use(Deaf(_tiny("gpt2").config))
+    use = label_use(Deaf(tiny("gpt2").config))
     assert use.shifts
     assert "ears" in use.untried
     assert label_use(torch.nn.Linear(2, 2)) == LabelUse("Linear")
@@ -230,14 +187,14 @@ class _Inside(torch.nn.Module):
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 def test_a_model_in_a_module_of_ones_own_is_tried(name: str, alone: bool) -> None:
-    use = label_use(_Inside(_tiny(name), alone))
+    use = label_use(_Inside(tiny(name), alone))
     assert use.shifts == (name == "gpt2")
     assert not use.untried
 
 
 def test_two_labels_may_be_as_likely() -> None:
     """Which says nothing of whether they count; another one is tried."""
-    model = _tiny("gpt2")
+    model = tiny("gpt2")
     tried = SIZES["vocab_size"] // 2 + LENGTH - 1
     with torch.no_grad():
         model.lm_head.weight[tried + LENGTH] = model.lm_head.weight[tried]

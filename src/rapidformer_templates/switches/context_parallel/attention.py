@@ -22,6 +22,8 @@ from rapidformer_templates.switches.context_parallel.ring import Seen, ring_atte
 from rapidformer_templates.switches.context_parallel.stretches import ContextShards
 
 SUFFIX = "_over_context"
+OTHER_WAYS = "divide the model instead, with --tensor-model-parallel-size or --pipeline-model-parallel-size"
+
 HEADS, TOKENS = 1, 2
 """Dimensions of queries, keys and values: (samples, heads, tokens, size of a head)."""
 
@@ -57,7 +59,7 @@ def check_attention(model: PreTrainedModel) -> None:
         raise ModelError(
             f"the attention of {fixed[0] if fixed else type(model).__name__} cannot be divided",
             where="--context-parallel-size",
-            hint="leave it out for this model, or choose sdpa attention (attn_implementation)",
+            hint=OTHER_WAYS if fixed else "build the model with sdpa attention (attn_implementation)",
         )
 
 

@@ -12,6 +12,7 @@ from rapidformer_templates.errors import ModelError
 from rapidformer_templates.switches.context_parallel.attention import attend_over_context, check_attention
 from rapidformer_templates.switches.context_parallel.divided_rows import OnRows
 from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.switches.context_parallel.trial import Trial
 from rapidformer_templates.switches.tensor_parallel.collectives import Peers
 from rapidformer_templates.switches.tensor_parallel.random_streams import Streams, draws_random_numbers
 from rapidformer_templates.switches.tensor_parallel.transform import TensorParallel, lists_of
@@ -26,7 +27,7 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     the logits, are :class:`~.divided_rows.DividedRows`.
 
     Raises:
-        ModelError: the model has no blocks, or attention that cannot be divided.
+        ModelError: the model has no blocks, attention that cannot be divided, or layers that mix positions besides it.
     """
     workers = building.workers
     part = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
@@ -38,6 +39,7 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     if not blocks:
         raise _refusal(model, "has no repeated blocks")
     check_attention(part)
+    trial = Trial(part, workers) if building.has_values and not workers.pipeline > 1 else None
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     kind = building.plan.engine_options.get("context_kind") or _kind_for(part, workers)
@@ -52,6 +54,8 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     if losses is not None:
         losses.sequences = shards
     model.context_shards = shards  # type: ignore[assignment]
+    if trial is not None:
+        trial.check(shards)
     return model
 
 

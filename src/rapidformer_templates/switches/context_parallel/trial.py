@@ -1,0 +1,82 @@
+"""A trial of a divided model: what it puts out for a few tokens must be what it puts out undivided.
+
+Only attention sees whole sequences. A layer that mixes positions in another way (a convolution, a state space, linear
+attention), or that counts positions by itself, would compute something else on each worker's part of a sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rapidformer_templates.errors import ModelError
+from rapidformer_templates.models.label_use import can_be_tried
+from rapidformer_templates.switches.context_parallel.attention import OTHER_WAYS
+from rapidformer_templates.switches.context_parallel.stretches import ContextShards
+from rapidformer_templates.system.workers import Workers
+
+ALIKE = 1e-4
+"""Difference of hidden states, relative to the largest of them, up to which it is rounding."""
+
+
+class Trial:
+    """Compares the last hidden states of a model before and after it is divided.
+
+    Args:
+        model: not divided yet. One that needs more than tokens, or whose weights are not all here, is not tried.
+        workers: this process among its peers, which must all try the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, workers: Workers) -> None:
+        self.model = model
+        self.workers = workers
+        self.length = 4 * workers.context + 1
+        self.undivided: torch.Tensor | None = None
+        if can_be_tried(model):
+            try:
+                self.undivided = self._hidden()
+            except Exception:  # a model of any kind may need something else than tokens
+                self.undivided = None
+
+    def check(self, shards: ContextShards) -> None:
+        """Compare with the model as it is divided now.
+
+        Raises:
+            ModelError: the two differ on any worker, or the divided model cannot compute.
+        """
+        if self.undivided is None:
+            return
+        why, difference = "", 0.0
+        try:
+            divided = self._hidden()
+            difference = float((divided - self.undivided).abs().max() / self.undivided.abs().max())
+        except Exception as error:  # it could before it was divided
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        shards.attended, shards.held = False, None  # the receipts are those of the first step
+        reasons, differences = zip(*self.workers.gather((why, difference)), strict=True)
+        if any(reasons):
+            raise self._refusal(f"cannot compute on a part of a sequence ({next(filter(None, reasons))})")
+        if not all(difference < ALIKE for difference in differences):
+            raise self._refusal(
+                "mixes the positions of a sequence in other ways than by attention, or counts them by itself "
+                f"(divided, its hidden states differ by {max(differences):.1e})"
+            )
+
+    @torch.no_grad()
+    def _hidden(self) -> torch.Tensor:
+        """The last hidden states of one row of tokens, of shape (1, tokens, features)."""
+        embeddings: nn.Module = self.model.get_input_embeddings()
+        weight = next(embeddings.parameters())
+        ids = torch.arange(len(weight) // 2, len(weight) // 2 + self.length, device=weight.device)[None] % len(weight)
+        was_training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            hidden: torch.Tensor = self.model.base_model(input_ids=ids).last_hidden_state
+            return hidden
+        finally:
+            for module in was_training:
+                module.training = True
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(f"{type(self.model).__name__} {why}", where="--context-parallel-size", hint=OTHER_WAYS)

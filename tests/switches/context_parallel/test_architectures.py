@@ -1,0 +1,111 @@
+"""Each architecture that transformers can build small trains with divided sequences as one process, or is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.auto import modeling_auto
+
+from rapidformer_templates import Data
+from rapidformer_templates.switches.context_parallel import transform
+from tests.support import parity
+from tests.support.architectures import SIZES, tiny
+from tests.support.jobs import CausalJob
+from tests.support.selection import by_default
+from tests.support.worker_pool import Failure, outcomes_in_workers
+
+pytestmark = pytest.mark.distributed
+
+NAMES = sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+EQUAL = ("gpt2", "llama", "phimoe")
+MIXING = ("minimax", "falcon_h1", "jamba", "recurrent_gemma")
+"""Architectures with linear attention, state spaces and recurrence."""
+REFUSALS = (
+    "mixes the positions of a sequence in other ways than by attention, or counts them by itself",
+    "cannot compute on a part of a sequence",
+    "cannot be divided",
+    "which attention in a ring does not have",
+    "has an encoder and a decoder, whose sequences are two",
+    "has no repeated blocks",
+)
+FLAGS = "--train-iters 3 --lr 1e-3 --weight-decay 0.1 --clip-grad 0.5 --no-export-model"
+
+
+class SmallJob(CausalJob):
+    name = ""
+    pads = True
+
+    def make(self) -> torch.nn.Module:
+        model: torch.nn.Module = tiny(self.name).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        return model
+
+    def build_data(self) -> Data:
+        data = super().build_data()
+        short = [sample for sample in data.train or () if len(sample["input_ids"]) <= 24]
+        for sample in short:
+            sample["input_ids"] = sample["input_ids"] % (SIZES["vocab_size"] - 3) + 3
+            sample["labels"] = np.where(sample["labels"] == -100, -100, sample["input_ids"])
+        if self.pads:
+            return Data(train=short, collate=data.collate)
+        alike = [{name: values[:8] for name, values in s.items() if name != "label"} for s in short]
+        return Data(train=[sample for sample in alike if len(sample["input_ids"]) == 8])
+
+
+def _train(workers: Any, name: str, flags: str, is_tried: bool = True) -> parity.Trained:
+    job = type("SmallJob", (SmallJob,), {"name": name, "pads": is_tried})
+    with nullcontext() if is_tried else mock.patch.object(transform.Trial, "check"):
+        return parity.trained(job([*f"{FLAGS} --micro-batch-size 8 {flags}".split()]))
+
+
+def follows_one_process(name: str, *, is_tried: bool = True) -> bool:
+    """Train with divided sequences and without; whether it was not refused.
+
+    Args:
+        is_tried: without the trial some models compute something else, if they are not given a mask, and others fail.
+
+    Raises:
+        AssertionError: the two differ, or end in another error.
+    """
+    alone = _train(None, name, "", is_tried)
+    outcomes = outcomes_in_workers(2, _train, name, "--context-parallel-size 2", is_tried)
+    if any(isinstance(outcome, Failure) for outcome in outcomes):
+        for outcome in outcomes:
+            assert isinstance(outcome, Failure)
+            assert outcome.kind == "ModelError", outcome.trace
+            assert any(why in outcome.text for why in REFUSALS), outcome.text
+        return False
+    curve, expected = torch.tensor(outcomes[0]["curve"]), torch.tensor(alone["curve"])
+    torch.testing.assert_close(curve, expected, rtol=2e-5, atol=1e-5)
+    return True
+
+
+@pytest.mark.parametrize("name", by_default(EQUAL[:2], EQUAL))
+def test_attention_alone_mixes_positions(name: str) -> None:
+    tiny(name, may_skip=False)
+    assert follows_one_process(name)
+
+
+@pytest.mark.parametrize("name", by_default(MIXING[:1], MIXING))
+def test_other_ways_to_mix_positions_are_refused(name: str) -> None:
+    tiny(name)
+    assert not follows_one_process(name)
+
+
+def test_without_the_trial_linear_attention_would_train_something_else() -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        follows_one_process("minimax", is_tried=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_architecture_follows_one_process_or_is_refused(name: str) -> None:
+    tiny(name)
+    follows_one_process(name)
