@@ -190,3 +190,9 @@ def _show(saved: Saved, metrics: dict[str, float], *, as_json: bool) -> None:
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
     Console().print(table)
+    coding, _ = saved.values.get("quantize_base", (None, ""))
+    if coding:
+        print(
+            f"note: the run rounded its base with --quantize-base {coding}. Here the base is as it is in its files, so "
+            "these numbers differ a little from those of the run."
+        )

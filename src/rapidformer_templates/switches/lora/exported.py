@@ -128,6 +128,12 @@ def base_of(folder: Path) -> str:
             where=str(folder / SETTINGS),
             hint="their model was built by code: build it again and load them with peft.PeftModel.from_pretrained",
         )
+    if Path(named).is_absolute() and not Path(named).is_dir():
+        raise ModelError(
+            f"the base of the adapters is not there any more: {named}",
+            where=str(folder / SETTINGS),
+            hint="bring the folder back, or write its new place as base_model_name_or_path into this file",
+        )
     return str(named)
 
 
