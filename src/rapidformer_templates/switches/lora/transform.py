@@ -185,7 +185,12 @@ def _no_target(model: nn.Module, name: str) -> ModelError:
 
 def _all_linear(model: nn.Module, trained_whole: list[str]) -> list[str]:
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = find()
+    try:
+        head = find()
+    except AttributeError:
+        if not any(isinstance(module, Elsewhere) for module in model.modules()):
+            raise
+        head = None  # this stage of a pipeline does not have it
     return [
         name
         for name, module in model.named_modules()
