@@ -235,6 +235,16 @@ def test_refused_before_a_worker_starts(case: str, texts: Path, gpt_folder: Path
     assert hint in refused.value.render()
 
 
+def test_a_metric_of_other_labels_is_refused_before_the_first_step(bert_folder: Path, tmp_path: Path) -> None:
+    """Which metrics there are only the data tell."""
+    write_jsonl(tmp_path / "train.jsonl", [{"text": WORDS[i], "label": "ab"[i % 2]} for i in range(8)])
+    given = f"--task sequence_classification --model-type bert --tokenizer-path {bert_folder} --data-dir {tmp_path}"
+    given += " --num-layers 1 --hidden-size 16 --num-attention-heads 2 --lr 1e-3 --train-iters 1 --save"
+    with pytest.raises(ConfigError, match="sequence_classification has no metric 'mse'"):
+        Trainer([*given.split(), str(tmp_path / "run"), "--metric-for-best", "mse"]).fit()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

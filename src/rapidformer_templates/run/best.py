@@ -88,6 +88,8 @@ def best_metric(template: Template) -> BestMetric | None:
             hint="give a validation part, or leave it out",
         )
     if not template.computes_own_metrics:
+        if template.uses_task and template.task.problem:  # the data have told what the labels are
+            config = config.replace("the data", problem_type=template.task.problem)
         check_metric(config, sets, of_task=template.uses_task)
     default = metric_name(next(iter(sets)), template.task.best_metric if template.uses_task else LOSS)
     name = training.metric_for_best or default

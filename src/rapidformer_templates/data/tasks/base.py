@@ -76,6 +76,7 @@ class Task(ABC):
         decided: names of the attributes that :meth:`build_data` sets, and that a saved model is used with.
         columns: those by which the training part is read, by the flag that names such a one (``text_column`` …; None is
             none) and in what else the task must know of them; other rows are read by the same. None: nothing is known.
+        problem: what the labels of texts are, in transformers' words; None for tasks that have labels of one kind.
         needs_reference: losses compare the model with one that is not trained.
         skipped: ``file:line: reason`` of the lines that ``--skip-bad-lines`` left out; set by
             :meth:`build_data`.
@@ -91,6 +92,7 @@ class Task(ABC):
     generates: ClassVar[bool] = False
     looks_ahead: bool = False
     measures: ClassVar[bool] = False
+    problem: str | None = None
     needs_reference: bool = False
     decided: ClassVar[tuple[str, ...]] = ("columns",)
     columns: Mapping[str, Any] | None = None
