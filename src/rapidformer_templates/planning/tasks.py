@@ -153,4 +153,7 @@ def _refuse(config: RunConfig, name: str, table: Mapping[str, Sequence[str]]) ->
 def sample_flags(config: RunConfig) -> dict[str, Any]:
     """Flags of the task that its samples depend on, with their values: plain ones, for a checkpoint."""
     names = [name for name, tasks in FLAGS_OF.items() if config.training.task in tasks]
-    return {spelling(name): config.get(name) for name in names}
+    values = {spelling(name): config.get(name) for name in names}
+    if not config.model.new_head:  # as in checkpoints that are older than this flag
+        values.pop("--new-head", None)
+    return values

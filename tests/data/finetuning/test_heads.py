@@ -129,6 +129,15 @@ def test_a_new_head_is_that_of_a_model_without_one(
     assert torch.equal(weights["classifier.bias"], torch.zeros(len(names)))
 
 
+def test_a_number_takes_no_place_of_a_label(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", [{"text": "the cat", "label": 0.5 + i} for i in range(3)])
+    task = load("sequence_classification", ["LABEL_0", "LABEL_1"])
+    task.build_data()
+    assert task.labels == ["LABEL_0"]
+    assert task.build_model().state_dict()["classifier.weight"].shape == (1, 16)
+
+
 def test_a_head_that_is_not_there_cannot_be_left_out(load: Load, tmp_path: Path) -> None:
     write_plain(tmp_path, OWN)
     with pytest.raises(ModelError, match="no head for labels"):

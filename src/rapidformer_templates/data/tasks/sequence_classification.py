@@ -71,7 +71,8 @@ class SequenceClassification(Task):
         if not self.is_decided:
             self.problem = flags.problem_type or problem_of(known, label)
             self.best_metric = {"regression": "mse", "multi_label_classification": "f1"}.get(self.problem, "accuracy")
-            self.labels = self.in_order_of_head(self._label_names(known, label))
+            names = self._label_names(known, label)
+            self.labels = names if self.problem == "regression" else self.in_order_of_head(names)
         sets = {name: self._samples(part) for name, part in raw.parts().items()}
         return as_data(sets, PadCollate(padding_of(self.tokenizer)))
 
