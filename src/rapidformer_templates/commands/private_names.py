@@ -138,6 +138,8 @@ PRIVATE_NAMES = (
         "which attention a model calls", "--flash-attention, --pack-sequences"),
     _of("transformers.configuration_utils:PretrainedConfig", "_name_or_path",
         "the folder that a model was read from", "naming the base of exported adapters"),
+    _of("transformers:PreTrainedModel", "_is_hf_initialized", "the initial values of a head that a checkpoint lacks",
+        "heads that start with the same weights under every engine"),
     _of("transformers:PreTrainedModel", "_can_record_outputs", "the routers of a mixture",
         "the balance of mixtures of transformers' own"),
     _of("transformers.integrations.moe", "_apply_gate", "what is between the two products of an expert",

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import datasets
-from transformers import PreTrainedConfig
 
 from rapidformer_templates.data.finetuning.tables import Part
 from rapidformer_templates.data.targets import IGNORED
 from rapidformer_templates.errors import DataError, did_you_mean
-from rapidformer_templates.models.architectures import has_head_of
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -31,49 +29,6 @@ def sorted_names(names: Iterable[str]) -> list[str]:
     distinct = set(names)
     numbers = all(name.lstrip("-").isdigit() for name in distinct)
     return sorted(distinct, key=int) if numbers else sorted(distinct)
-
-
-def labels_of_model(model_config: PreTrainedConfig) -> list[str]:
-    """The labels that a model names, in the order of its head."""
-    return [str(name) for _, name in sorted((model_config.id2label or {}).items())]
-
-
-def in_order_of_head(
-    names: Sequence[str], model_config: PreTrainedConfig, auto_class: str, *, new_head: bool
-) -> tuple[list[str], str | None]:
-    """The labels in the order of the outputs of a pretrained model's head, and what people should know of it.
-
-    A name of the data and one of the model are the same label if they differ in upper and lower case only.
-
-    Args:
-        names: labels of the data, in their own order, which a new head takes.
-        new_head: the trained head is left out.
-
-    Raises:
-        DataError: the head was trained for as many labels with other names.
-    """
-    own = labels_of_model(model_config)
-    is_trained = has_head_of(model_config, auto_class)
-    if new_head:
-        return list(names), None
-    lower = {name.lower(): name for name in names}
-    if len(lower) < len(names) or len({name.lower() for name in own}) < len(own):
-        lower = {name: name for name in names}
-    known = [name if name in lower else name.lower() for name in own]
-    if set(lower) == set(known) or (is_trained and set(lower) < set(known)):
-        return [lower.get(folded, name) for folded, name in zip(known, own, strict=True)], None
-    if not is_trained:
-        return list(names), None
-    there, here = ", ".join(own), ", ".join(names)
-    if len(own) != len(names):
-        return list(names), f"the head is new: the model's own is for the labels {there}, and the data has {here}"
-    if own == [f"LABEL_{i}" for i in range(len(own))]:
-        return list(names), f"the model does not name its labels, so its outputs stand for {here}, in this order"
-    raise DataError(
-        f"the head of the model is for the labels {there}, and the data has {here}",
-        where="--pretrained-model-name-or-path",
-        hint="give the labels of the data the model's names, or train a new head with --new-head",
-    )
 
 
 def declared_names(part: Part, column: str) -> list[str] | None:

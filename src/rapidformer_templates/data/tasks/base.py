@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
-from rapidformer_templates.data.finetuning.labels import in_order_of_head
+from rapidformer_templates.data.finetuning.heads import in_order_of_head
 from rapidformer_templates.data.finetuning.locating import Located, check_evaluated, each_of, locate, locate_part
 from rapidformer_templates.data.finetuning.mixtures import mixed
 from rapidformer_templates.data.finetuning.tables import Part, Raw, read_dataset, read_part, streamed_files

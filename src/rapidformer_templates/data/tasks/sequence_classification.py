@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.heads import labels_of_model
 from rapidformer_templates.data.finetuning.labels import (
     encode_label_sets,
     encode_labels,
     label_names,
     label_set_names,
-    labels_of_model,
     measures,
     problem_of,
 )

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from rapidformer_templates.data.collate import PadCollate, Ragged, TokenizedSamples
+from rapidformer_templates.data.finetuning.heads import labels_of_model
 from rapidformer_templates.data.finetuning.labels import (
     declared_names,
     label_name,
-    labels_of_model,
     sorted_names,
     stands_for_none,
     unknown_label,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rapidformer_templates.engines.model_building import Building
@@ -24,6 +23,10 @@ PRODUCTS = frozenset(
     }
 )
 """Products with weights. Those of attention, of one activation with another, are batched ones or a fused kernel."""
+
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Layers that count the batches they have seen."""
 
 
 def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
@@ -46,7 +49,7 @@ def checkpoint_activations(model: nn.Module, building: Building) -> nn.Module:
     options = building.options
     selective = options.recompute_granularity == "selective"
     for block in islice(blocks.values(), options.recompute_num_layers):
-        norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+        norms = [module for module in block.modules() if isinstance(module, NORMS)]
         block.forward = Checkpointed(block.forward, selective=selective, norms=norms)
     return model
 

@@ -50,12 +50,12 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     if divided is not None and divided.head is not None:
         head = divided.head.module
         head.forward = OnRows(head.forward)
-    losses = auxiliary_losses_of(model)
-    if losses is not None:
-        losses.sequences = shards
     model.context_shards = shards  # type: ignore[assignment]
     if trial is not None:
         trial.check(shards)
+    losses = auxiliary_losses_of(model)
+    if losses is not None:
+        losses.sequences = shards  # from now on, as they follow the steps of a run only
     return model
 
 
