@@ -86,6 +86,14 @@ SHORT = [
     *(("causal_lm", start, "pipeline-parallel") for start in ("pretrained", "adapters")),
 ]
 
+LONGER = [
+    (task, "pretrained", engine) for task in ROWS for engine in ("pipeline-parallel", "tensor-parallel", "zero-3")
+]
+PARAMETERS = [
+    *by_default([case for case in SHORT if case in CASES], [case for case in CASES if case in (*SHORT, *LONGER)]),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES if case not in (*SHORT, *LONGER)),
+]
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, gpt_folder: Path) -> str:
@@ -110,7 +118,7 @@ def _start(workers: Any, flags: list[str]) -> parity.Trained:
     return parity.trained(Trainer([*flags, "--no-save"]))
 
 
-@pytest.mark.parametrize(("task", "start", "engine"), by_default([c for c in SHORT if c in CASES], CASES))
+@pytest.mark.parametrize(("task", "start", "engine"), PARAMETERS)
 def test_every_engine_starts_with_the_weights_of_one_process(task: str, start: str, engine: str, data: str) -> None:
     """The same weights to the bit, and with them the same first loss and norm of its gradient."""
     expected = _start(None, _flags(task, start, "", data))
