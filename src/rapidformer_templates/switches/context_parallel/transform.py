@@ -39,7 +39,9 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     if not blocks:
         raise _refusal(model, "has no repeated blocks")
     check_attention(part)
-    trial = Trial(part, workers) if building.has_values and not workers.pipeline > 1 else None
+    losses = auxiliary_losses_of(model)
+    called = part if losses is None else model  # losses of a mixture see the batch where the whole model is called
+    trial = Trial(part, called, workers) if building.has_values and workers.pipeline == 1 else None
     peers = Peers(group_of(workers), workers.context, workers.context_rank)
     streams = Streams(peers.rank, active=draws_random_numbers(model))
     kind = building.plan.engine_options.get("context_kind") or _kind_for(part, workers)
@@ -50,12 +52,11 @@ def divide_context(model: nn.Module, building: Building) -> nn.Module:
     if divided is not None and divided.head is not None:
         head = divided.head.module
         head.forward = OnRows(head.forward)
+    if losses is not None:
+        losses.sequences = shards
     model.context_shards = shards  # type: ignore[assignment]
     if trial is not None:
         trial.check(shards)
-    losses = auxiliary_losses_of(model)
-    if losses is not None:
-        losses.sequences = shards  # from now on, as they follow the steps of a run only
     return model
 
 

@@ -25,11 +25,13 @@ class Trial:
 
     Args:
         model: not divided yet. One that needs more than tokens, or whose weights are not all here, is not tried.
+        called: the model, or the module around it that is called in its place.
         workers: this process among its peers, which must all try the model.
     """
 
-    def __init__(self, model: PreTrainedModel, workers: Workers) -> None:
+    def __init__(self, model: PreTrainedModel, called: nn.Module, workers: Workers) -> None:
         self.model = model
+        self.called = called
         self.workers = workers
         self.length = 4 * workers.context + 1
         self.undivided: torch.Tensor | None = None
@@ -71,10 +73,13 @@ class Trial:
         ids = torch.arange(len(weight) // 2, len(weight) // 2 + self.length, device=weight.device)[None] % len(weight)
         was_training = [module for module in self.model.modules() if module.training]
         self.model.eval()
+        seen: list[torch.Tensor] = []
+        watch = self.model.base_model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state))
         try:
-            hidden: torch.Tensor = self.model.base_model(input_ids=ids).last_hidden_state
-            return hidden
+            self.called(input_ids=ids)
+            return seen[0]
         finally:
+            watch.remove()
             for module in was_training:
                 module.training = True
 
