@@ -1,4 +1,4 @@
-"""What loader processes do to the objects of the process that they were forked from."""
+"""Loader processes leave the objects of the process that they were forked from alone."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _derived_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, in
 
 
 def _expert_sizes(default: PreTrainedConfig, config: RunConfig) -> dict[str, int]:
-    """The sizes of the experts that the flags ask for; a token visits as many as by default, if there are so many."""
+    """The sizes of the experts that the flags ask for. A token visits the default number of experts, or all of them."""
     options = config.switches.get("mixture-of-experts")  # not there where only a model is described
     asked = {flag: getattr(options, flag, None) for flag in EXPERT_SIZES}
     fields = default.to_dict()

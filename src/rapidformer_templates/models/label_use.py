@@ -73,7 +73,7 @@ def label_use(model: nn.Module) -> LabelUse:
     reader = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if reader is None or not _takes_tokens(model):
         return LabelUse(type(model).__name__)
-    with _in_evaluation(model), warnings.catch_warnings():
+    with in_evaluation(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a head for other labels makes of them is not used
         try:
             return _tried(model, reader)
@@ -151,7 +151,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
+def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Without dropout; the random state and each module's mode are put back."""
     modes = [(module, module.training) for module in model.modules()]
     with accelerator.without_random_trace(model.parameters()):

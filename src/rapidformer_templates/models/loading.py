@@ -223,8 +223,10 @@ def _check_pretrained_sizes(config: RunConfig, pretrained: PreTrainedConfig) -> 
 
 def _head_to_leave_out(config: RunConfig, auto_class: str, model_config: PreTrainedConfig) -> list[str]:
     """Modules of a pretrained head for labels that cannot serve: it is of another kind or size, or is not wanted."""
+    if auto_class not in CLASSIFICATION:
+        return []
     pretrained = _pretrained_config(config)
-    if auto_class not in CLASSIFICATION or not has_head_of(pretrained, *CLASSIFICATION):
+    if not has_head_of(pretrained, *CLASSIFICATION):
         return []
     fits = has_head_of(pretrained, auto_class) and pretrained.num_labels == model_config.num_labels
     if fits and not config.model.new_head:

@@ -96,7 +96,7 @@ def test_a_head_without_names_takes_them_in_order_with_a_note(load: Load, tmp_pa
     write_plain(tmp_path, ["bad", "good"])
     task = load("sequence_classification", ["LABEL_0", "LABEL_1"])
     assert numbers(task) == [0, 1]
-    assert task.notes == ["the model does not name its labels, so its outputs stand for bad, good, in this order"]
+    assert task.notes == ["the model does not name its labels, so its outputs mean bad, good, in this order"]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def perfect(task: QuestionAnswering, batch: dict[str, torch.Tensor]) -> SimpleNa
 
 
 def test_the_loss_of_a_batch_is_that_of_its_samples(make: Make) -> None:
-    """The reference is transformers' own loss of each sample by itself, where nothing is padded."""
+    """The reference is transformers' loss of each sample alone, where nothing is padded."""
     short = {"question": "what", "context": "it runs", "answers": {"text": ["runs"], "answer_start": [3]}}
     task = make([row(0), short, row(1)], seq_length=64)
     data = task.build_data()

@@ -26,7 +26,7 @@ EQUAL = ("gpt2", "llama", "phimoe")
 MIXING = ("minimax", "falcon_h1", "jamba", "recurrent_gemma")
 """Architectures with linear attention, state spaces and recurrence."""
 REFUSALS = (
-    "mixes the positions of a sequence in other ways than by attention, or counts them by itself",
+    "mixes the positions of a sequence without attention, or counts them in its layers",
     "cannot compute on a part of a sequence",
     "cannot be divided",
     "which attention in a ring does not have",

@@ -29,10 +29,10 @@ def in_order_of_head(
     Raises:
         DataError: the head was trained for as many labels with other names.
     """
-    own = labels_of_model(model_config)
-    is_trained = has_head_of(model_config, auto_class)
     if new_head:
         return list(names), None
+    own = labels_of_model(model_config)
+    is_trained = has_head_of(model_config, auto_class)
     lower = {name.lower(): name for name in names}
     if len(lower) < len(names) or len({name.lower() for name in own}) < len(own):
         lower = {name: name for name in names}
@@ -45,7 +45,7 @@ def in_order_of_head(
     if len(own) != len(names):
         return list(names), f"the head is new: the model's own is for the labels {there}, and the data has {here}"
     if own == [f"LABEL_{i}" for i in range(len(own))]:
-        return list(names), f"the model does not name its labels, so its outputs stand for {here}, in this order"
+        return list(names), f"the model does not name its labels, so its outputs mean {here}, in this order"
     raise DataError(
         f"the head of the model is for the labels {there}, and the data has {here}",
         where="--pretrained-model-name-or-path",

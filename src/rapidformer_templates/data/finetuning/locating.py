@@ -152,7 +152,7 @@ def _called(name: str | None, files: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def _beside(named: Path, files: Sequence[Path], read: Sequence[str]) -> dict[str, list[Path]]:
-    """The validation and the test part beside a file to train on that is named with its extension, which they share."""
+    """The validation and the test file next to a training file, with the same extension."""
     match = STEM.match(named.stem)
     name = match["name"] if match and PART_NAMES[match["part"]] == "train" else named.stem
     parts = _called(name, [path for path in files if path.suffix == named.suffix and path != named])

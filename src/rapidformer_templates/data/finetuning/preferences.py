@@ -160,11 +160,12 @@ def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> 
     Raises:
         DataError: no two answers have a token within the length.
     """
-    if len({_prompt_of(answer.example) for answer in answers}) == 1:
+    prompts = [_prompt_of(answer.example) for answer in answers]
+    if len(set(prompts)) == 1:
         reader.notes.append(f"{name}: all answers are to one prompt, so the drift of KTO is that of answers to it")
     others = [
         _swapped(answers[i].example, answers[other].example)
-        for i, other in enumerate(_answers_to_other_prompts([_prompt_of(answer.example) for answer in answers]))
+        for i, other in enumerate(_answers_to_other_prompts(prompts))
     ]
     own, mixed = (_encoded(examples, reader) for examples in ([a.example for a in answers], others))
     kept = [i for i in range(len(answers)) if _is_answered(own[i]) and _is_answered(mixed[i])]
@@ -174,7 +175,7 @@ def judged_samples(name: str, answers: Sequence[Judged], reader: ChatReader) -> 
 
 
 def _prompt_of(example: Example) -> str:
-    """What an answer is to, in a form that can be compared."""
+    """The prompt of an answer, as a text that can be compared."""
     if isinstance(example, Completion):
         return json.dumps(example.prompt)
     assert isinstance(example, Conversation)

@@ -1,17 +1,19 @@
 """A trial of a divided model: what it puts out for a few tokens must be what it puts out undivided.
 
 Only attention sees whole sequences. A layer that mixes positions in another way (a convolution, a state space, linear
-attention), or that counts positions by itself, would compute something else on each worker's part of a sequence.
+attention), or that counts positions without the ids of the model, would compute something else on each worker's part.
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from rapidformer_templates.errors import ModelError
-from rapidformer_templates.models.label_use import can_be_tried
+from rapidformer_templates.models.label_use import can_be_tried, in_evaluation
 from rapidformer_templates.switches.context_parallel.attention import OTHER_WAYS
 from rapidformer_templates.switches.context_parallel.stretches import ContextShards
 from rapidformer_templates.system.workers import Workers
@@ -36,10 +38,8 @@ class Trial:
         self.length = 4 * workers.context + 1
         self.undivided: torch.Tensor | None = None
         if can_be_tried(model):
-            try:
+            with suppress(Exception):  # a model of any kind may need something else than tokens
                 self.undivided = self._hidden()
-            except Exception:  # a model of any kind may need something else than tokens
-                self.undivided = None
 
     def check(self, shards: ContextShards) -> None:
         """Compare with the model as it is divided now.
@@ -61,7 +61,7 @@ class Trial:
             raise self._refusal(f"cannot compute on a part of a sequence ({next(filter(None, reasons))})")
         if not all(difference < ALIKE for difference in differences):
             raise self._refusal(
-                "mixes the positions of a sequence in other ways than by attention, or counts them by itself "
+                "mixes the positions of a sequence without attention, or counts them in its layers "
                 f"(divided, its hidden states differ by {max(differences):.1e})"
             )
 
@@ -71,17 +71,14 @@ class Trial:
         embeddings: nn.Module = self.model.get_input_embeddings()
         weight = next(embeddings.parameters())
         ids = torch.arange(len(weight) // 2, len(weight) // 2 + self.length, device=weight.device)[None] % len(weight)
-        was_training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
         seen: list[torch.Tensor] = []
         watch = self.model.base_model.register_forward_hook(lambda *call: seen.append(call[-1].last_hidden_state))
         try:
-            self.called(input_ids=ids)
-            return seen[0]
+            with in_evaluation(self.called):
+                self.called(input_ids=ids)
         finally:
             watch.remove()
-            for module in was_training:
-                module.training = True
+        return seen[0]
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError(f"{type(self.model).__name__} {why}", where="--context-parallel-size", hint=OTHER_WAYS)

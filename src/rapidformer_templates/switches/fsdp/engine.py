@@ -240,7 +240,7 @@ def _groups(unit: FSDPModule) -> list[Any]:
 
 
 def _of_several(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The largest modules that several blocks share, such as one attention layer: each is a unit of its own."""
+    """The largest modules that several blocks share, such as one attention layer. Each becomes a unit."""
     owners = Counter(module for block in blocks for module in block.modules() if module is not block)
     shared = [module for module, count in owners.items() if count > 1 and any(True for _ in module.parameters())]
     inner = {part for module in shared for part in module.modules() if part is not module}

@@ -183,7 +183,7 @@ def _untie(adapted: nn.Module) -> None:
 
 
 def _note_untied(model: PreTrainedModel) -> None:
-    """Say in the configuration that the head has a weight of its own now.
+    """Write into the configuration that the head and the embeddings have separate weights.
 
     Raises:
         ModelError: the model computes in another way without tied weights.
