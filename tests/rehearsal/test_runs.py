@@ -63,6 +63,7 @@ TWO = {name: case for name, case in CASES.items() if case.devices == 2} | {
     "distributed optimizer": Case("--micro-batch-size 4 --use-distributed-optimizer", devices=2),
     "fsdp": Case("--micro-batch-size 4 --fsdp-memory-optimization", devices=2),
     "tensor": Case("--micro-batch-size 4 --tensor-model-parallel-size 2", devices=2),
+    "tensor, offloaded state": Case("--micro-batch-size 4 --tensor-model-parallel-size 2 --cpu-offload", devices=2),
     "oss": Case("--micro-batch-size 4 --oss-memory-optimization", devices=2),
     "oss-sdp": Case("--micro-batch-size 4 --oss-sdp-memory-optimization", devices=2),
 }
@@ -80,7 +81,7 @@ ENGINES = {name: case for name, case in TWO.items() if find_spec("fairscale") or
 ROUNDING = {"": 1e-4, "bf16": 2**-6, "fp16": 2**-9} if IS_REAL else {"": 1e-5, "bf16": 2**-7, "fp16": 2**-10}
 """How far a device may be from a CPU: a real one has kernels of its own, which add up in another order."""
 
-BY_DEFAULT = {*CASES, "fp32", "ddp, accumulated", "fsdp", "tensor", "oss", "oss-sdp"}
+BY_DEFAULT = {*CASES, "fp32", "ddp, accumulated", "fsdp", "tensor, offloaded state", "oss", "oss-sdp"}
 """The runs that are not exhaustive."""
 
 

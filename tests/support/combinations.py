@@ -134,13 +134,16 @@ def _spelled(values: dict[str, Any]) -> list[str]:
 
 
 @cache
-def place(world: int, template: str) -> Environment:
-    """This machine with that many workers."""
+def place(world: int, template: str, device: str = "cpu") -> Environment:
+    """This machine with that many workers, each on a device of that kind."""
     return Environment(
         template=template,
         template_origin="a test",
         world_size=world,
         local_world_size=world,
+        device=device,
+        compute_capability=torch.cuda.get_device_capability() if device == "cuda" else None,
+        accelerator=None if device == "cpu" else device,
         packages=installed_packages(),
         cxx=find_cxx(),
     )
@@ -157,18 +160,27 @@ def accepted(names: Sequence[str], most: int = 4) -> Combination | None:
     Args:
         most: workers of a 3D layout: 4 have two replicas of a divided model, or its two dimensions.
     """
+    divided = {"tensor-parallel", "pipeline-parallel"} & set(names)
+    return _accepted(names, world=4 if FOUR & set(names) else most if divided else 2)
+
+
+def accepted_on_one(names: Sequence[str], device: str) -> Combination | None:
+    """The run of these switches in one process on a device of that kind; None if the rules refuse it."""
+    return _accepted(names, world=1, device=device)
+
+
+def _accepted(names: Sequence[str], world: int, device: str = "cpu") -> Combination | None:
     if "auto-strategy" in names or any(set(names) >= wrong for wrong in KNOWN_WRONG):
         return None  # auto-strategy chooses other switches, and they have runs already
     values = {field: value for name in names for field, value in _values(name).items()}
-    divided = {"tensor-parallel", "pipeline-parallel"} & set(names)
-    world = 4 if FOUR & set(names) else most if divided else 2
     micro = ("--micro-batch-size", str(MICRO))
-    flags = (*_spelled(values), *(() if "micro_batch_size" in values else micro))
+    on_device = () if device == "cpu" else ("--device", device)
+    flags = (*_spelled(values), *(() if "micro_batch_size" in values else micro), *on_device)
     config = REGISTRY.complete(parsed((*STEPS.split(), *flags, "--save", "run")))
     for template in ("Trainer", "Pretrainer", "Finetuner"):
         if any(template not in REGISTRY[name].templates for name in names):
             continue
-        at = place(world, template)
+        at = place(world, template, device)
         request = build_request(config, at, REGISTRY.switches, training=True)
         if REGISTRY.refusals(request):
             continue

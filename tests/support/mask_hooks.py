@@ -22,9 +22,26 @@ from rapidformer_templates import Data, Trainer
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 CONFIGS = {
-    "gpt2": GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0),
+    "gpt2": GPT2Config(
+        vocab_size=32,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
     "llama": LlamaConfig(vocab_size=32, max_position_embeddings=16, **SMALL),
-    "bert": BertConfig(vocab_size=32, max_position_embeddings=16, **SMALL),
+    "bert": BertConfig(
+        vocab_size=32,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **SMALL,
+    ),
     "bart": BartConfig(
         vocab_size=32,
         max_position_embeddings=16,
@@ -35,6 +52,7 @@ CONFIGS = {
         decoder_attention_heads=2,
         encoder_ffn_dim=32,
         decoder_ffn_dim=32,
+        dropout=0.0,
     ),
 }
 

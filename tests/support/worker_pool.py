@@ -190,7 +190,7 @@ class WorkerPool:
             _preload()
             leave_group()
             _forget_meshes()  # here: a fork cannot free what this process has put into the cache
-        context = multiprocessing.get_context("fork") if forks else _server()
+        context = multiprocessing.get_context("fork") if forks else _starter(self.device)
         for rank in range(len(self._processes), count):
             here, there = context.Pipe()
             inherited = [*self._pipes, here] if forks else []
@@ -226,12 +226,15 @@ def _memory_of(process: Any) -> int:
 _pool = WorkerPool("cpu")
 
 
-def _server() -> Any:
-    """Return a context that forks workers from a server process, which has imported what they need.
+def _starter(device: str) -> Any:
+    """Return a context that starts workers on accelerators.
 
     No accelerator works in a fork of a process that has looked for one, or that has gone backward without one: torch
-    counts the devices once.
+    counts the devices once. So workers on the stand-in are forked from a server process, which has imported what they
+    need. These imports look for a GPU, so workers on GPUs import everything themselves.
     """
+    if device != stand_in.NAME:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED_FOR_DEVICES))
     return context

@@ -13,6 +13,7 @@ from rapidformer_templates.commands.bench.cli import EVIDENCE, _command_first, m
 from rapidformer_templates.commands.bench.job_peers import PEERS
 from rapidformer_templates.commands.bench.measure import (
     Request,
+    _chosen,
     _why_not,
     cpu_is_fast_at_bf16,
     facts_of,
@@ -21,7 +22,15 @@ from rapidformer_templates.commands.bench.measure import (
 from rapidformer_templates.commands.bench.report import Report
 from rapidformer_templates.commands.bench.run import _without_launch
 from rapidformer_templates.commands.bench.runs import Run
-from rapidformer_templates.commands.bench.tables import MIXED_PRECISION, PARALLEL, PARTITIONING, TABLES, UTILISATION
+from rapidformer_templates.commands.bench.tables import (
+    MIXED_PRECISION,
+    PARALLEL,
+    PARTITIONING,
+    TABLES,
+    UTILISATION,
+    Table,
+)
+from rapidformer_templates.errors import ConfigError
 from rapidformer_templates.planning.config import parse
 from rapidformer_templates.planning.registry import switch_options
 
@@ -48,6 +57,15 @@ def test_layouts_keep_the_global_batch_whatever_divides_the_model(tmp_path: Path
         assert _why_not(request, name) is None
     fewer = Request(PARALLEL, "small", 2, "cpu", [], 1, 1)
     assert _why_not(fewer, "tp 2, pp 2") == "one copy of the model needs 4 workers, there are 2"
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.name)
+def test_every_solution_can_be_asked_for(table: Table) -> None:
+    names = list(table.solutions)
+    assert [_chosen(name, table) for name in names] == [[name] for name in names]
+    assert _chosen(f"{names[-1]}, {names[0]}", table) == list(dict.fromkeys([names[0], names[-1]]))
+    with pytest.raises(ConfigError, match="there is no solution nothing of the kind"):
+        _chosen(f"{names[0]}, nothing of the kind", table)
 
 
 def test_a_cpu_leaves_out_what_it_is_slow_at() -> None:

@@ -99,6 +99,14 @@ def test_what_only_the_call_shows_is_refused_there() -> None:
         model(input_ids=ids, labels=ids)  # nothing is forced in an evaluation
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 4), (torch.float32, 6)])
+def test_heads_that_the_kernel_of_padded_batches_cannot_read_are_refused(dtype: torch.dtype, size: int) -> None:
+    query = torch.zeros(1, 2, 8, size, dtype=dtype, device="meta")
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool, device="meta")
+    with pytest.raises(ModelError, match=f"and these have {size}"):
+        attention(torch.nn.Identity(), query, query, query, mask, kernel="flash")
+
+
 def _reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """``flash_attn_func`` as its documentation has it: (batch, tokens, heads, size)."""
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -266,19 +267,24 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _chosen(text: str | None, of: Table) -> list[str]:
-    """The solutions that were asked for, in the table's order.
+    """The solutions that were asked for, in the table's order. Some have a comma in their name.
 
     Raises:
         ConfigError: one of them does not exist.
     """
-    asked = [word.strip() for word in text.split(",")] if text else list(of.solutions)
-    unknown = [word for word in asked if word not in of.solutions]
-    if unknown:
-        raise ConfigError(
-            f"there is no solution {', '.join(unknown)}",
-            where="--solutions",
-            hint=f"there are: {', '.join(of.solutions)}",
-        )
+    if not text:
+        return list(of.solutions)
+    longest_first = "|".join(sorted(map(re.escape, of.solutions), key=len, reverse=True))
+    named = re.compile(rf"\s*({longest_first})\s*(?:,|$)")
+    asked, at = set[str](), 0
+    while at < len(text):
+        if (found := named.match(text, at)) is None:
+            unknown = text[at:].partition(",")[0].strip()
+            raise ConfigError(
+                f"there is no solution {unknown}", where="--solutions", hint=f"there are: {'; '.join(of.solutions)}"
+            )
+        asked.add(found[1])
+        at = found.end()
     return [name for name in of.solutions if name in asked]
 
 

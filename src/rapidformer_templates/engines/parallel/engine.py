@@ -165,7 +165,8 @@ class ParallelEngine(SingleEngine):
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         held = super().held()
-        masters = [unit.values for unit in self._shards.units]  # others lie in the memory of the parameters
+        # In fp32 the optimizer updates the parameters themselves.
+        masters = [unit.values for unit in self._shards.units] if self._gradient_types else []
         return {**held, "gradients": self._shards.gradients(), "optimizer": [*held["optimizer"], *masters]}
 
     def _held_tensors(self) -> dict[str, parallel_state.Held]:

@@ -151,9 +151,12 @@ def attention(
     position_bias = others.get("position_bias")
     if kernel == "flash_attn" and position_bias is None and _suits_package(query, key, value, attention_mask):
         return _package_attention(module, query, key, value, dropout, scaling, others.get("is_causal")), None
+    backends = _backends(query, attention_mask, kernel)
     if torch.is_grad_enabled():
         _check_call(module, query, value, attention_mask, dropout, position_bias)
-    with sdpa_kernel(_backends(query, attention_mask, kernel)):
+        if backends == [SDPBackend.EFFICIENT_ATTENTION]:
+            _check_size_of_heads(module, value)
+    with sdpa_kernel(backends):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
@@ -209,6 +212,14 @@ def _check_call(
         raise _refusal(type(module).__name__, "the flash kernel of a CPU has no dropout", "--dropout 0, or ")
     if any(given is not None and given.requires_grad for given in (mask, position_bias)):
         raise _refusal(type(module).__name__, "the flash kernel of a CPU learns no bias of the scores")
+
+
+def _check_size_of_heads(module: nn.Module, value: torch.Tensor) -> None:
+    """torch's memory-efficient kernel reads rows of a multiple of 16 bytes (``check_head_dim_size_mem_efficient``)."""
+    size, width = value.shape[-1], value.element_size()
+    if size % (step := 16 // width):
+        why = f"batches with a mask take the memory-efficient kernel, whose heads are a multiple of {step} values"
+        raise _refusal(type(module).__name__, f"{why} in {width * 8} bits, and these have {size}")
 
 
 for _kernel, _name in NAMES.items():

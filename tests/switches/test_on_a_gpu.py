@@ -1,0 +1,79 @@
+"""Every switch that one GPU takes follows a CPU: each one alone, and with others in a row of the covering table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer_templates.planning.registry import REGISTRY
+from tests.support import covering
+from tests.support.combinations import Combination, Size, accepted_on_one, distance, train
+from tests.support.worker_pool import end_pool, run_in_workers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch sees none here"),
+]
+
+ROUNDING = {"fp32": 1e-4, "tf32": 2**-8, "bf16": 2**-6, "fp16": 2**-8}
+"""How far a GPU may be from a CPU, by the type of the matrix products. It adds up in another order."""
+
+WIDTH = 32
+"""Width of hidden states. In 16 bits the kernels of attention need heads of at least 8 values."""
+
+CHOICES = 0.05
+"""The same for mixtures in 16 bits: a token whose two best experts are nearly alike goes to another one."""
+
+
+@cache
+def _accepted_alone() -> list[str]:
+    return [switch.name for switch in REGISTRY.switches if accepted_on_one([switch.name], "cuda")]
+
+
+def _runs() -> Iterator[Combination]:
+    """Each switch alone, and of each row the switches that one GPU takes together."""
+    alone = _accepted_alone()
+    seen = set()
+    for names in (*([name] for name in alone), *covering.table()["rows"]):
+        taken = [name for name in names if name in alone]
+        while taken and not accepted_on_one(taken, "cuda"):
+            taken.pop()
+        found = accepted_on_one(taken, "cuda")
+        if found and found.names and found.names not in seen:
+            seen.add(found.names)
+            yield found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Find the runs only where there is a GPU."""
+    if "run" in metafunc.fixturenames:
+        metafunc.parametrize("run", [*_runs()] if torch.cuda.is_available() else [], ids=str)
+
+
+@cache
+def _on_the_cpu(template: str, flags: tuple[str, ...], size: Size) -> dict[str, Any]:
+    return train(None, template, flags, size=size)
+
+
+def test_a_gpu_follows_a_cpu(run: Combination, record_property: Any) -> None:
+    in_tf32 = "tf32" in run.plan.switches
+    reference = tuple(flag for flag in run.reference if flag != "--tf32")
+    size = Size(max(run.size.width, WIDTH), run.size.blocks)
+    (found,) = run_in_workers(1, train, run.template, run.flags, "plain", size, device="cuda")
+    if in_tf32:
+        end_pool()  # the next run would be in tf32, too
+    apart = distance(found, _on_the_cpu(run.template, reference, size))
+    precision = "tf32" if in_tf32 else run.plan.precision
+    record_property(precision, apart.worst)
+    flips = "mixture-of-experts" in run.plan.switches and precision != "fp32"
+    assert apart.worst <= (CHOICES if flips else ROUNDING[precision]), str(apart)
+
+
+def test_most_switches_run_on_one_gpu() -> None:
+    """The others need several workers, a file or a package."""
+    assert len(_accepted_alone()) >= len(REGISTRY.switches) / 2
