@@ -23,11 +23,17 @@ pytest_plugins = ("tests.support.durations", "tests.support.texts", "tests.suppo
 TWO_AT_MOST = (
     "tests/benchmarks/",
     "tests/docs/",
+    "tests/rehearsal/",
     "tests/system/",
     "tests/commands/test_demo.py",
     "tests/commands/test_evaluate.py",
+    "tests/run/test_afterwards.py",
+    "tests/run/test_evaluated_rows.py",
+    "tests/run/test_out_of_memory.py",
+    "tests/switches/test_other_package.py",
+    "tests/switches/test_saves_memory.py",
 )
-"""Files whose workers are those of a command of theirs: one or two, which end with it."""
+"""Files that start one or two workers, which are not those of the pool of the other test process."""
 
 WORKER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -20,11 +20,10 @@ from benchmarks.faults import (
     spend_life,
 )
 from benchmarks.trainees import Place
-from tests.support.selection import by_default
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", by_default([2], [2, 12]))
+@pytest.mark.longer
+@pytest.mark.parametrize("kills", [2, 12])
 def test_killed_runs_end_as_if_nobody_had_killed_them(kills: int, tmp_path: Path) -> None:
     report = run_faults(kills=kills, folder=tmp_path, seed=3)
     assert report.flawless, report.to_json()

@@ -27,6 +27,7 @@ class Lazy(Contender):
 
 
 @pytest.mark.slow
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", CONTENDERS)
 def test_a_loop_does_the_work_of_the_plain_one(kind: type[Contender]) -> None:
     """``measure_overhead`` compares the losses after its warm-up."""
@@ -39,7 +40,7 @@ def test_a_loop_does_the_work_of_the_plain_one(kind: type[Contender]) -> None:
     assert row["low_ms"] <= row["extra_ms"] <= row["high_ms"]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_a_loop_that_does_less_is_found_out() -> None:
     with pytest.raises(RapidformerError, match="not the same work"):
         measure_overhead(rounds=1, steps=1, kinds=(Lazy,))

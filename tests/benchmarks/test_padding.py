@@ -29,7 +29,7 @@ def test_text_is_real_and_of_unequal_length() -> None:
     bytes(samples[0]["input_ids"].astype(np.uint8)).decode()
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_every_way_has_the_budget_and_the_whole_text() -> None:
     samples = padding.docstrings(256)
     fills = {}
@@ -55,7 +55,7 @@ def test_ratios_are_those_of_the_rates() -> None:
     assert high == pytest.approx(4)  # the first one twice
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["padding", "--rounds", "1", "--steps", "1", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "padding.json").read_text())

@@ -39,7 +39,7 @@ def result(results: list[Result]) -> Result:
     return results[0]
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_a_real_run_holds_what_was_predicted(result: Result) -> None:
     assert result.exact
@@ -48,7 +48,7 @@ def test_a_real_run_holds_what_was_predicted(result: Result) -> None:
     assert result.allocator == pytest.approx(result.measured, rel=0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", range(1, 1 + len(SHARDED)), ids=list(SHARDED))
 def test_shards_of_divided_sequences_hold_what_was_predicted(number: int, results: list[Result]) -> None:
@@ -58,7 +58,6 @@ def test_shards_of_divided_sequences_hold_what_was_predicted(number: int, result
 
 
 @pytest.mark.longer
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_differences_are_named(result: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (predicted, measured), *_ = result.held

@@ -11,7 +11,7 @@ from benchmarks import reading
 from benchmarks.__main__ import main
 
 
-@pytest.mark.slow
+@pytest.mark.longer
 def test_the_command_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,9 @@ def test_version_that_has_lost_a_private_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("version", "state"), [("0.49.2", "needs a GPU"), ("0.50.0", "ok")])
+@pytest.mark.parametrize(
+    ("version", "state"), [("0.49.2", "needs a GPU"), pytest.param("0.50.0", "ok", marks=pytest.mark.longer)]
+)
 def test_packages_that_need_a_gpu(version: str, state: str, site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add_package(site, "bitsandbytes", "", version)
     add_package(site, "apex", "")  # that of the public index

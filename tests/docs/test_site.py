@@ -157,6 +157,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     opened.close()
 
 
+@pytest.mark.longer
 def test_on_a_phone_no_page_scrolls_sideways(browser: Chromium, address: str, read: dict[str, Page]) -> None:
     browser.size(390, 844, phone=True)
     wide, errors = [], {}

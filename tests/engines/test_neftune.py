@@ -176,7 +176,7 @@ def test_it_changes_the_losses_and_not_the_other_random_numbers(alone: Trained) 
     [
         "--micro-batch-size 1 --checkpoint-activations",
         "--micro-batch-size 4 --fused-linear-cross-entropy",
-        "--micro-batch-size 4 --torch-compile aot_eager",
+        pytest.param("--micro-batch-size 4 --torch-compile aot_eager", marks=pytest.mark.longer),
     ],
 )
 def test_micro_batches_and_switches_do_not_change_it(flags: str, alone: Trained) -> None:

@@ -302,9 +302,13 @@ def _skip(workers: Any, flags: str, begins: int, skipping: tuple[int, ...]) -> N
     job.fit()
 
 
-@pytest.mark.parametrize("skipping", [(1,), (0, 1)])
-@pytest.mark.parametrize("begins", [0, 2])
-@pytest.mark.parametrize("engine", ["fsdp", "zero-3"])
+LEFT_OUT = [(engine, begins, ranks) for begins in (2, 0) for ranks in ((0, 1), (1,)) for engine in ("zero-3", "fsdp")]
+"""The engine, the step at which batches leave out a block, and the ranks whose batches do."""
+
+
+@pytest.mark.parametrize(
+    ("engine", "begins", "skipping"), by_default([LEFT_OUT[0], LEFT_OUT[2], LEFT_OUT[-1]], LEFT_OUT)
+)
 def test_engines_that_gather_blocks_refuse_a_batch_that_leaves_one_out(
     engine: str, begins: int, skipping: tuple[int, ...]
 ) -> None:

@@ -42,8 +42,8 @@ NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in installed_packages(), re
 if "deepspeed" in installed_packages():
     ENGINES |= {f"zero-{n}": f"--micro-batch-size 4 --zero-{n}-memory-optimization" for n in (1, 2, 3)}
     ENGINES["zero-2-offload"] = f"{ENGINES['zero-2']} --cpu-offload"
-SHORT = ("fsdp", "distributed", "pipeline", "oss", "zero-2-offload", "zero-3")
-"""By default: one of each way to hold states."""
+SHORT = ("fsdp", "pipeline", "oss", "zero-3")
+"""By default: an engine of torch, one of fairscale, one of DeepSpeed, and a divided model."""
 
 
 class Dies(Exception):

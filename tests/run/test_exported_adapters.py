@@ -58,9 +58,9 @@ def _is_accepted(kind: str, layout: str) -> bool:
 EVERY = [(kind, layout) for kind in KINDS for layout in FLAGS if _is_accepted(kind, layout)]
 CASES = {f"{kind}: {layout or 'replicas'}": (kind, layout) for kind, layout in EVERY}
 SHORT = [
-    *(f"lora: {layout}" for layout in (*DIVIDING, "tensor-parallel", "fsdp", "zero-3")),
-    *(f"head: {layout}" for layout in ("pipeline-parallel", "tensor-parallel")),
-    *(f"{kind}: pipeline-parallel" for kind in ("dora", "last block", "average")),
+    *(f"lora: {layout}" for layout in ("pipeline-parallel", "tensor-parallel + pipeline-parallel", "zero-3")),
+    *(f"{kind}: pipeline-parallel" for kind in ("last block", "average")),
+    "head: tensor-parallel",
 ]
 
 

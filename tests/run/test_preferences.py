@@ -95,6 +95,7 @@ def test_every_engine_holds_the_copy_and_every_reference_is_the_same(
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.longer
 def test_groups_of_workers_hold_copies_of_the_copy(flags: Mapping[str, list[str]], whole: Mapping[str, Curve]) -> None:
     groups = ("--micro-batch-size", "1", "--fsdp-memory-optimization", "--fsdp-shard-size", "2")
     check_alike(in_workers(4, {"groups": [*flags["dpo"], *groups]}), whole["dpo"])

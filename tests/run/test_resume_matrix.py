@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.engine_runs import ENGINES, SAVED, STEPS, WholeRuns, run
-from tests.support.selection import by_default
+from tests.support.selection import by_default, selected
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install 'rapidformer_templates[deepspeed]'")
@@ -50,8 +50,11 @@ def resumed(workers: int, pairs: Pairs, whole: WholeRuns, root: Path) -> dict[An
 
 
 @pytest.fixture(scope="module")
-def same(whole_runs: WholeRuns, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    return resumed(2, SAME, whole_runs, tmp_path_factory.mktemp("same"))
+def same(
+    request: pytest.FixtureRequest, whole_runs: WholeRuns, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, Any]:
+    pairs = [(name, name) for name in selected(request, "name")]
+    return resumed(2, pairs, whole_runs, tmp_path_factory.mktemp("same"))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,7 @@ def test_any_goes_on_with_any(source: str, target: str, every: Any, reference: A
     _assert_close(every[source, target], reference[SAVED:])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_default(("plain", "oss", "zero-3"), NAMES))
 def test_the_same_engine_goes_on_bitwise(name: str, same: Any, whole_runs: WholeRuns, reference: Any) -> None:
     _assert_close(whole_runs.curves[name], reference)
     assert same[name, name] == whole_runs.curves[name][SAVED:]

@@ -205,6 +205,7 @@ def test_workers_of_a_replica_must_bring_the_same_batches(in_workers: list[dict[
 
 @pytest.mark.slow
 @pytest.mark.durable
+@pytest.mark.longer
 def test_killed_it_goes_on(run: list[float], tmp_path: Path) -> None:
     """kill -9 in the middle; the same command goes on, and all losses are those of the run."""
     command = [sys.executable, str(EXAMPLE), *CPU]

@@ -16,7 +16,9 @@ PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
 OPTIONS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars --disable-extensions "
     "--disable-background-networking --disable-component-update --disable-sync --disable-dev-shm-usage "
-    "--remote-debugging-pipe"
+    "--remote-debugging-pipe "
+    # Fewer processes: the suite starts workers at the same time.
+    "--no-zygote --in-process-gpu --renderer-process-limit=1 --enable-features=NetworkServiceInProcess2"
 )
 
 

@@ -27,7 +27,7 @@ SETS += [
         template,
         TRIPLES,
         id=f"{template}-triples",
-        marks=pytest.mark.slow if template == "Trainer" else pytest.mark.exhaustive,
+        marks=pytest.mark.longer if template == "Trainer" else pytest.mark.exhaustive,
     )
     for template in TEMPLATES
 ]

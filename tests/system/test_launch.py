@@ -70,6 +70,7 @@ def wait_for(path: Path, seconds: float = 90) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_error_of_one_worker_ends_all_and_is_told_once(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: pytest.CaptureFixture[str]
@@ -94,6 +95,7 @@ def test_killed_worker_is_named(
     assert "Traceback" not in said
 
 
+@pytest.mark.longer
 @pytest.mark.distributed
 def test_sigterm_saves_and_resume_goes_on(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ from rapidformer_templates.switches.auto_strategy.model_of_flags import Subject
 from rapidformer_templates.switches.auto_strategy.search import ALLOWANCE, DOUBT, Search
 from rapidformer_templates.switches.auto_strategy.setting import Setting, setting_of
 from rapidformer_templates.switches.auto_strategy.show import reasons
+from tests.support.selection import by_default
 
 TINY = "--model-type gpt2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 
@@ -128,7 +129,9 @@ def test_stages_are_interleaved_as_far_as_the_blocks_divide(
 
 @pytest.mark.parametrize(
     ("more", "sizes"),
-    [("", {1, 2, 4}), ("--expert-model-parallel-size 2", {2}), ("--expert-parallel", {4})],
+    by_default(
+        [("", {1, 2, 4})], [("", {1, 2, 4}), ("--expert-model-parallel-size 2", {2}), ("--expert-parallel", {4})]
+    ),
 )
 def test_experts_are_divided_as_far_as_they_go(more: str, sizes: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{TINY} --auto-strategy --world-size 4 --local-world-size 4 --device cpu --micro-batch-size 1"
@@ -158,7 +161,7 @@ MIXTURES = {
 }
 
 
-@pytest.fixture(params=MIXTURES)
+@pytest.fixture(params=by_default(["qwen3_moe"], MIXTURES))
 def mixture(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The folder of a mixture that transformers has itself; not every block of the last two has experts."""
     sizes = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
@@ -337,7 +340,7 @@ PUBLISHED = {  # jobs that must get a layout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("job", "gigabytes"), [("22 B", 80), ("1.3 B", 32)])
+@pytest.mark.parametrize(("job", "gigabytes"), by_default([("22 B", 80)], [("22 B", 80), ("1.3 B", 32)]))
 def test_published_jobs_get_a_layout(
     job: str, gigabytes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -372,6 +375,7 @@ def test_nothing_fits_is_said_with_its_reason(
 
 
 @pytest.mark.slow
+@pytest.mark.longer
 def test_the_doubt_covers_what_two_traces_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Near the limit the exact trace decides, so an approximation must not be further off than that."""
     search = search_of(f"{TINY} --auto-strategy --world-size 2 --device cpu", monkeypatch, 4)

@@ -37,7 +37,7 @@ if "deepspeed" in installed_packages():
     ENGINES["zero-3"] = "--micro-batch-size 4 --zero-3-memory-optimization"
 if "fairscale" in installed_packages():
     ENGINES["sdp"] = "--micro-batch-size 4 --oss-sdp-memory-optimization"
-LONGER = {"distributed", "tensor", "sdp"}
+LONGER = {"ddp", "distributed", "tensor", "compiled", "sdp"}
 """For ``make test-longer``: each has one of its kind among the others."""
 
 

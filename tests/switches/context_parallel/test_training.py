@@ -59,6 +59,8 @@ CASES = {
 }
 LONGER = {
     "cp2-dp2-selective",
+    "cp2-pp2-interleaved",
+    "ring2-pp2",
     "cp2-pp2-own-loss",
     "ring4",
     "ring2-own-loss",

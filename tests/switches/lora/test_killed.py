@@ -23,7 +23,7 @@ from tests.support.texts import WORDS, write_jsonl
 from tests.support.worker_pool import run_in_workers
 
 pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.longer, pytest.mark.distributed]
 
 STEPS, KILLED_AFTER = 60, 8
 TIMINGS = {"samples_per_second", "tokens_per_second", "step_ms", "peak_memory_mb"}

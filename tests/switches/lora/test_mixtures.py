@@ -15,6 +15,7 @@ from rapidformer_templates.commands.main import main
 from rapidformer_templates.errors import CheckpointError, ModelError
 from rapidformer_templates.models.facts import OWN_EXPERTS
 from tests.support import jobs, mixtures, parity
+from tests.support.selection import by_default
 
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install 'rapidformer_templates[peft]'")
 
@@ -111,7 +112,9 @@ def test_trains_as_a_loop_over_peft_does(kind: str, flags: str, bases: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*sorted(OWN_EXPERTS), "with a dense layer"])
+@pytest.mark.parametrize(
+    "kind", by_default(["mixtral", "with a dense layer"], [*sorted(OWN_EXPERTS), "with a dense layer"])
+)
 def test_peft_and_transformers_read_what_was_trained(
     kind: str, bases: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,7 +263,7 @@ def test_new_experts_are_not_frozen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("coding", ["int8", "int4"])
+@pytest.mark.parametrize("coding", by_default(["int4"], ["int8", "int4"]))
 def test_experts_in_codes_train_as_the_read_ones_do(coding: str, bases: dict[str, Path], tmp_path: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(bases["qwen2_moe"])
     with torch.no_grad():

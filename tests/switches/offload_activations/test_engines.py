@@ -39,7 +39,7 @@ if "fairscale" in installed_packages():
 if installed_packages().keys() >= {"onnxruntime", "onnxscript"}:
     ENGINES["onnx"] = "--micro-batch-size 4 --onnx-runtime-training"
 
-LONGER = {"distributed", "tensor", "pipeline", "checkpointed", "zero-2", "sdp"}
+LONGER = {"ddp", "distributed", "tensor", "sequence", "pipeline", "checkpointed", "compiled", "zero-2", "sdp"}
 """For ``make test-longer``: each has one of its kind among the others."""
 IN_GRAPHS = {"compiled", "onnx"}
 """Each shape of a batch costs seconds there."""

@@ -79,6 +79,7 @@ def _graphs(run: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [g for g in run["summary"]["receipts"]["onnx_runtime"]["graphs"] if g["name"].startswith(f"{kind} ")]
 
 
+@pytest.mark.longer
 def test_batches_of_many_shapes() -> None:
     """BERT's masked-LM, whose decoder is tied to the embeddings, with evaluations."""
     expected = parity.reference("masked", False, STEPS)
@@ -100,7 +101,7 @@ def test_batches_of_many_shapes() -> None:
     ("job", "flags", "kind"),
     [
         ("onnx-llama", "", "LlamaDecoderLayer"),
-        ("one-shape-frozen", "", "BertLayer"),
+        pytest.param("one-shape-frozen", "", "BertLayer", marks=pytest.mark.longer),
         ("one-shape", "--checkpoint-activations", "BertLayer"),
     ],
 )

@@ -43,10 +43,11 @@ CASES = {
     "stages-distributed": ("stages", 4, f"{STAGES} --use-distributed-optimizer {PRODUCTS}"),
 }
 """Job, workers and flags."""
-SHORT = ("interleaved-checkpointed-seen", "sequence-products", "gpt2-fused", "3d", "context-ring-recomputed")
+SHORT = ("3d", "context-ring-recomputed")
 """By default. The covering table also compiles models that are divided in every way."""
 EXPERTS = "--num-experts 4 --moe-loss-coeff 2.5 --moe-z-loss-coeff 0.5"
-MIXTURES = [f"{STAGES} {AGAIN}", f"{TENSOR} --sequence-parallel {AGAIN}", TENSOR]
+STRETCHES = f"{TENSOR} --sequence-parallel {AGAIN}"
+MIXTURES = [f"{STAGES} {AGAIN}", STRETCHES, TENSOR]
 
 
 def _reference(job: str, more: str = "") -> Any:
@@ -88,6 +89,7 @@ def test_it_follows_one_eager_process_without_a_break(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.longer
 def test_inductor_computes_divided_layers() -> None:
     flags = f"{BASE} --micro-batch-size 4 --torch-compile {TENSOR} --sequence-parallel {AGAIN}"
     run = outcomes_in_workers(2, train_exactly, "stages", flags)[0]
@@ -121,7 +123,7 @@ def test_zero_3_refuses_what_it_would_not_gather(job: str, why: str) -> None:
     assert why in found.text
 
 
-@pytest.mark.parametrize("layout", [TENSOR, f"{TENSOR} --sequence-parallel {AGAIN}"], ids=["plain", "sequence"])
+@pytest.mark.parametrize("layout", by_default([STRETCHES], [TENSOR, STRETCHES]), ids=["plain", "sequence"])
 def test_dropout_draws_as_the_eager_layers_do(layout: str) -> None:
     flags = f"{BASE} --micro-batch-size 4 {layout}"
     eager = outcomes_in_workers(2, train_exactly, "stages-dropout", flags)[0]
